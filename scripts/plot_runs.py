@@ -11,6 +11,7 @@ is their median.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import matplotlib as mpl
@@ -52,17 +53,23 @@ def main() -> None:
         if not (run / "metrics.csv").is_file():
             raise SystemExit(f"{run} holds no metrics.csv")
         lines.setdefault(run.parent.name, []).append(run)
-    size = 4 * len(args.panels), 3.6
-    figure, axes = plt.subplots(1, len(args.panels), figsize=size, layout="constrained", squeeze=False)
-    for axis, column in zip(axes[0], args.panels, strict=True):
+    columns = min(2, len(args.panels))
+    rows = math.ceil(len(args.panels) / columns)
+    size = 8.3, 3.4 * rows + 0.6
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(args.panels) :]:
+        axis.set_visible(False)
+    for axis, column in zip(axes.flat, args.panels, strict=False):
         for number, (name, runs) in enumerate(lines.items()):
             seeds = pd.DataFrame({str(run): read(run, column) for run in runs})
             axis.plot(seeds.index, seeds, color=f"C{number}", alpha=0.3, linewidth=0.8)
             label = f"{name.replace('_', ' ')}, {len(runs)} run{'s' * (len(runs) > 1)}"
             axis.plot(seeds.index, seeds.median(axis=1), color=f"C{number}", linewidth=2, label=label)
-        axis.set(title=TITLES[column], xlabel="optimizer step")
+        axis.set_title(TITLES[column], fontsize=13)
+        axis.set_xlabel("optimizer step", fontsize=12)
+        axis.tick_params(labelsize=12)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=12)
     axes[0, 0].set_ylim(0, 1)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)

@@ -182,6 +182,7 @@ def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: S
 
 def save(figure: Figure, path: str) -> None:
     """Writes and closes a figure."""
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)

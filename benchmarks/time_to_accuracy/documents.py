@@ -89,10 +89,17 @@ def comparable(table: pd.DataFrame) -> list[str]:
     return [name for name in TITLES if workloads()[name].reference in done.get(name, ())]
 
 
+def drawn(curve: pd.DataFrame) -> pd.Series:
+    """The smoothed curve from the accuracy before training on, which is no mean."""
+    values = smoothed(curve)
+    values.iloc[0] = curve["accuracy"].iloc[0]
+    return values
+
+
 def picture(table: pd.DataFrame, names: list[str]) -> Any:
-    """Held-out accuracy over time, a panel for each workload; thin lines are single runs."""
-    figure, axes = plt.subplots(1, len(names), figsize=(4.4 * len(names), 3.4), sharey=True, squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
+    """Held-out accuracy over time, a panel for each workload, its legend beside it; thin lines are single runs."""
+    figure, axes = plt.subplots(len(names), 1, figsize=(8.3, 3.4 * len(names)), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[:, 0], names, strict=True):
         rows = table[table["workload"] == name]
         reference = workloads()[name].reference
         base = [one.sort_values("step") for _, one in rows[rows["system"] == reference].groupby("seed")]
@@ -103,19 +110,17 @@ def picture(table: pd.DataFrame, names: list[str]) -> Any:
             each = [one.sort_values("step") for _, one in runs.groupby("seed")]
             colour = COLOURS[kind(str(system))]
             for one in each:
-                axis.plot(one["wall_s"], smoothed(one), color=colour, alpha=0.3, linewidth=0.8)
-            mean = pd.concat([one.assign(smooth=smoothed(one)) for one in each]).groupby("step").mean(numeric_only=True)
+                axis.plot(one["wall_s"], drawn(one), color=colour, alpha=0.3, linewidth=0.8)
+            mean = pd.concat([one.assign(smooth=drawn(one)) for one in each]).groupby("step").mean(numeric_only=True)
             said = title(str(system)).replace("`", "")
             factor = summary.loc[system, "time_speedup_0.95"][0]
             if system != reference and factor > 0:
                 said += f": {factor:.1f} times as fast"
             axis.plot(mean["wall_s"], mean["smooth"], color=colour, linewidth=2, label=said)
         axis.axhline(level_at(base, 0.95), color="0.6", linewidth=0.7, linestyle=":")
-        axis.set(xlabel="seconds of training", title=TITLES[name])
+        axis.set(xlabel="seconds of training", ylabel="held-out accuracy", title=TITLES[name])
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, loc="lower right")
-    axes[0][0].set_ylabel("held-out accuracy")
-    figure.tight_layout()
+        axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return figure
 
 
@@ -134,11 +139,16 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
 
 
 def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, machine: str, root: Path) -> None:
-    """Writes a picture to `docs/assets` and a measurement to `docs/measurements` under `root`."""
+    """Writes a measurement to `docs/measurements`, the curves to `docs/results`, and their picture to `docs/assets`.
+
+    `python docs/pictures.py` draws the measurement.
+    """
     names = comparable(table)
     (workload, system, said) = HEADLINES[suite]
     file = "time_to_accuracy" if suite == "tools" else f"time_to_accuracy_{suite.replace('.', '_')}"
-    save(picture(table, names), str(root / f"docs/assets/{file}.png"))
+    (root / "docs/results").mkdir(exist_ok=True)
+    table.to_parquet(root / f"docs/results/{file}.parquet")
+    save(picture(table, names), str(root / f"docs/assets/{file}_curves.png"))
     summary = summarize(table, workload, workloads()[workload].reference)
     best = summary.set_index("system").loc[system, "time_speedup_0.95"]
     columns = ["workload", "system", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]

@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.api.run_config import SaveSettings, comparable
+from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
@@ -31,6 +32,7 @@ from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
+from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved
@@ -116,6 +118,7 @@ def fit(
     trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **trainer_settings)
     trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
     gather_loggers(trainer, ckpt_path)
+    _label_wandb_runs(trainer, sections)
     data = RolloutDataModule(prompts=prompts, reward=reward, **data_settings)
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **module_settings)
     limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
@@ -124,10 +127,21 @@ def fit(
             stopped_at = run(trainer, module, data, ckpt_path=ckpt_path)
         print_summary(trainer)
         upload_report(trainer)
+        print_sync_command(trainer)
         if stopped_at and trainer.is_global_zero:
             print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
         check_last_is_saved(trainer)
     return trainer
+
+
+def _label_wandb_runs(trainer: pl.Trainer, sections: Mapping[str, Mapping[str, Any]]) -> None:
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            held, described = as_config(sections)
+            name = Path(str(sections["model"]["model"])).name
+            is_fresh = sections["data"].get("max_staleness", MAX_STALENESS) == 0
+            tags = ["synchronous" if is_fresh else "asynchronous"]
+            label_run(logger, name, settings={**held, "objects": described}, tags=tags)
 
 
 def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,6 +218,13 @@ def upload_report(trainer: pl.Trainer) -> None:
             log_file(logger, path, "report")
     except Exception as error:
         log.warning("no report of the run: %s", describe(error))
+
+
+def print_sync_command(trainer: pl.Trainer) -> None:
+    """Prints how an offline run of W&B is uploaded, where there is one."""
+    command = sync_command(trainer.loggers) if trainer.is_global_zero else None
+    if command is not None:
+        print(f"upload with: {command}")
 
 
 # -- The correction of stale data that `fit` makes unless told otherwise ----------------------------------------------

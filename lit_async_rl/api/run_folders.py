@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.training.trackers import CSVLog, identify_wandb_run, move_into_folder
+from lit_async_rl.training.wandb_runs import prepare_logging
 from lit_async_rl.utils.files import check_writable, locked, read_safely, remove_stale_parts, replacing
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -86,6 +87,7 @@ def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None
             known = file.read_text().strip() if goes_on and file.is_file() else ""
             run_id = logger.version or known or generate_id()
             identify_wandb_run(logger, run_id=run_id)
+            prepare_logging(logger, Path(logger.save_dir or ".") if goes_on else None, run_id=run_id)
             with contextlib.suppress(OSError):  # reported by the loggers and callbacks that write there
                 file.write_text(f"{run_id}\n")
 

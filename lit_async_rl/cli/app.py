@@ -54,6 +54,7 @@ from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
+from lit_async_rl.training.wandb_runs import label_run
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.files import check_writable
@@ -153,7 +154,17 @@ class AsyncRLCLI(LightningCLI):
             trainer.loggers = []
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
         name_tracked_runs(trainer, given, self.config["seed_everything"])
+        self._label_wandb_runs(trainer, given)
         return trainer
+
+    def _label_wandb_runs(self, trainer: AnyTrainer, args: Sequence[str]) -> None:
+        """Groups runs of W&B that differ in the seed only; tags are the configuration files' names."""
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
+                kind = "synchronous" if settings["data"]["max_staleness"] == 0 else "asynchronous"
+                names = dict.fromkeys(file.stem for file in config_files(args) if file.parent.name != "loggers")
+                label_run(logger, run_name(args), settings=settings, tags=[*names, kind])
 
 
 def leave_rate_to_the_run(config: Namespace, parse_given: Callable[[], Namespace]) -> None:
@@ -254,6 +265,7 @@ def main(args: Sequence[str] | None = None) -> None:
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         api.print_summary(trainer)
         api.upload_report(trainer)
+        api.print_sync_command(trainer)
         if stopped_at and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
         check_last_is_saved(trainer)

@@ -116,7 +116,8 @@ def test_the_documentation_shows_what_the_curves_say(tmp_path):
         "recipe, 4 of 20 groups redundant, `max_staleness` 8",
     ]
     assert {len(row) for row in found["table"]["rows"]} == {len(found["table"]["columns"])}
-    assert (tmp_path / "docs/assets/time_to_accuracy.png").stat().st_size > 1000
+    assert (tmp_path / "docs/assets/time_to_accuracy_curves.png").stat().st_size > 1000
+    assert len(pd.read_parquet(tmp_path / "docs/results/time_to_accuracy.parquet")) == sum(map(len, runs))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / CONFIGS / "suites").glob("*.yaml")])

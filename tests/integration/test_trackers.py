@@ -3,8 +3,8 @@
 import csv
 import json
 import os
+import re
 import sqlite3
-import struct
 import subprocess
 import sys
 from contextlib import closing
@@ -21,6 +21,7 @@ import lit_async_rl as rl
 from lit_async_rl.callbacks.metric_names import METRICS, find
 from lit_async_rl.cli.app import main
 from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.wandb_runs import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -87,21 +88,9 @@ def few(**changes):
 
 
 def wandb_records(folder):
-    """What an offline run of W&B wrote, in order: a log of LevelDB (blocks of 32 KiB) behind a header of 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    (file,) = folder.rglob("*.wandb")
-    data, place, whole = file.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        if 2**15 - place % 2**15 < 7:  # too short for a piece
-            place += 2**15 - place % 2**15
-            continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)  # behind a checksum
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # all of a record, or its last piece
-            yield wandb_internal_pb2.Record.FromString(whole)
-            whole = b""
+    """What the offline runs of W&B in a folder wrote, in order."""
+    for file in sorted(folder.rglob("*.wandb")):
+        yield from read_records(file)
 
 
 def wandb_history(records):
@@ -133,6 +122,49 @@ def test_wandb_gets_every_checkpoint_and_the_settings_of_a_python_run(log_model,
     assert steps == [row["trainer/global_step"] for row in rows] == [0, 1, 2, 3, 4]
     tables = [json.loads(path.read_text()) for path in tmp_path.rglob("media/table/samples_*.table.json")]
     assert sorted({row[0] for table in tables for row in table["data"]}) == [0, 1, 2, 3, 4]
+
+
+def wandb_run(folder, monkeypatch, seed=0, labels=None, **changes):
+    """A run of `few` that W&B follows offline; (its run record, the names of metrics whose largest value it keeps)."""
+    wandb.finish()
+    monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
+    rl.fit(rl.asset("small_sort_policy"), logger=WandbLogger(save_dir=folder, **(labels or {})), **few(**changes))
+    wandb.finish()
+    records = list(wandb_records(folder))
+    best = {record.metric.name for record in records if record.HasField("metric") and record.metric.summary.max}
+    return next(record.run for record in records if record.HasField("run")), best
+
+
+def test_wandb_groups_seeds_and_keeps_the_best_reward(tmp_path, monkeypatch):
+    first, best = wandb_run(tmp_path / "a", monkeypatch, max_steps=2)
+    second, _ = wandb_run(tmp_path / "b", monkeypatch, seed=1, max_steps=2)
+    other, _ = wandb_run(tmp_path / "c", monkeypatch, max_steps=2, max_staleness=0)
+    assert first.run_group == second.run_group
+    assert re.fullmatch(r"small_sort_policy-[0-9a-f]{6}", first.run_group)
+    assert other.run_group != first.run_group
+    assert first.job_type == "train"
+    assert (list(first.tags), list(other.tags)) == (["asynchronous"], ["synchronous"])
+    assert best == {"reward/mean"}
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")  # whose search reads the last value
+    mine, best = wandb_run(tmp_path / "d", monkeypatch, labels={"group": "mine", "tags": ["a"]}, max_steps=1)
+    assert (mine.run_group, list(mine.tags)) == ("mine", ["a"])
+    assert best == set()
+
+
+def test_wandb_gets_each_step_of_a_resumed_run_once(tmp_path, monkeypatch, capsys):
+    validation = rl.Validation(prompts=rl.SortDigits(4, size=4, split="held_out"))
+    keep = rl.LinkedCheckpoint(every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    held_out = dict(validation=validation, val_check_interval=2, callbacks=[keep])
+    wandb_run(tmp_path, monkeypatch, **held_out)
+    said = capsys.readouterr().out
+    assert re.search(r"upload with: wandb sync wandb/offline-run-\S+\n", said)
+    (saved,) = tmp_path.rglob("step=4.ckpt")
+    wandb_run(tmp_path, monkeypatch, ckpt_path=str(saved), max_steps=7, **held_out)
+    said = capsys.readouterr().out
+    assert len(re.search(r"upload with: wandb sync (.+)", said)[1].split()) == 2, "both parts of one run"
+    values = [(row["trainer/global_step"], name) for row in wandb_history(wandb_records(tmp_path)) for name in row]
+    for name, steps in (("reward/mean", range(7)), ("val/pass@1", (0, 2, 4, 5, 6, 7)), ("samples/path", range(7))):
+        assert sorted(step for step, found in values if found == name) == list(steps), name
 
 
 @pytest.mark.parametrize("log_model", ["all", True])

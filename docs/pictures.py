@@ -1,0 +1,173 @@
+"""Pictures of measurements: `python docs/pictures.py` draws `docs/assets/NAME.png` from `docs/measurements/NAME.json`.
+
+Each bar has its name and number above it, so that a picture can be read at the width of a page (830 pixels) and of a
+phone (390).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from measurements import ROOT, load
+
+ASSETS = ROOT / "docs/assets"
+WIDTH = 8.3  # inches: 830 pixels at 100 dots per inch
+FONT = 15  # points: 9 pixels on a phone
+NUMBER = re.compile(r"(?P<value>[\d.]+)(?: \((?P<low>[\d.]+) to (?P<high>[\d.]+)\))?")
+GREY, LIGHT_GREY, ORANGE, BLUE, GREEN, PURPLE = "0.45", "0.65", "#d9822b", "#2b6cb0", "#2f8f4e", "#7b5ea7"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row of a measurement: its name in the table, what the picture calls it, and its colour."""
+
+    row: str
+    label: str
+    colour: str
+
+
+SYNCHRONOUS = Bar(row="synchronous", label="synchronous (the measure)", colour=GREY)
+TOOLS = (
+    SYNCHRONOUS,
+    Bar(row="synchronous redundant", label="synchronous, with spare prompts", colour=LIGHT_GREY),
+    Bar(row="plain GRPO, `max_staleness` 8", label="asynchronous, uncorrected (plain GRPO)", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 8", label="asynchronous, corrected (VCPO)", colour=BLUE),
+    Bar(
+        row="recipe, 4 of 20 groups redundant, `max_staleness` 8",
+        label="asynchronous, corrected, with spare prompts",
+        colour=GREEN,
+    ),
+)
+QUICK_TOOLS = (
+    SYNCHRONOUS,
+    Bar(row="Periodic Asynchrony", label="Periodic Asynchrony", colour=LIGHT_GREY),
+    Bar(row="PipelineRL", label="PipelineRL", colour=PURPLE),
+    Bar(row="plain GRPO, `max_staleness` 4", label="uncorrected, at most 4 versions old", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 1", label="corrected, at most 1 version old", colour=BLUE),
+    Bar(row="recipe, `max_staleness` 4", label="corrected, at most 4 versions old", colour=BLUE),
+    Bar(row="recipe, `max_staleness` 8", label="corrected, at most 8 versions old", colour=BLUE),
+)
+QUICK_START = (
+    Bar(row="plain GRPO, synchronous", label="synchronous, plain GRPO (the measure)", colour=GREY),
+    Bar(row="recipe, synchronous", label="synchronous, corrected (VCPO)", colour=LIGHT_GREY),
+    Bar(row="TRL GRPOTrainer, two threads", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
+    Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous, uncorrected (plain GRPO)", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 4", label="asynchronous, corrected (VCPO)", colour=BLUE),
+    Bar(
+        row="recipe, `max_staleness` 4, `own_process`",
+        label="the same, engine in a process of its own",
+        colour=GREEN,
+    ),
+)
+LENGTHS = (
+    SYNCHRONOUS,
+    Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous, uncorrected (plain GRPO)", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 4", label="asynchronous, corrected (VCPO)", colour=BLUE),
+)
+LENGTHS_TRL = (
+    SYNCHRONOUS,
+    Bar(row="TRL GRPOTrainer, two threads", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
+    LENGTHS[-1],
+)
+SPEEDUPS = {  # of a measurement: the workloads that are drawn, and their bars
+    "time_to_accuracy": {"tools answer after 0.4 s": TOOLS, "tools answer after 1.6 s": TOOLS},
+    "time_to_accuracy_tools_0_1": {"tools answer after 0.1 s": QUICK_TOOLS},
+    "time_to_accuracy_quickstart": {"quick start": QUICK_START},
+    "time_to_accuracy_lengths": {"completions of 3 to 120 digits": LENGTHS},
+    "time_to_accuracy_lengths_trl": {"completions of 3 to 120 digits": LENGTHS_TRL},
+}
+
+
+def number(cell: Any) -> tuple[float, float, float]:
+    """(value, lower, upper limit) of a cell such as `4.41 (3.49 to 7.08)`; 0 for `not reached`."""
+    match = NUMBER.match(str(cell))
+    if match is None:
+        return 0.0, 0.0, 0.0
+    value = float(match["value"])
+    return value, float(match["low"] or value), float(match["high"] or value)
+
+
+def speedups(name: str) -> Figure:
+    """Bars of one measurement: times as fast to 95 % of the synchronous rise; thin lines are the 95 % intervals."""
+    table = load(name)["table"]
+    at = {column: n for n, column in enumerate(table["columns"])}
+    cells = {(row[at["workload"]], row[at["system"]]): row[at["S(0.95)"]] for row in table["rows"]}
+    panels = SPEEDUPS[name]
+    drawn = {said: [bar for bar in bars if (said, bar.row) in cells] for said, bars in panels.items()}
+    top = max(number(cells[said, bar.row])[2] for said, bars in drawn.items() for bar in bars)
+    heights = [len(bars) for bars in drawn.values()]
+    size = (WIDTH, 0.54 * sum(heights) + 0.5 * len(heights) + 0.6)
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=size, squeeze=False, layout="constrained", gridspec_kw={"height_ratios": heights}
+    )
+    for axis, (said, bars) in zip(axes[:, 0], drawn.items(), strict=True):
+        for place, bar in enumerate(bars):
+            value, low, high = number(cells[said, bar.row])
+            axis.barh(place, value, height=0.36, color=bar.colour)
+            axis.plot([low, high], [place, place], color="0.15", linewidth=1.5)
+            factor = f"{value:.1f} times" if value else "does not get there"
+            axis.text(0, place - 0.25, f"{bar.label}: {factor}", fontsize=FONT, va="bottom", ha="left")
+        axis.axvline(1, color="0.6", linewidth=1, linestyle=":", zorder=0)
+        axis.set(ylim=(len(bars) - 0.7, -0.85), xlim=(0, max(1.05 * top, 2)), yticks=[])
+        axis.set_title(said, fontsize=FONT, loc="left", fontweight="bold")
+        axis.tick_params(labelsize=FONT)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[-1, 0].set_xlabel("times as fast to the same accuracy", fontsize=FONT)
+    return figure
+
+
+# -- SmolLM2, before and after ----------------------------------------------------------------------------------------
+
+RUNS = {"asynchronous": BLUE, "full fine-tuning": ORANGE, "synchronous": GREY}
+KINDS = {"accuracy at temperature 1, ± standard error": "sampled", "greedy": "greedy"}
+CHANGE = re.compile(r"(?P<before>[\d.]+) → (?P<after>[\d.]+)")
+
+
+def before_and_after() -> Figure:
+    """Held-out accuracy of SmolLM2 before training (hollow) and after 60 steps (filled, a dot for each seed)."""
+    table = load("smollm2")["table"]
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.4), layout="constrained")
+    place = 0
+    for column, said in KINDS.items():
+        at = table["columns"].index(column)
+        for run, colour in RUNS.items():
+            cells = [CHANGE.match(row[at]) for row in table["rows"] if row[0].startswith(f"{run}, seed")]
+            changes = [(float(change["before"]), float(change["after"])) for change in cells if change is not None]
+            first = changes[0][0]
+            after = sorted(change[1] for change in changes)
+            axis.plot([first, after[-1]], [place, place], color=colour, linewidth=2)
+            axis.plot(first, place, "o", color=colour, markersize=9, markerfacecolor="white")
+            axis.plot(after, [place] * len(after), "o", color=colour, markersize=9)
+            text = f"{run}, {said}: {first:.2f} to {after[0]:.2f}, {after[1]:.2f}, {after[2]:.2f}"
+            axis.text(0, place - 0.22, text, fontsize=FONT, va="bottom", ha="left")
+            place += 1
+    axis.set(ylim=(place - 0.6, -0.8), xlim=(0, 1), yticks=[])
+    axis.tick_params(labelsize=FONT)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel("held-out accuracy before (hollow) and after 60 steps", fontsize=FONT)
+    return figure
+
+
+def main(folder: Path = ASSETS) -> None:
+    """Draws all of them."""
+    for name in SPEEDUPS:
+        _save(speedups(name), folder / f"{name}.png")
+    _save(before_and_after(), folder / "smollm2.png")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""README: what it is, for whom, and the first command on the first screen; a measurement for every number."""
+
+from __future__ import annotations
+
+import re
+
+from markdown_blocks import FENCE, ROOT
+
+TEXT = (ROOT / "README.md").read_text()
+FIRST_LINES = 40
+WORDS = r"twice|half|two|three|four|five|six|seven|eight|nine|ten|twenty"
+NUMBER = re.compile(rf"(?<![\w.:/-])\d|\b(?:{WORDS})\b (?:times|minutes|seconds|per cent|optimizer steps)", re.I)
+NO_RESULTS = (  # of this project: names, settings and requirements
+    *(
+        r"Python 3\.\d+",
+        r"Apache License 2\.0",
+        r"\d{4}-\d\d-\d\d",
+        r"\[[0-9a-f]{7}\]",
+        r"arXiv:[\d.]+",
+        r"success_reward",
+    ),
+    *(r"every 50 steps", r"half a minute", r"`[^`]*`", r"\]\([^)]*\)", r"temperature 1\b", r"95 % intervals"),
+)
+SOURCE = re.compile(r"\]\(docs/(?:measurements/\w+\.json|results\.md)\)")
+EXPLAINED = {  # a word of the field, and what has to stand before it or beside it
+    "recipe": "the quick start and `rl.fit` do by default",
+    "redundant": "the slowest are aborted",
+    "admission": "only\n  if it will be trained on in time",
+}
+
+
+def sentences() -> list[str]:
+    """Sentences of the text, captions and list items; without code, tables, headings and comments."""
+    prose = re.sub(r"<!--.*?-->", "", FENCE.sub("\n\n", TEXT), flags=re.S)
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "#", "!["))]
+    paragraphs = re.split(r"\n\s*\n|\n(?=\* )", "\n".join(lines))
+    found = []
+    for paragraph in paragraphs:
+        found += re.split(r"(?<=[.!?])\*{0,2}\s+(?=[A-Z`\[*])", " ".join(paragraph.split()))
+    return [sentence for sentence in found if sentence]
+
+
+def without_names(sentence: str) -> str:
+    """A sentence without its numbers that are no results."""
+    for pattern in NO_RESULTS:
+        sentence = re.sub(pattern, " ", sentence)
+    return sentence
+
+
+def test_every_sentence_with_a_number_names_its_measurement():
+    numbered = [sentence for sentence in sentences() if NUMBER.search(without_names(sentence))]
+    assert len(numbered) >= 8
+    assert not [sentence for sentence in numbered if not SOURCE.search(sentence)]
+
+
+def test_the_first_screen_says_what_it_is_for_whom_and_the_first_command():
+    first = "\n".join(TEXT.splitlines()[:FIRST_LINES])
+    (sentence,) = re.findall(r"^\*\*lit-async-rl .+?\*\*", first, re.M | re.S)
+    assert re.search(r"\bGRPO\b", sentence)
+    assert re.search(r"\bfor people who\b", sentence)
+    commands = [line for block in FENCE.finditer(first + "\n") for line in block["code"].splitlines()]
+    assert commands[0].startswith("git clone https://github.com/")
+    assert commands[1].startswith("make quickstart")
+    assert any("gsm8k" in command for command in commands), "a command for a GPU"
+    assert "pip install" in first
+
+
+def test_words_of_the_field_are_explained_before_they_are_used():
+    prose = FENCE.sub("", TEXT)
+    for word, explanation in EXPLAINED.items():
+        used = re.search(rf"(?<![\w#/])\b{word}", re.sub(r"\]\([^)]*\)|`[^`]*`", lambda m: "_" * len(m[0]), prose))
+        assert used is None or prose.index(explanation) <= used.start() + len(explanation) + 20, word
