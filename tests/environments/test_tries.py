@@ -26,7 +26,7 @@ from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.tasks import Addition, Calculator
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.tries import MAX_LEFT_OUT, TryPolicy, Work
+from lit_async_rl.utils.tries import MAX_CONSECUTIVE_FAILURES, TryPolicy, Work
 
 MODEL = asset("calculator_policy")
 DONE = Observation(reward=1.0, done=True)
@@ -147,10 +147,8 @@ def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name()
 
     engine = EpisodeEngine(EmbeddedEngine(), Tool(answer), tries=2)
     data = make_data(model=MODEL, prompts=Addition(3, size=100), engine=engine, reward=None, **SHORT)
-    message = (
-        rf"{MAX_LEFT_OUT} prompts in a row could not be played in data\.engine\.tries=2 tries each.*Tool on prompt"
-    )
-    with pytest.raises(ProducerError, match=message) as caught:
+    message = r"prompts in a row could not be played in data\.engine\.tries=2 tries each.*Tool on prompt"
+    with pytest.raises(ProducerError, match=f"{MAX_CONSECUTIVE_FAILURES} {message}") as caught:
         fit(make_module(model=MODEL), data, max_steps=3)
     assert isinstance(caught.value.__cause__, EnvironmentFailure)
 
