@@ -32,7 +32,7 @@ class Timed(EngineCheck):
 
     def _timed(self, hook: Any) -> Any:
         def call(*args: Any) -> None:
-            self.errors += [value for name, value in self._found.items() if name == "engine/logprob_error"]
+            self.errors += [value for name, value in self._pending_metrics.items() if name == "engine/logprob_error"]
             began = time.thread_time()
             hook(*args)
             self.seconds += time.thread_time() - began

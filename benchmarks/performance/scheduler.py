@@ -78,7 +78,7 @@ def main() -> None:
     run = VirtualRun(Admission(256, 4), LogNormal(1.0, 1.0), num_slots=4096, train_s=1.0, group_size=8)
     trace = run.run(20)
     print(
-        f"virtual time: {trace.most_rollouts} rollouts at once, {len(trace.trained) * 8} trained on, "
+        f"virtual time: {trace.max_rollouts} rollouts at once, {len(trace.trained) * 8} trained on, "
         f"at most {trace.max_staleness} versions old, in {time.process_time() - began:.1f} s"
     )
 

@@ -91,7 +91,7 @@ class Alternation(pl.Callback):
     def _end_stretch(self) -> None:
         spans = self._timeline._recorder
         if spans.is_on:
-            self._timeline._writer._write(spans.take(all_of_it=True))
+            self._timeline._writer._write(spans.take(include_open=True))
         self._seconds[spans.is_on] = time.process_time() - self._began
         if len(self._seconds) == 2:
             self.shares.append(self._seconds[True] / self._seconds[False] - 1)

@@ -20,8 +20,8 @@ from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.spans import (
+    MERGE_WINDOW_S,
     TRAINER,
-    WINDOW_S,
     Lane,
     SpanRecorder,
     TraceWriter,
@@ -185,7 +185,7 @@ class Timeline(pl.Callback):
         seconds = now - self._step_began
         self._step_began = now
         window_s = 0.9 * self._recorder.window_s + 0.1 * seconds / MERGED_SPANS_PER_STEP
-        self._recorder.window_s = max(WINDOW_S, window_s)
+        self._recorder.window_s = max(MERGE_WINDOW_S, window_s)
         share = self._writer.num_bytes / (1e6 * self.max_mb)
         stride = next((number for limit, number in STEP_STRIDES if share < limit), 0)
         if stride != self._stride:

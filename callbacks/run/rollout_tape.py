@@ -78,8 +78,8 @@ class RolloutTape(pl.Callback):
     ) -> None:
         """Flushes the tape, and stores unwritten rows in the checkpoint."""
         self._flush()
-        if self._writer is not None and self._writer.waiting:
-            checkpoint["tape_rows"] = self._writer.waiting
+        if self._writer is not None and self._writer.unwritten_rows:
+            checkpoint["tape_rows"] = self._writer.unwritten_rows
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

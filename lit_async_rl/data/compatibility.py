@@ -183,7 +183,9 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
     wanted = {"head": sampling.head, "experts": sampling.experts or None}
     wanted = {name: value for name, value in wanted.items() if value is not None}
-    rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.token_ids]
+    rollouts = [
+        r for step in tape.evenly_spaced_steps(1) for group in step.groups for r in group.rollouts if r.token_ids
+    ]
     for name, value in wanted.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
             needed = name == "head" and sampling.truncates

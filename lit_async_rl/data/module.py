@@ -255,7 +255,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def note_progress(self) -> None:
         """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
-        self.feed.ranks.progress.sign()
+        self.feed.ranks.progress.report_progress()
 
     @property
     def engine(self) -> RolloutEngine:

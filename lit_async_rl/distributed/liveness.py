@@ -1,7 +1,7 @@
 """Failure detection among ranks: an error, a stop request, a silent, hanging or killed rank ends the run on all ranks.
 
-Each rank has a thread that exchanges heartbeats through the key-value store of the process group. It takes part in no
-collective, so it keeps running while the main thread waits in one.
+Each rank has a thread that exchanges heartbeats through the key-value store of the process group. It uses no
+collectives, so it keeps running while the main thread waits in one.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -39,12 +39,12 @@ from lit_async_rl.utils.waiting import MAX_GAP_S
 
 # -- Progress of each rank's training thread, and detection of the rank that the others wait for ----------------------
 # All ranks pass the same milestones in the same order (Lightning's hooks, each exchange, each gathered weight), so the
-# rank that has passed the fewest is the one that the others wait for. The watch thread of every rank sends its report
-# with each heartbeat; that of rank 0 compares them (`find_stalled`).
+# others wait for the rank that has passed the fewest. The watch thread of every rank sends its report with each
+# heartbeat; rank 0 compares the reports (`find_stalled`).
 
 
-LONG_S = 1800.0  # for what may take long and can say nothing meanwhile: preparing, compiling, checkpoints, the end
-_FAR = 2**32  # more than the milestones between two exchanges
+LONG_PHASE_LIMIT_S = 1800.0  # for phases without milestones: preparation, compilation, checkpoints, the end
+_MILESTONES_PER_EXCHANGE = 2**32  # an upper bound of the milestones between two exchanges
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 Item = TypeVar("Item")
 
@@ -54,10 +54,10 @@ class Report:
     """State of one rank's training thread.
 
     Attributes:
-        place: milestones passed.
+        place: number of milestones passed.
         idle_s: seconds without progress, excluding time in which the process was stopped.
         limit_s: limit of `idle_s` in this phase; infinite if the wait has its own timeout.
-        phase: of the run.
+        phase: phase of the run.
         where: function being executed.
         is_in_torch: whether that function belongs to torch, which may be waiting for other ranks.
         host: name of the machine.
@@ -82,53 +82,55 @@ class Report:
 
 
 class Progress:
-    """Progress of the training thread, which constructs it; read by the watch thread.
+    """Progress of the training thread, which must construct it; the watch thread calls `report`.
+
+    Without a lock: each attribute is written by one of the two threads, and a single read or write is atomic.
 
     Args:
-        limit_s: maximum time without progress.
+        limit_s: maximum time without progress, in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.long_s = max(limit_s, LONG_S)
+        self.long_s = max(limit_s, LONG_PHASE_LIMIT_S)
         self._thread = threading.get_ident()
-        self._place = self._num_signs = 0
+        self._place = self._num_reports = 0
         self._phase = ("preparing the run", self.long_s)
         self._idle_s = 0.0
-        self._looked_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._seen = (0, 0)
 
     # -- training thread ----------------------------------------------------------------------------------------------
 
     def reach(self, phase: str, limit_s: float | None = None) -> None:
-        """Passes a milestone. All ranks must pass the same ones in the same order.
+        """Passes a milestone. All ranks must pass the same milestones in the same order.
 
         Args:
-            phase: that begins.
-            limit_s: maximum time without progress in it; None is the run's limit.
+            phase: phase that begins.
+            limit_s: maximum time without progress in it, in seconds; None is the run's limit.
         """
         self._phase = (phase, self.limit_s if limit_s is None else limit_s)
         self._place += 1
 
-    def meet(self, phase: str, limit_s: float | None = None) -> None:
-        """Passes a milestone at which all ranks exchange data; aligns their counts."""
-        self._place += _FAR - 1 - self._place % _FAR
+    def align(self, phase: str, limit_s: float | None = None) -> None:
+        """Passes a milestone at which all ranks exchange data, and aligns their numbers of milestones."""
+        self._place += _MILESTONES_PER_EXCHANGE - 1 - self._place % _MILESTONES_PER_EXCHANGE
         self.reach(phase, limit_s)
 
-    def sign(self) -> None:
-        """Reports progress within a phase, on this rank alone."""
-        self._num_signs += 1
+    def report_progress(self) -> None:
+        """Reports progress within a phase, on this rank only."""
+        self._num_reports += 1
 
     @contextmanager
     def own_limit(self, phase: str) -> Iterator[None]:
-        """Context of a phase of this rank whose waits have their own timeouts."""
+        """Context of a phase on this rank in which every wait has its own timeout."""
         before = self._phase
         self._phase = (phase, math.inf)
         try:
             yield
         finally:
             self._phase = before
-            self.sign()
+            self.report_progress()
 
     def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
         """Iterates over items produced by a collective; each is a milestone. The caller's phase resumes in between."""
@@ -150,10 +152,10 @@ class Progress:
     def report(self) -> Report:
         """The current state; call it at intervals below `MAX_GAP_S`, longer ones count as a stopped process."""
         now = time.monotonic()
-        seen = (self._place, self._num_signs)
-        (phase, limit_s) = self._phase
-        gap = now - self._looked_at
-        self._looked_at = now
+        seen = (self._place, self._num_reports)
+        phase, limit_s = self._phase
+        gap = now - self._reported_at
+        self._reported_at = now
         self._idle_s = self._idle_s + min(gap, MAX_GAP_S) if seen == self._seen else 0.0
         self._seen = seen
         frames = [f for f, _ in traceback.walk_stack(sys._current_frames().get(self._thread))]
@@ -178,17 +180,17 @@ def _describe(frame: Any) -> str:
 
 
 def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) -> str:
-    """Describes the rank that the others have waited for too long; empty if there is none.
+    """Describes the rank that the others have waited for beyond its limit; empty if there is none.
 
-    The limit is that of the ranks with the fewest milestones, and counts from the last progress of any rank, because
-    they may have waited for the others until then. Ranks that were stopped for a while (SIGSTOP), or wait with a
-    timeout of their own, do not count as stalled. If several are equally far behind, those inside torch are assumed to
-    wait for the others.
+    The ranks with the fewest milestones determine the limit. It counts from the last progress of any rank, because they
+    may have waited for the others until then. Ranks that were stopped for a while (SIGSTOP), or wait with their own
+    timeout, do not count as stalled. If several are equally far behind, those inside torch are assumed to wait for the
+    others.
 
     Args:
-        reports: of all ranks that have not finished.
-        setting: that limits the time without progress, with its prefix.
-        limit_s: its value.
+        reports: reports of all ranks that have not finished.
+        setting: full name of the setting that limits the time without progress.
+        limit_s: its value, in seconds.
     """
     behind = min((report.place for report in reports.values()), default=0)
     last = {rank: report for rank, report in reports.items() if report.place == behind}
@@ -208,14 +210,14 @@ def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) ->
 HEARTBEAT_INTERVAL_S = 1.0
 GRACE_S = 3.0  # from learning of a failure until a main thread that does not notice it is ended
 EXIT_S = 30.0  # from noticing it until a process that does not exit is ended
-ABANDON_S = 4.0  # longest that a process which is ended may close its engine
+ABANDON_S = 4.0  # longest time for an ended process to close its engine
 STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED = "failed"
 _STOP = "stop"
-_KNOWS = b" knows"  # at the end of the beat of a rank that has learnt of a failure
-_STALLED = "StalledError: "  # at the beginning of a failure that is one
+_KNOWS = b" knows"  # suffix of the heartbeat of a rank that has received a failure
+_STALLED = "StalledError: "  # prefix of a failure of this class
 _SETTING = "data.limits.rollout_timeout_s"
-_links = itertools.count()  # links are made by all ranks together, so all count alike
+_links = itertools.count()  # watches are constructed by all ranks together, so that the numbers agree
 
 
 class RankWatch:
@@ -224,13 +226,13 @@ class RankWatch:
     Constructed by all ranks together; needs an initialized process group.
 
     Args:
-        timeout_s: seconds without a heartbeat before a rank counts as dead (killed, or its machine lost).
-        stall_s: seconds without progress of a rank's training thread, while others wait for it, before it counts as
-            hung.
-        on_abandon: called before the process is ended because its main thread hangs.
+        timeout_s: seconds without a heartbeat after which a rank counts as dead (killed, or its machine lost).
+        stall_s: seconds without progress of a rank's training thread, while others wait for it, after which it counts
+            as hung.
+        on_abandon: function called before the process is ended because its main thread hangs.
 
     Attributes:
-        progress: of this rank's training thread.
+        progress: progress of this rank's training thread.
     """
 
     def __init__(self, timeout_s: float, stall_s: float, on_abandon: Callable[[], None]) -> None:
@@ -239,7 +241,7 @@ class RankWatch:
         self.progress = Progress(stall_s)
         self.timeout_s = timeout_s
         self._on_abandon = on_abandon
-        # a connection of its own: the main thread may be waiting on the first one
+        # another connection, because the main thread may be waiting on the first one
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"lit_async_rl/{next(_links)}", store.clone())
         self._store.set_timeout(STORE_TIMEOUT)
@@ -248,7 +250,7 @@ class RankWatch:
         self._is_noticed = False
         self._ends_at = float("inf")
         self._num_beats = 0
-        self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> its last beat, and when it changed
+        self._last_beats: dict[int, tuple[bytes, float]] = {}  # by rank: last beat, and time of its change
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._store.set(_FAILED, "")
@@ -261,10 +263,10 @@ class RankWatch:
         self._thread.start()
 
     def take_over_sigterm(self) -> None:
-        """From now on SIGTERM on any rank requests all ranks to stop.
+        """Installs a handler with which SIGTERM on any rank requests all ranks to stop.
 
         Lightning's own handler broadcasts inside the signal handler, between other collectives, which can deadlock.
-        This one is installed after `setup`, and removed by Lightning at the end of the run.
+        Call this after `setup`, when Lightning has installed its handler; Lightning removes ours at the end of the run.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.request_stop())
@@ -297,8 +299,8 @@ class RankWatch:
         self.fail(RankError("the connection to another rank broke: it was killed, or its machine lost"))
         raise self._error() from error
 
-    def _await_reason(self) -> None:
-        """Waits briefly for the watch thread to receive another rank's error."""
+    def _wait_for_reason(self) -> None:
+        """Waits up to `GRACE_S` for the watch thread to receive another rank's error."""
         noticed = time.monotonic()
         while not self.failure and time.monotonic() < noticed + GRACE_S:
             time.sleep(0.1)
@@ -312,19 +314,19 @@ class RankWatch:
         if self._closed.is_set():
             return
         own = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
-        self.failure = self.failure or self._tell(own)
+        self.failure = self.failure or self._publish_failure(own)
         was_noticed = self._is_noticed
         self._is_noticed = True
         self._ends_at = time.monotonic() + EXIT_S
-        if self.failure != own and not was_noticed:  # a broken connection, say
+        if self.failure != own and not was_noticed:  # such as a broken connection after another rank's error
             print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Marks this rank as finished, so that its silence is no failure. Safe to call twice."""
+        """Marks this rank as finished, so that missing heartbeats are no failure. Safe to call twice."""
         if self._closed.is_set():
             return
         if self.failure and self.rank == 0:
-            self._linger()
+            self._wait_for_readers()
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(STORE_TIMEOUT.total_seconds())
@@ -332,8 +334,8 @@ class RankWatch:
         if not self.failure:
             atexit.unregister(self._exits)
 
-    def _linger(self) -> None:
-        """Keeps rank 0, which may host the store, alive until the others have read why it ends."""
+    def _wait_for_readers(self) -> None:
+        """Keeps rank 0, which may host the store, alive until the others have read the failure."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             try:
@@ -358,7 +360,7 @@ class RankWatch:
                 self._beat()
                 self._listen()
             except RuntimeError:  # torch's errors of a broken connection
-                self._learn("rank 0, or the launcher that brought the ranks together, is gone")
+                self._record_failure("rank 0, or the launcher that brought the ranks together, is gone")
             if time.monotonic() > self._ends_at:
                 self._abandon()
 
@@ -374,33 +376,33 @@ class RankWatch:
         failed, stop, *beats = self._store.multi_get([_FAILED, _STOP, *map(str, watched)])
         self.is_stop_requested = self.is_stop_requested or stop == b"yes"
         if failed:
-            self._learn(failed.decode())
+            self._record_failure(failed.decode())
         now = time.monotonic()
         for rank, beat in zip(watched, beats, strict=True):
-            before, since = self._heard.get(rank, (b"", now))
-            self._heard[rank] = (beat, now if beat != before else since)
-            if beat != b"closed" and now - self._heard[rank][1] > self.timeout_s:
+            before, since = self._last_beats.get(rank, (b"", now))
+            self._last_beats[rank] = (beat, now if beat != before else since)
+            if beat != b"closed" and now - self._last_beats[rank][1] > self.timeout_s:
                 silent = (
                     f"rank {rank} has not been heard from for {self.timeout_s:g} s (data.limits.rank_timeout_s): was "
                     "it killed, or its machine lost?"
                 )
-                self._learn(self._tell(silent))
+                self._record_failure(self._publish_failure(silent))
         if self.rank == 0 and not self.failure:
             reports = {rank: _report(beat) for rank, beat in enumerate(beats) if beat != b"closed"}
             if stalled := find_stalled(reports, _SETTING, self.progress.limit_s):
-                self._learn(self._tell(_STALLED + stalled))
+                self._record_failure(self._publish_failure(_STALLED + stalled))
 
-    def _learn(self, failure: str) -> None:
+    def _record_failure(self, failure: str) -> None:
         if not self.failure:
             self.failure = failure
             self._ends_at = time.monotonic() + GRACE_S
 
-    def _tell(self, failure: str) -> str:
+    def _publish_failure(self, failure: str) -> str:
         """Publishes a failure; returns the first one published by any rank."""
         try:
             told: bytes | str = self._store.compare_set(_FAILED, "", failure)
         except RuntimeError as error:  # no other rank is left
-            self._await_reason()
+            self._wait_for_reason()
             print(f"rank {self.rank} could not tell the others: {error}", file=sys.stderr)
             return self.failure or failure
         return told.decode() if isinstance(told, bytes) else told
@@ -408,16 +410,16 @@ class RankWatch:
     def _set(self, key: str, value: str) -> None:
         try:
             self._store.set(key, value)
-        except RuntimeError:  # the store's host has left already, which is what this would have announced
+        except RuntimeError:  # the store's host has exited, so that no rank can read this
             return
 
     def _abandon(self) -> None:
-        """Ends the process: its main thread hangs where no exception can be raised."""
+        """Ends the process, because its main thread hangs where no exception can be raised."""
         where = "does not exit" if self._is_noticed else "hangs or waits for other ranks, and cannot be woken"
         print(f"rank {self.rank} {where}; ending it, because {self.failure}", file=sys.stderr, flush=True)
         _end_process_after(ABANDON_S)
         if self.rank == 0:
-            self._linger()
+            self._wait_for_readers()
         self._on_abandon()
         os._exit(1)
 
@@ -436,14 +438,14 @@ def _end_process_after(seconds: float) -> None:
 
 
 def watch_hooks(trainer: AnyTrainer, progress: Progress, fail: Callable[[BaseException], None]) -> None:
-    """Lets `progress` pass a milestone at each of Lightning's hooks, before all other callbacks of the trainer.
+    """Adds a callback, before all others, that passes a milestone at each of Lightning's hooks.
 
     Args:
-        trainer: whose callbacks get one more.
-        progress: of this rank.
-        fail: told of an exception before any callback handles it, perhaps by a collective (a last checkpoint).
+        trainer: trainer of the run.
+        progress: progress of this rank.
+        fail: function called with an exception, before other callbacks handle it by collectives (a last checkpoint).
     """
-    others = [c for c in trainer.callbacks if not isinstance(c, _Milestones)]  # of an earlier run of this trainer
+    others = [c for c in trainer.callbacks if not isinstance(c, _Milestones)]  # drops that of an earlier run
     trainer.callbacks[:] = [_Milestones(progress, fail), *others]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a run: data-parallel places and a process group for CPU tensors."""
+"""Ranks of a run: data-parallel positions, and a process group for CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _cpu_groups: dict[Any, dist.ProcessGroup] = {}
 
 
 def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
-    """(number of ranks with different data, place of this one among them); tensor-parallel ranks share a place."""
+    """(number of data-parallel positions, position of this rank); tensor-parallel ranks share a position."""
     strategy: Any = trainer.strategy
     if not isinstance(strategy, ParallelStrategy):
         return 1, 0
@@ -23,14 +23,14 @@ def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """Process group of all ranks for CPU tensors, for any default backend; None in a single process.
+    """Process group of all ranks for CPU tensors, with any default backend; None in a single process.
 
-    The first call is a collective. Callers bound their own waits (`StepScatter`).
+    The first call is a collective. The group's timeout is a day, because callers bound their own waits (`StepScatter`).
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     if world not in _cpu_groups:
-        _cpu_groups.clear()
+        _cpu_groups.clear()  # an earlier group belongs to a default group that was destroyed
         _cpu_groups[world] = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return _cpu_groups[world]

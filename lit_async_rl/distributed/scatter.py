@@ -1,8 +1,8 @@
 """Scatters the micro-batches of a step from rank 0: flat tensors with a JSON header (safetensors), no pickle.
 
-Everything here runs in the main thread, over a gloo group, in the same order on all ranks. Rank 0 first broadcasts the
-kind of message (a step, a reload of weights, or the end of the run) and the size of each rank's share, then scatters
-the shares.
+Everything here runs in the main thread, over a gloo group, in the same order on all ranks: collectives must be issued
+in one order. Rank 0 first broadcasts the kind of message (a step, a reload of weights, or the end of the run) and the
+size of each rank's share, then scatters the shares.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lit_async_rl.errors import InvariantError, RankError
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
-RELOAD: Final = "reload"  # in place of a step: the engine is being restarted, and needs the weights of all ranks
+RELOAD: Final = "reload"  # instead of a step: a restarted engine needs the weights, which all ranks gather
 Exchanged = list[RolloutBatch] | Literal["reload"] | None  # None ends the run
 _STEP = 1
 _END = 2
 _RELOAD = 3
-_OTHERS = "others"  # fields that are no tensors
+_NON_TENSORS = "others"  # key of the fields that are not tensors, as JSON
 
 
 def pack(batches: Sequence[RolloutBatch]) -> bytes:
@@ -43,13 +43,13 @@ def pack(batches: Sequence[RolloutBatch]) -> bytes:
     fields = {f"{n}.{name}": value for n, batch in enumerate(batches) for name, value in vars(batch).items()}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
     others = json.dumps({name: value for name, value in fields.items() if name not in tensors})
-    return save(tensors | {_OTHERS: torch.frombuffer(bytearray(others.encode()), dtype=torch.uint8)})
+    return save(tensors | {_NON_TENSORS: torch.frombuffer(bytearray(others.encode()), dtype=torch.uint8)})
 
 
 def unpack(data: bytes) -> list[RolloutBatch]:
     """Inverse of `pack`: deserialized batches."""
     fields: dict[str, Any] = load(data)
-    fields |= json.loads(bytes(fields.pop(_OTHERS).tolist()))
+    fields |= json.loads(bytes(fields.pop(_NON_TENSORS).tolist()))
     batches: dict[int, dict[str, Any]] = {}
     for key, value in fields.items():
         number, _, name = key.partition(".")
@@ -62,7 +62,7 @@ class OneProcess:
 
     num_places = 1
     leads = True
-    is_stop_requested = False  # `is_asked_to_stop` is polled while the step is made
+    is_stop_requested = False  # `is_asked_to_stop` is polled instead
 
     def __init__(self) -> None:
         self.progress = Progress(math.inf)  # never read
@@ -95,9 +95,9 @@ class StepScatter:
     """Hands each rank its micro-batches. Constructed by all ranks together.
 
     Args:
-        place: of this rank among those with different data; tensor-parallel ranks share one.
-        num_places: number of places.
-        watch: detects that a rank failed or hangs while others wait; bounds all waits here.
+        place: data-parallel position of this rank; tensor-parallel ranks share one.
+        num_places: number of data-parallel positions.
+        watch: detection of failed and hanging ranks, which bounds all waits here.
     """
 
     def __init__(self, place: int, num_places: int, watch: RankWatch) -> None:
@@ -116,7 +116,7 @@ class StepScatter:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank owns engine and producer; the others receive their data from it."""
+        """Whether this rank owns engine and producer, and sends the others their data."""
         return self._rank == 0
 
     @property
@@ -126,20 +126,19 @@ class StepScatter:
 
     @contextmanager
     def making_step(self) -> Iterator[None]:
-        """Context in which rank 0 makes a step that the others wait for; an error in it ends all ranks."""
-        self.progress.meet("waiting for rollouts", math.inf)  # has its own timeout
+        """Context in which rank 0 collects a step while the others wait; an error in it ends all ranks."""
+        self.progress.align("waiting for rollouts", math.inf)  # the producer has its own timeout
         try:
             yield
         except BaseException as error:
-            self.watch.fail(error)  # at once: callbacks that handle the exception may want to use collectives
+            self.watch.fail(error)  # before callbacks handle the exception, which may use collectives
             raise
 
     def exchange(self, made: Exchanged) -> Exchanged:
         """This rank's micro-batches, or `RELOAD` if weights are needed; None ends the run on all ranks. A collective.
 
         Args:
-            made: on rank 0 the step's micro-batches, those that run concurrently next to each other; not read on the
-                others.
+            made: on rank 0 the step's micro-batches, with concurrent ones next to each other; ignored on other ranks.
 
         Raises:
             RankError: another rank failed.
@@ -210,27 +209,27 @@ class StepScatter:
         return mine
 
     def _wait(self, work: Any) -> None:
-        """Polls, because a wait inside torch cannot be interrupted; bounded by `watch`."""
+        """Waits for a collective by polling, because a wait inside torch cannot be interrupted; bounded by `watch`."""
         began = time.monotonic()
         while not work.is_completed():
             self.watch.check()
             time.sleep(0.001 if time.monotonic() - began < 0.1 else 0.02)
         try:
             work.wait()
-        except RuntimeError as error:  # a broken connection: the watch thread may know why
+        except RuntimeError as error:  # a broken connection: the watch thread may have received the reason
             self.watch.explain(error)
 
 
 def connect(
     trainer: AnyTrainer, stall_s: float, silence_s: float, on_abandon: Callable[[], None]
 ) -> StepScatter | OneProcess:
-    """Connects the ranks of a run; from then on the failure of one ends all. A collective.
+    """Connects the ranks of a run; afterwards the failure of one ends all. A collective: all ranks call.
 
     Args:
-        trainer: may have a single process.
-        stall_s: seconds without progress of a rank that others wait for before it counts as hung.
-        silence_s: seconds without a heartbeat before a rank counts as dead.
-        on_abandon: see `RankWatch`.
+        trainer: trainer of the run, possibly with a single process.
+        stall_s: seconds without progress of a rank that others wait for, after which it counts as hung.
+        silence_s: seconds without a heartbeat after which a rank counts as dead.
+        on_abandon: function called before a hanging process is ended, see `RankWatch`.
     """
     if trainer.world_size == 1:
         return OneProcess()
@@ -242,36 +241,36 @@ def connect(
     return ranks
 
 
-# -- The first meeting of the ranks of a run, before `lit_async_rl.distributed.liveness` can watch them ---------------
+# -- Rendezvous of the ranks at the start, before `lit_async_rl.distributed.liveness` can watch them ------------------
 
 
-MOST = 3  # settings that a message names
-LIMIT = "data.limits.start_timeout_s"
-_meetings = itertools.count()  # of this process
+MAX_NAMED_SETTINGS = 3  # in a message about settings that differ
+START_TIMEOUT_SETTING = "data.limits.start_timeout_s"
+_num_rendezvous = itertools.count()  # of this process
 
 
 def limit_rendezvous(trainer: AnyTrainer, limit_s: float, settings: Mapping[str, str] | None = None) -> None:
-    """Ends the wait for a rank that never comes (killed, or its machine lost) after `limit_s`.
+    """Limits the wait for ranks that do not start (killed, or machine lost), and compares their settings.
 
-    torch would wait for the strategy's `timeout`, 30 minutes by default, which stays that of the collectives. A process
-    group that there is already is checked at once, and used.
+    torch would wait for the strategy's `timeout`, 30 minutes by default, which stays the timeout of collectives. An
+    existing process group is checked at once, and used.
 
     Args:
-        trainer: that has not run yet.
-        limit_s: from the first rank's arrival to the last one's.
-        settings: values that must be the same on all ranks, by name.
+        trainer: trainer that has not run yet.
+        limit_s: longest time from the first rank's arrival to the last one's, in seconds.
+        settings: values by name that must be the same on all ranks.
 
     Raises:
-        ValueError: there is a process group already, which is not that of the Trainer's ranks, cannot move its tensors,
-            or connects ranks whose settings differ.
-        RankError: there is a process group already, and a rank of it does not come.
+        ValueError: an existing process group has other ranks than the Trainer, cannot move its tensors, or its ranks
+            have different settings.
+        RankError: a rank of an existing process group does not arrive.
     """
     strategy: Any = trainer.strategy
     if trainer.world_size == 1 or not hasattr(strategy, "_timeout"):
         return
     if dist.is_initialized():
         _check_group(trainer)
-        _meet(limit_s, {"of the run": "begins", **(settings or {})})
+        _wait_for_all_ranks(limit_s, {"of the run": "begins", **(settings or {})})
     set_up = strategy.setup_environment
 
     def set_up_in_time() -> None:
@@ -279,7 +278,7 @@ def limit_rendezvous(trainer: AnyTrainer, limit_s: float, settings: Mapping[str,
             _connect_in_time(trainer, set_up, limit_s)
         else:
             set_up()
-        _meet(limit_s, {"of the Trainer, what it does": str(trainer.state.fn), **(settings or {})})
+        _wait_for_all_ranks(limit_s, {"of the Trainer, what it does": str(trainer.state.fn), **(settings or {})})
 
     strategy.setup_environment = set_up_in_time
 
@@ -291,11 +290,11 @@ def _connect_in_time(trainer: AnyTrainer, set_up: Any, limit_s: float) -> None:
     try:
         set_up()
     except RuntimeError as error:
-        if strategy.launcher is not None:  # else the ranks that it started would wait for this one
+        if strategy.launcher is not None:  # the ranks it started would otherwise wait for this one
             strategy.launcher.kill(signal.SIGTERM)
         problem = str(error).partition("\n")[0]
         raise RankError(
-            f"the {trainer.world_size} ranks did not all come within {LIMIT}={limit_s:g}: was "
+            f"the {trainer.world_size} ranks did not all come within {START_TIMEOUT_SETTING}={limit_s:g}: was "
             f"one killed, or is MASTER_ADDR:MASTER_PORT out of reach or in use? ({problem})"
         ) from error
     finally:
@@ -304,10 +303,10 @@ def _connect_in_time(trainer: AnyTrainer, set_up: Any, limit_s: float) -> None:
 
 
 def _check_group(trainer: AnyTrainer) -> None:
-    """Refuses a process group that was made before the run, for something else.
+    """Checks that a process group created before the run fits the trainer.
 
     Raises:
-        ValueError: says what differs.
+        ValueError: it does not; names the difference.
     """
     remedy = "call torch.distributed.destroy_process_group() before, and the run makes its own"
     there = (dist.get_rank(), dist.get_world_size())
@@ -326,25 +325,28 @@ def _check_group(trainer: AnyTrainer) -> None:
         )
 
 
-def _meet(limit_s: float, settings: Mapping[str, str]) -> None:
-    """Waits for all ranks, in the store of the process group: works with any backend, and no collective is left open.
+def _wait_for_all_ranks(limit_s: float, settings: Mapping[str, str]) -> None:
+    """Waits for all ranks and compares their settings, in the store of the process group.
+
+    The store works with any backend, and a rank that does not arrive leaves no collective pending.
 
     Raises:
-        RankError: a rank does not come.
+        RankError: a rank does not arrive.
         ValueError: a rank has other settings.
     """
     default: Any = dist.distributed_c10d._get_default_store()
-    store: Any = dist.PrefixStore(f"lit_async_rl/meeting/{next(_meetings)}", default.clone())
+    store: Any = dist.PrefixStore(f"lit_async_rl/meeting/{next(_num_rendezvous)}", default.clone())
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
     store.set(str(rank), json.dumps(settings))
     ends_at = time.monotonic() + limit_s
     _wait_for(store, "", ends_at, limit_s=limit_s)
-    found = [json.loads(store.get(str(other))) for other in range(num_ranks)]
+    settings_of = [json.loads(store.get(str(other))) for other in range(num_ranks)]
     store.set(f"{rank} has read", "")
-    _wait_for(store, " has read", ends_at, limit_s=limit_s)  # rank 0, which holds the store, may end now
+    # before any rank raises: rank 0 may hold the store, and the others must have read it
+    _wait_for(store, " has read", ends_at, limit_s=limit_s)
     for other in range(num_ranks):
-        _check_same(rank, settings, other, theirs=found[other])
+        _check_same(rank, settings, other, theirs=settings_of[other])
 
 
 def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
@@ -354,20 +356,20 @@ def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
             raise RankError(
-                f"rank {other} did not come within {LIMIT}={limit_s:g}: was it killed, did it fail, or does it do "
-                f"something else than rank {dist.get_rank()}? ({problem})"
+                f"rank {other} did not come within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, or "
+                f"does it do something else than rank {dist.get_rank()}? ({problem})"
             ) from error
 
 
 def _check_same(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> None:
-    """Refuses settings that differ; on both ranks, so that neither waits for the other."""
+    """Checks that settings are equal. Raises on both ranks alike, so that neither waits for the other."""
     names = [name for name in dict.fromkeys([*own, *theirs]) if own.get(name) != theirs.get(name)]
     if not names:
         return
     lower, upper = sorted(((rank, own), (other, theirs)), key=lambda one: one[0])
     shown = "; ".join(
         f"{name} is {lower[1].get(name)} on rank {lower[0]} and {upper[1].get(name)} on rank {upper[0]}"
-        for name in names[:MOST]
+        for name in names[:MAX_NAMED_SETTINGS]
     )
-    more = f", and {len(names) - MOST} more" if len(names) > MOST else ""
+    more = f", and {len(names) - MAX_NAMED_SETTINGS} more" if len(names) > MAX_NAMED_SETTINGS else ""
     raise ValueError(f"all ranks must have the same settings: {shown}{more}")

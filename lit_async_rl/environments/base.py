@@ -3,9 +3,9 @@
 An environment starts an *episode* for each rollout; policy and episode take turns until it is done. All methods are
 coroutines, and all episodes of a run share one event loop: a thousand of them can await a slow tool concurrently.
 
-Each episode that `start` has returned is closed exactly once, however it ends: done, cut, dropped, failed, or because
-the engine is closed. `close` comes when no other method of the episode runs. A `start` or `step` that is not wanted any
-more is cancelled; a `start` that raises or is cancelled has to free by itself what it had acquired.
+Each episode returned by `start` is closed exactly once, whether it is done, cut, dropped, failed, or the engine is
+closed. `close` is called when no other method of the episode runs. A `start` or `step` is cancelled when its result is
+no longer needed; a `start` that raises or is cancelled must free its own resources.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Observation:
     """An episode's response to a turn of the policy.
 
     Attributes:
-        text: read by the policy as it is, including the markers of its chat template if needed. Never trained on.
-        reward: of this turn; a rollout's reward is the sum over its turns.
-        state: of the environment, if `text` does not determine it; `GiGPO` compares turns that start in equal states.
-            None is `text`.
+        text: text for the policy, unchanged, including the markers of its chat template if needed. Never trained on.
+        reward: reward of this turn; a rollout's reward is the sum over its turns.
         done: whether the episode ends; `text` is then not used.
+        state: state of the environment, if `text` does not determine it; `GiGPO` compares turns that start in equal
+            states. None is `text`.
     """
 
     text: str = ""
@@ -46,31 +46,31 @@ class Episode(ABC):
     async def step_cut(self, completion: str) -> Observation:
         """Rewards a turn that was cut at `sampling.max_tokens`; the episode ends with it.
 
-        The default calls `step`. Override it where half a turn must not be executed.
+        The default calls `step`. Override it if an incomplete turn must not be executed.
         """
         return await self.step(completion)
 
     async def close(self) -> None:  # noqa: B027  (most have nothing to free)
-        """Frees what the episode holds; called exactly once, after its last step. Errors are logged."""
+        """Frees the episode's resources; called exactly once, after its last step. Errors are logged."""
 
 
 class Environment(ABC):
     """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`.
 
     Attributes:
-        references: where an episode ends with one turn that is compared with the prompt's answer, which turn is right:
-            a run then checks a sample of its prompts at the start. None checks nothing.
+        references: correct turns for prompts, if an episode consists of one turn that is compared with the prompt's
+            answer: a run then checks the reward of a sample of its prompts at the start. None checks nothing.
     """
 
     references: ClassVar[References | None] = None
 
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:
-        """A new episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""
+        """Starts an episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""
 
     async def close(self) -> None:  # noqa: B027  (most have nothing to free)
-        """Frees what the environment holds; called at the end of a run, when all of its episodes are closed.
+        """Frees the environment's resources; called at the end of a run, when all episodes are closed.
 
-        Another run of the same process may use the environment again, and closes it again: acquire in `start` what is
-        freed here. Errors are logged.
+        Another run of the same process may use the environment and close it again, so acquire resources in `start`.
+        Errors are logged.
         """

@@ -20,14 +20,14 @@ class GymnasiumEpisode(Episode):
     Calls run in threads, because they block.
 
     Args:
-        env: environment of this episode alone, reset.
-        threads: that call it; None is the event loop's own, a few more than there are cores.
+        env: environment of this episode only, already reset.
+        threads: executor of the calls; None is the event loop's own, with a few more threads than cores.
     """
 
     def __init__(self, env: Any, threads: Executor | None = None) -> None:
         self.env = env
         self._threads = threads
-        self._is_called = threading.Lock()  # a thread whose call was cancelled works on
+        self._call_lock = threading.Lock()  # a cancelled call continues in its thread, and must end before the next
 
     async def step(self, completion: str) -> Observation:
         answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._step, completion)
@@ -35,28 +35,28 @@ class GymnasiumEpisode(Episode):
         return Observation(text=str(text), reward=float(reward), done=bool(terminated or truncated))
 
     def _step(self, completion: str) -> Any:
-        with self._is_called:
+        with self._call_lock:
             return self.env.step(completion)
 
     async def close(self) -> None:
-        """Closes the environment, if it can be; a step that still runs ends before."""
+        """Closes the environment, if it has a `close`, after a step that still runs."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._close)
 
     def _close(self) -> None:
-        with self._is_called:
+        with self._call_lock:
             close_env(self.env)
 
 
 class GymnasiumEnvironment(Environment):
     """Gymnasium text environments created by a function, one per rollout.
 
-    The prompt's text must be the environment's first observation, so that all rollouts of a group start alike, as with
-    `GymnasiumPrompts`. The environment is reset with the seed in the prompt's metadata, and closed at the end of its
+    The prompt's text must be the environment's first observation, as with `GymnasiumPrompts`, so that all rollouts of a
+    group start alike. The environment is reset with the seed in the prompt's metadata, and closed at the end of its
     episode.
 
     Args:
-        make: `make(prompt)` returns an environment; given by its dotted path in a YAML.
-        max_threads: calls at a time; others wait, which counts for `step_timeout_s`.
+        make: function that returns an environment for a prompt; a dotted path in YAML.
+        max_threads: largest number of concurrent calls; the wait of further calls counts towards `step_timeout_s`.
 
     Raises:
         ValueError: `max_threads` is not positive.
@@ -74,7 +74,7 @@ class GymnasiumEnvironment(Environment):
         making = self._threads.submit(self._make, prompt)
         try:
             env = await asyncio.wrap_future(making)
-        except asyncio.CancelledError:  # a thread that has begun works on, for an episode that is gone
+        except asyncio.CancelledError:  # a running thread continues, and its environment has no episode to close it
             making.add_done_callback(_close_late)
             raise
         return GymnasiumEpisode(env, self._threads)
@@ -89,7 +89,7 @@ class GymnasiumEnvironment(Environment):
         return env
 
     async def close(self) -> None:
-        """Ends the threads, when what they do has ended."""
+        """Ends the threads after their running calls, without waiting for them."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
@@ -110,7 +110,7 @@ class GymnasiumPrompts(PromptSource):
     """First observations of Gymnasium environments as prompts; prompt n has seed `first_seed` + n.
 
     Args:
-        make: `make(prompt)` returns an environment; the prompt holds only its seed.
+        make: function that returns an environment for a prompt, which has only a seed in its metadata.
         size: number of seeds.
         first_seed: seed of prompt 0; use disjoint ranges for training and validation.
 

@@ -26,7 +26,7 @@ import xxhash
 from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
-from lit_async_rl.utils.files import CHUNK, check_content, part_name, read_safely, remove_stale_parts
+from lit_async_rl.utils.files import CHUNK_BYTES, check_content, part_name, read_safely, remove_stale_parts
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _check_manifest(folder: Path, where: str) -> None:
 def _digest(file: Path) -> str:
     digest = xxhash.xxh3_128()
     with file.open("rb") as opened:
-        while chunk := opened.read(CHUNK):
+        while chunk := opened.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 

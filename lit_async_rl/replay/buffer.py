@@ -27,7 +27,7 @@ class ReplayWeighting(ABC):
     """Log-weights of prompts and completions in the draws, up to an additive constant."""
 
     def prompt_log_weight(self, age: int) -> float:
-        """Log-weight of a prompt whose newest completion is `age` versions old."""
+        """Log-weight of a prompt with a newest completion of `age` versions."""
         return 0.0
 
     @abstractmethod
@@ -87,7 +87,7 @@ class RecencyReplay(ReplayWeighting):
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
 log = logging.getLogger(__name__)
-_MIN_ROLLOUTS = 2  # of a prompt: a single one has no other to be compared with, and no advantage
+_MIN_ROLLOUTS = 2  # per prompt, because a single completion has no advantage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,15 @@ class ReplayStats:
     """Totals since the start, and the draws of the last step.
 
     Attributes:
-        num_rollouts: stored now, of `num_prompts` prompts.
-        num_added: new completions; `num_duplicates`: those that replaced an equal older one.
-        num_evicted: removed because the buffer was full; `num_expired`: because they were too old.
-        num_replayed: completions of the last step that came from the buffer, of `replayed_staleness` versions on
-            average and `replayed_staleness_max` at most.
+        num_rollouts: stored completions.
+        num_prompts: prompts of the stored completions.
+        num_added: new completions so far.
+        num_duplicates: completions so far that replaced an equal older one.
+        num_evicted: completions removed so far because the buffer was full.
+        num_expired: completions removed so far because they were too old.
+        num_replayed: completions of the last step that came from the buffer.
+        replayed_staleness: their mean age, in versions.
+        replayed_staleness_max: their maximum age, in versions.
     """
 
     num_rollouts: int
@@ -125,14 +129,16 @@ class _Stored:
 class ReplayBuffer:
     """Stores completions by prompt; of equal completions only the newest.
 
+    Runs in the trainer's thread only, and therefore has no lock.
+
     Args:
         fresh_fraction: share m of a step's groups that are new; the engine samples only those.
         capacity: maximum number of completions; first in, first out.
-        max_per_prompt: maximum per prompt.
+        max_per_prompt: maximum number of completions per prompt.
         max_staleness: age in versions after which a completion is dropped.
         min_prompts: replay starts when this many prompts are stored; until then steps have fresh groups only.
         weighting: sampling weights; None is `UniformReplay()`.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ValueError: a setting is out of range.
@@ -161,7 +167,7 @@ class ReplayBuffer:
         self.weighting = weighting or UniformReplay()
         self._random = random.Random(seed)
         self._prompts: dict[_Key, dict[tuple[int, ...], _Stored]] = {}
-        self._order: dict[tuple[_Key, tuple[int, ...]], None] = {}  # first in, first
+        self._order: dict[tuple[_Key, tuple[int, ...]], None] = {}  # in order of arrival
         self._counts = dict.fromkeys(("added", "duplicates", "evicted", "expired"), 0)
         self._replayed_ages: list[int] = []
 
@@ -169,11 +175,11 @@ class ReplayBuffer:
         return len(self._order)
 
     def num_fresh(self, groups_per_step: int) -> int:
-        """Groups of a step that come from the engine: at least one."""
+        """Number of groups of a step from the engine, at least one."""
         return max(1, round(self.fresh_fraction * groups_per_step))
 
     def mix(self, fresh: Sequence[RolloutGroup], groups_per_step: int, version: int) -> list[RolloutGroup]:
-        """Groups of a step: the fresh ones and draws from the buffer, to which the fresh ones are then added."""
+        """Groups of a step: the fresh ones and draws from the buffer. Then adds the fresh ones to the buffer."""
         self.expire(version)
         replayed: list[RolloutGroup] = []
         if len(self._prompts) >= self.min_prompts:
@@ -234,12 +240,12 @@ class ReplayBuffer:
 
     def _draw(self, items: Sequence[Any], log_weights: Sequence[float], number: int) -> list[Any]:
         """Draws without replacement in proportion to the weights (Gumbel top-k)."""
-        noise = [w - math.log(self._random.expovariate(1) + 1e-300) for w in log_weights]
-        best = sorted(range(len(items)), key=lambda n: -noise[n])[: max(0, number)]
-        return [items[n] for n in best]
+        keys = [w - math.log(self._random.expovariate(1) + 1e-300) for w in log_weights]
+        top = sorted(range(len(items)), key=lambda n: -keys[n])[: max(0, number)]
+        return [items[n] for n in top]
 
     def clear(self) -> None:
-        """Removes the completions of a checkpoint, which were scored or recorded with other settings."""
+        """Removes the completions of a checkpoint, because they were scored or recorded with other settings."""
         log.warning("resume: the replay buffer of the checkpoint is left out, %d completions", len(self))
         self._prompts = {}
         self._order = {}
@@ -271,7 +277,7 @@ class ReplayBuffer:
         )
 
     def snapshot(self) -> Snapshot:
-        """Snapshot of the present state for a later `state_dict`."""
+        """Snapshot of the present state, for a later `state_dict`."""
         entries = [self._prompts[key][ids] for key, ids in self._order]
         return entries, list(self._prompts), dict(self._counts), self._random.getstate()
 
@@ -298,7 +304,7 @@ class ReplayBuffer:
             self._order[key, ids] = None
         self._counts = dict(state["counts"])
         self._random.setstate(state["random"])
-        for key in list(self._prompts):  # the limits may be lower than those of the checkpoint
+        for key in list(self._prompts):  # the limits may be lower than before the resume
             if key in self._prompts:
                 self._evict(key)
 
@@ -308,7 +314,7 @@ def _key(group: RolloutGroup) -> _Key:
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
-    """A rollout of a checkpoint; older ones have other names for two fields, and lack some."""
+    """A rollout of a checkpoint; in older checkpoints two fields have other names, and some are missing."""
     turns = fields.get("turns")
     head = fields.get("head")
     experts = fields.get("experts")

@@ -40,7 +40,7 @@ from lit_async_rl.utils.plain import plain
 # -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------
 # `manifest.jsonl` has one line per file, appended after the file was renamed into place. A crash in between leaves a
 # file that directly follows the last one listed; readers include it. A resume first renames superseded files to
-# `*.undone` and then rewrites the manifest, so a listed file of which only the `*.undone` exists counts as superseded.
+# `*.undone` and then rewrites the manifest, so a listed file counts as superseded if only its `*.undone` exists.
 
 
 NAME = re.compile(r"steps-(\d+)-(\d+)-([0-9a-f]{16})\.arrow")
@@ -53,7 +53,10 @@ class TapeFile:
     """A file of a tape.
 
     Attributes:
-        path: of the file; `first` and `last`: its steps; `checksum`: of its content. All of them are in its name.
+        path: path of the file; its name contains the following three.
+        first: its first step.
+        last: its last step.
+        checksum: checksum of its content, see `checksum`.
         rows: number of rows; None if no manifest lists it.
     """
 
@@ -85,7 +88,7 @@ def tape_files(folder: Path) -> list[TapeFile]:
                 "%s has no %s (an earlier version wrote it): a missing file would go unnoticed", folder, MANIFEST
             )
         return there
-    files = [file for file in listed if not _is_undone(file)]
+    files = [file for file in listed if not _is_set_aside(file)]
     for file in files:
         if not file.path.is_file():
             raise ValueError(f"{file.path} is missing, which {MANIFEST} lists: the tape lacks steps {_steps(file)}")
@@ -127,7 +130,7 @@ def _read_manifest(folder: Path) -> list[TapeFile] | None:
     if not path.is_file():
         return None
     files = []
-    lines = path.read_bytes().split(b"\n")  # what follows the last newline was cut off by a crash
+    lines = path.read_bytes().split(b"\n")  # a last line without newline was cut off by a crash
     for number, line in enumerate(lines[:-1], start=1):
         try:
             entry = json.loads(line)
@@ -148,7 +151,7 @@ def _check_order(files: Sequence[TapeFile]) -> None:
             raise ValueError(f"{after.path} holds steps {_steps(after)}, of which {before.path.name} has some, too")
 
 
-def _is_undone(file: TapeFile) -> bool:
+def _is_set_aside(file: TapeFile) -> bool:
     return not file.path.is_file() and file.path.with_suffix(".undone").is_file()
 
 
@@ -163,7 +166,7 @@ def _steps(file: TapeFile) -> str:
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),  # optimizer step that was trained on it, from 0
-        ("policy_version", pa.int64()),  # of the policy in that step
+        ("policy_version", pa.int64()),  # version of the policy in that step
         ("group", pa.int64()),
         ("sample", pa.int32()),
         ("admitted_version", pa.int64()),
@@ -186,9 +189,9 @@ SCHEMA = pa.schema(
         ("head_entropy", pa.list_(pa.float32())),
         ("head_ids", pa.list_(pa.int32())),  # of all tokens, one after the other
         ("head_logprobs", pa.list_(pa.float32())),
-        ("expert_shape", pa.list_(pa.int32())),  # routers and experts per token of the chosen experts, null without
+        ("expert_shape", pa.list_(pa.int32())),  # (routers, experts per token) of recorded experts, null without
         ("experts", pa.list_(pa.int16())),  # of all tokens of prompt and completion but the last, one after the other
-        ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
+        ("messages", pa.string()),  # JSON, for chat prompts; `prompt` is then their readable form
         ("sampling", pa.string()),  # JSON: settings that the log-probabilities depend on
         ("reward_parts", pa.string()),  # JSON: part -> reward, null of rewards without parts
     ]
@@ -243,7 +246,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
                 reward=row["reward"],
                 reward_parts=json.loads(parts) if (parts := row.get("reward_parts")) is not None else None,
                 loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
-                turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
+                turns=_turns(row.get("turns")),  # older tapes have no such column
                 head=_head(row),
                 experts=_experts(row),
             )
@@ -295,9 +298,13 @@ def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
 
 @dataclass(frozen=True)
 class TapeStep:
-    """Groups of one optimizer step, and the policy's version at that step.
+    """Groups of one optimizer step.
 
-    `sampling` has the settings that their log-probabilities depend on; None on tapes that do not say.
+    Attributes:
+        step: number of the optimizer step, from 0.
+        version: version of the policy in that step.
+        groups: the groups.
+        sampling: sampling settings that the log-probabilities depend on; None on tapes without them.
     """
 
     step: int
@@ -310,12 +317,12 @@ class Tape:
     """Reader of a tape.
 
     Args:
-        folder: of a `TapeWriter`.
-        sampling: settings that the log-probabilities of its steps must be of; None reads any.
+        folder: folder written by a `TapeWriter`.
+        sampling: sampling settings that the recorded log-probabilities must have; None accepts any.
 
     Raises:
         FileNotFoundError: there is no tape.
-        ValueError: files are missing, or hold the same steps.
+        ValueError: files are missing, or contain the same steps.
     """
 
     def __init__(self, folder: str | Path, sampling: Mapping[str, float] | None = None) -> None:
@@ -341,7 +348,7 @@ class Tape:
         return pa.concat_tables(tables, promote_options="default")  # older files lack columns
 
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
-        """Iterates over the steps in order; holds one file at a time in memory.
+        """Iterates over the steps in order, with one file at a time in memory.
 
         Raises:
             ValueError: a file is damaged, or a step was sampled with other settings than `sampling`.
@@ -351,9 +358,9 @@ class Tape:
                 continue
             yield from (self._checked(step) for step in _steps_of(file) if step.step >= first_step)
 
-    def some_steps(self, most: int) -> Iterator[TapeStep]:
-        """The first step of each of at most `most` files at equal distances, the last one among them."""
-        parts = min(most, len(self._files))
+    def evenly_spaced_steps(self, max_steps: int) -> Iterator[TapeStep]:
+        """The first step of each of at most `max_steps` evenly spaced files, the last file among them."""
+        parts = min(max_steps, len(self._files))
         for number in sorted({round(n * (len(self._files) - 1) / max(1, parts - 1)) for n in range(parts)}):
             yield from map(self._checked, _steps_of(self._files[number], only_first=True))
 
@@ -389,7 +396,7 @@ def _steps_of(file: TapeFile, only_first: bool = False) -> list[TapeStep]:
 
 
 def checksum(data: bytes) -> str:
-    """The part of a file's name that its content determines."""
+    """Checksum of a file's content, as in its name: 16 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -397,7 +404,7 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     """Rows of one file.
 
     Raises:
-        ValueError: it is damaged, or no file of a tape.
+        ValueError: it is damaged, or not a tape file.
     """
     data = file.path.read_bytes()
     if checksum(data) != file.checksum:
@@ -423,35 +430,35 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
 class TapeWriter:
     """Appends steps to a tape.
 
-    Nothing is lost when the disk is full: a warning is logged, and the rows stay in memory and are written with the
-    next step. At the end `close` waits for space.
+    Nothing is lost on a full disk: a warning is logged, and the rows stay in memory and are written with the next step.
+    At the end `close` waits for space.
 
     Args:
-        folder: created if missing.
-        first_step: of the writing run, after a resume. Recorded steps from this one on are superseded: their files are
-            renamed to `*.undone`, which readers ignore.
-        waiting: unwritten rows of earlier steps (`waiting` of the interrupted run).
+        folder: folder of the tape, created if missing.
+        first_step: first step of the writing run, after a resume. Recorded steps from this one on are superseded: their
+            files are renamed to `*.undone`, which readers ignore.
+        unwritten_rows: `unwritten_rows` of the interrupted run.
 
     Raises:
         ValueError: a file is damaged.
         OSError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: str | Path, first_step: int = 0, waiting: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, folder: str | Path, first_step: int = 0, unwritten_rows: Sequence[dict[str, Any]] = ()) -> None:
         self.folder = Path(folder)
         check_writable(self.folder, "the tape's folder")
-        self._rows: list[dict[str, Any]] = list(waiting)
-        self._unlisted: list[TapeFile] = []  # written; the disk was full for the manifest
+        self._rows: list[dict[str, Any]] = list(unwritten_rows)
+        self._unlisted: list[TapeFile] = []  # written files that a full disk kept from being listed
         self._lock = FolderLock(self.folder, "the tape's folder")
         try:
             remove_stale_parts(self.folder)
-            self._undo(first_step)
+            self._set_aside_from(first_step)
         except BaseException:
             self._lock.release()
             raise
 
-    def _undo(self, first_step: int) -> None:
-        """Sets aside recorded steps from `first_step` on; takes effect with the new manifest."""
+    def _set_aside_from(self, first_step: int) -> None:
+        """Renames the files of recorded steps from `first_step` on, and rewrites the manifest without them."""
         files = tape_files(self.folder)
         undone = [file for file in files if file.last >= first_step]
         files = [file for file in files if file.last < first_step]
@@ -472,7 +479,7 @@ class TapeWriter:
         return self._write()
 
     @property
-    def waiting(self) -> list[dict[str, Any]]:
+    def unwritten_rows(self) -> list[dict[str, Any]]:
         """Rows not written to disk yet, as plain values."""
         return [plain(row) for row in self._rows]
 
@@ -485,8 +492,8 @@ class TapeWriter:
     ) -> None:
         """Adds a step, see `TapeStep`; `flush` writes it to disk."""
         settings = None if sampling is None else json.dumps(dict(sampling))
-        of_step = {"step": step, "policy_version": version, "written_at": time.time(), "sampling": settings}
-        self._rows += [of_step | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        columns = {"step": step, "policy_version": version, "written_at": time.time(), "sampling": settings}
+        self._rows += [columns | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def close(self, timeout_s: float) -> None:
         """Writes the remaining rows; retries while the disk is full.
@@ -495,7 +502,7 @@ class TapeWriter:
             OSError: the disk is still full after `timeout_s`.
         """
         try:
-            self._wait_for_room(timeout_s)
+            self._wait_for_space(timeout_s)
         finally:
             self.release()
 
@@ -503,7 +510,7 @@ class TapeWriter:
         """Releases the lock of the folder. Safe to call twice."""
         self._lock.release()
 
-    def _wait_for_room(self, timeout_s: float) -> None:
+    def _wait_for_space(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._rows or self._unlisted:

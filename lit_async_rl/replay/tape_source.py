@@ -28,30 +28,30 @@ class NoEngine(RolloutEngine):
     """Engine that accepts weights and generates nothing.
 
     Args:
-        scores: whether the recorded run had an environment, and no reward.
-        given: engine of the settings, which is not set up: held-out prompts are sampled with its slots, and answered by
-            its environment.
+        scores: whether the recorded run had an environment instead of a reward.
+        configured: engine of the settings. It is not set up, but validation uses its number of slots and its
+            environment.
     """
 
     in_flight_weight_updates = True
-    records_heads = True  # those of the tape, likewise entropy and experts
+    records_heads = True  # the tape may contain heads, entropy and experts
     records_entropy = True
     records_experts = True
     max_model_len = 0
     busy_s = 0.0
     num_tokens = 0
 
-    def __init__(self, scores: bool, given: RolloutEngine | None = None) -> None:
+    def __init__(self, scores: bool, configured: RolloutEngine | None = None) -> None:
         self.scores = scores
-        self._given = given
-        if given is not None:
-            self.num_slots = given.num_slots
+        self._configured = configured
+        if configured is not None:
+            self.num_slots = configured.num_slots
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
-        return engine if self._given is None else self._given.around(engine, codec)
+        return engine if self._configured is None else self._configured.around(engine, codec)
 
     def setup(self, model: str) -> None:
-        """Nothing to set up."""
+        """Does nothing."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         raise InvariantError("a replay asks for no completions")
@@ -64,25 +64,26 @@ class NoEngine(RolloutEngine):
         deque(weights, maxlen=0)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Nothing runs."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class Replay:
-    """Hands out the groups of a tape in order; takes the place of a `Producer`.
+    """Hands out the groups of a tape in order, in place of a `Producer`.
 
-    Token versions are shifted so that staleness equals that of the recorded run, also if updates are skipped or the run
-    does not start at version 0.
+    Token versions are shifted to the staleness of the recorded run, also if updates are skipped or the run does not
+    start at version 0.
 
     Args:
-        tape: to read.
-        first_step: of the tape.
-        admission: bound of the settings; groups keep their recorded bounds.
+        tape: tape to read.
+        first_step: step of the tape to begin with.
+        admission: admission of the settings; groups keep their recorded bounds.
 
     Attributes:
-        num_used: groups handed out, and `num_before_step` of them before the present step.
+        num_used: number of groups handed out.
+        num_before_step: number of groups handed out before the present step.
     """
 
     def __init__(self, tape: Tape, first_step: int, admission: Admission) -> None:
@@ -116,41 +117,41 @@ class Replay:
         self.num_before_step = self.num_used
 
     def state_dict(self, step_is_done: bool) -> dict[str, Any]:
-        """Place in the tape: step that it was read from, and number of groups trained on since.
+        """Position in the tape: first step, and number of groups trained on since.
 
         Args:
-            step_is_done: whether the groups handed out last were trained on.
+            step_is_done: whether the groups of the present step were trained on.
         """
         num_groups = self.num_used if step_is_done else self.num_before_step
         return {TAPE: {"first_step": self._first_step, "num_groups": num_groups}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a replay has saved its place; a tape need not have one step for each of the trainer's."""
-        if place := state.get(TAPE):
-            self._first_step = place["first_step"]
+        """Continues at a saved position, counted in groups: steps of tape and trainer may differ in size."""
+        if position := state.get(TAPE):
+            self._first_step = position["first_step"]
             self._steps = self._tape.steps(self._first_step)
-            while self.num_used < place["num_groups"] and self._next() is not None:
+            while self.num_used < position["num_groups"] and self._next() is not None:
                 pass
             self.num_before_step = self.num_used
             self._num_restored = self.num_used
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group; None at the end of the tape."""
-        found = self._next()
-        if found is None:
+        entry = self._next()
+        if entry is None:
             log.warning("the tape has ended after %d groups: training stops", self.num_used - self._num_restored)
             return None
-        recorded, group = found
+        recorded_version, group = entry
         self._num_tokens += group.num_tokens
-        moved = [
-            replace(rollout, versions=tuple(v + self.version - recorded for v in rollout.versions))
+        shifted = [
+            replace(rollout, versions=tuple(v + self.version - recorded_version for v in rollout.versions))
             for rollout in group.rollouts
         ]
-        oldest = min((v for rollout in moved for v in rollout.versions), default=self.version)
-        return replace(group, rollouts=tuple(moved), max_staleness=self.version - oldest)
+        oldest = min((v for rollout in shifted for v in rollout.versions), default=self.version)
+        return replace(group, rollouts=tuple(shifted), max_staleness=self.version - oldest)
 
     def _next(self) -> tuple[int, RolloutGroup] | None:
-        """The next group, and the version that was trained on it."""
+        """(version in training, group) of the next group; None at the end."""
         if not self._groups:
             with self._timer.waiting():
                 step = next(self._steps, None)
@@ -161,7 +162,7 @@ class Replay:
         return self._groups.popleft()
 
     def stats(self) -> ProducerStats:
-        """Totals; the trainer waits while the tape is read."""
+        """Totals; reading the tape counts as waiting."""
         return replace(
             ProducerStats.zero(),
             wait_s=self._timer.wait_s,
@@ -171,5 +172,5 @@ class Replay:
         )
 
     def stop(self) -> bool:
-        """There is no thread."""
+        """Returns True: there is no thread to stop."""
         return True

@@ -1,4 +1,4 @@
-"""Reports of runs: one HTML file, or a page served while the run goes on. Run folders are only read."""
+"""Reports of runs: one HTML file, or a page served during the run. Run folders are only read."""
 
 import lazy_loader
 

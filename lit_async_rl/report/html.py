@@ -1,4 +1,4 @@
-"""The page: one HTML file with styles, scripts and data, which loads nothing and runs no other script."""
+"""The page: one self-contained HTML file with styles, scripts and data; no other script can run in it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from typing import Any
 
 from lit_async_rl.report.run_data import RunData
 
-SCRIPTS = (
-    *("vendor/echarts.min.js", "vendor/htm-preact.umd.js"),
-    *("colors.js", "charts.js", "pipeline.js", "tokens.js", "rollouts.js", "compare.js", "app.js"),
+SCRIPTS = (  # in the order in which they depend on each other
+    "vendor/echarts.min.js",
+    "vendor/htm-preact.umd.js",
+    "colors.js",
+    "charts.js",
+    "pipeline.js",
+    "tokens.js",
+    "rollouts.js",
+    "compare.js",
+    "app.js",
 )
 PAGE = """<!doctype html>
 <html lang="en">
@@ -50,7 +57,7 @@ def write_report(
         tape: folder of the first run's rollout tape; None is `tape` in its folder.
 
     Raises:
-        ValueError: a folder is not that of a run.
+        ValueError: a folder is not a run's folder.
         OSError: the file cannot be written.
     """
     share = 1.0 if other is None else 0.5
@@ -66,7 +73,7 @@ def write_report(
 
 
 def page(runs: Sequence[dict[str, Any]], live: bool = False) -> str:
-    """The HTML of some runs; with `live` it asks its server for changes."""
+    """The HTML of one or several runs; with `live` the page polls its server for changes."""
     folder = files("lit_async_rl.report") / "page"
     scripts = [folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
     style = folder.joinpath("style.css").read_text(encoding="utf-8")
@@ -87,7 +94,7 @@ def embedded(content: Any) -> str:
 
 
 def security_policy(scripts: Sequence[str], style: str, live: bool) -> str:
-    """Content security policy: only these very scripts run, and nothing is loaded from anywhere."""
+    """Content security policy: only these scripts run, identified by digest, and nothing is loaded from elsewhere."""
     sources = {
         "default-src": "'none'",
         "script-src": " ".join(_digest(script) for script in scripts),

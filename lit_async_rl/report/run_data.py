@@ -1,4 +1,4 @@
-"""All that the page shows of one run, read from its folder; nothing in the folder is written or locked."""
+"""Data of one run for the page, read from its folder without writing to it or locking it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from lit_async_rl.types import RolloutGroup
 log = logging.getLogger(__name__)
 RUN_FILES = ("metrics.csv", "samples.jsonl", "timeline", "tape", "config.yaml")
 MAX_CONFIG_CHARS = 100_000
-TAPE_POLL_INTERVAL_S = 20.0  # the tape is read as a whole, so rarely
+TAPE_POLL_INTERVAL_S = 20.0  # long, because the tape is not read incrementally
 
 
 class RunData:
-    """A run's curves, rollouts, timeline and verdicts. `refresh` reads only what was written since the last time.
+    """A run's curves, rollouts, timeline and verdicts; `refresh` reads new lines only.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         tape: folder of its rollout tape; None is `tape` in the run's folder.
-        share: of the page's budget for rollouts, where there are several runs on it.
+        share: share of the page's budget for rollouts, if the page shows several runs.
 
     Raises:
-        ValueError: the folder is not that of a run, or there is no such tape.
+        ValueError: the folder is not a run's folder, or there is no such tape.
     """
 
     def __init__(self, folder: str | Path, tape: str | Path | None = None, share: float = 1.0) -> None:
@@ -63,7 +63,7 @@ class RunData:
         self._numbers = {"curves": 0, "timeline": 0, "rollouts": 0, "held_out": 0}
 
     def refresh(self) -> dict[str, int]:
-        """Reads new lines; returns a number for each part of the page, which grows when it changes."""
+        """Reads new lines; returns a number for each part of the page that grows with every change."""
         verdicts = self._read_verdicts()
         changed = {
             "curves": self._curves.refresh() or verdicts,
@@ -87,22 +87,32 @@ class RunData:
         return True
 
     def payload(self, known: dict[str, int] | None = None) -> dict[str, Any]:
-        """The run for the page, without the parts whose number is in `known`."""
+        """The run as JSON for the page, without the unchanged parts.
+
+        Args:
+            known: numbers of the parts that the page has, see `refresh`; None returns all parts.
+        """
         numbers = self.refresh()
-        made: dict[str, Any] = {"name": self._name(), "folder": str(self.folder), "parts": numbers}
-        wanted = {name for name, number in numbers.items() if (known or {}).get(name) != number}
-        if "curves" in wanted:
-            made |= {"curves": self._curves.payload(), "summary": self._summary(), "config": self._config()}
-        if "timeline" in wanted:
+        content: dict[str, Any] = {"name": self._name(), "folder": str(self.folder), "parts": numbers}
+        changed = {name for name, number in numbers.items() if (known or {}).get(name) != number}
+        if "curves" in changed:
+            content["curves"] = self._curves.payload()
+            content["summary"] = self._summary()
+            content["config"] = self._config()
+        if "timeline" in changed:
             verdict = self._verdict()
-            window = (verdict["began_at"], verdict["ended_at"]) if verdict else (None, None)
-            made |= {"timeline": self._timeline.payload(), "idle": self._timeline.idle(*window), "verdict": verdict}
-            made["verdicts"] = [row for row in self._verdicts if row.get("whole_run") is False][-200:]
-        if "rollouts" in wanted:
-            made["rollouts"] = self._groups()
-        if "held_out" in wanted:
-            made["held_out"] = self._held_out.payload()
-        return made | {"notes": self._notes}
+            began_at = verdict["began_at"] if verdict else None
+            ended_at = verdict["ended_at"] if verdict else None
+            content["timeline"] = self._timeline.payload()
+            content["idle"] = self._timeline.idle(began_at, ended_at)
+            content["verdict"] = verdict
+            content["verdicts"] = [row for row in self._verdicts if row.get("whole_run") is False][-200:]
+        if "rollouts" in changed:
+            content["rollouts"] = self._groups()
+        if "held_out" in changed:
+            content["held_out"] = self._held_out.payload()
+        content["notes"] = self._notes
+        return content
 
     def _name(self) -> str:
         folder = self.folder.resolve()
@@ -115,7 +125,7 @@ class RunData:
         return rows[-1] if rows else None
 
     def _read_tape(self) -> bool:
-        """Reads a tape with more files than before, every `TAPE_POLL_INTERVAL_S` at most; whether it did."""
+        """Reads the tape if it has new files, at most every `TAPE_POLL_INTERVAL_S`; returns whether it did."""
         if time.monotonic() < self._tape_read_at + TAPE_POLL_INTERVAL_S or not self._tape.is_dir():
             return False
         self._tape_read_at = time.monotonic()
@@ -163,9 +173,9 @@ class RunData:
             which = "steps" if self._curves.has_all_steps("perf/step_s") else f"the {len(seconds):,} logged steps"
             rows.append([f"time in {which}", f"{seconds.sum():,.1f} s, {seconds.mean():.2f} s a step"])
         mean = self._curves.values("sample/staleness_mean")
-        most = self._curves.values("sample/staleness_max")
-        if len(mean) and len(most):
-            rows.append(["staleness, mean and largest", f"{mean.mean():.2f}, {most.max():.0f} versions"])
+        maximum = self._curves.values("sample/staleness_max")
+        if len(mean) and len(maximum):
+            rows.append(["staleness, mean and largest", f"{mean.mean():.2f}, {maximum.max():.0f} versions"])
         if len(tokens := self._curves.values("sample/total_tokens")):
             rows.append(["tokens generated", f"{tokens[-1]:,.0f}"])
         return rows
@@ -196,8 +206,8 @@ VALIDATION_PREFIXES = ("val/", "eval/")
 class Curves:
     """Incremental reader of `metrics.csv`.
 
-    Steps count from 1 for values of a step, as in `samples.jsonl`; Lightning writes them from 0. Validations are at the
-    number of steps before them; those within training that Lightning itself logged are one too early in the table.
+    Values of a step are at its number counted from 1, as in `samples.jsonl`; Lightning writes it counted from 0.
+    Validations are at the number of steps before them; within training Lightning writes them one step too early.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -208,7 +218,7 @@ class Curves:
         self._series: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(_series)
 
     def refresh(self) -> bool:
-        """Reads new rows; whether there were any."""
+        """Reads new rows; returns whether there were any."""
         if not self._tail.begin():
             return False
         if self._tail.generation != self._generation:
@@ -228,11 +238,11 @@ class Curves:
         step = _number(row.get("step"))
         if step is None:
             return
-        found = {name: _number(text) for name, text in row.items() if text and name not in BOOKKEEPING_COLUMNS}
-        if any(not name.startswith(VALIDATION_PREFIXES) for name in found):
+        metrics = {name: _number(text) for name, text in row.items() if text and name not in BOOKKEEPING_COLUMNS}
+        if any(not name.startswith(VALIDATION_PREFIXES) for name in metrics):
             self._last_step = step
-        x = step + (step <= self._last_step)  # rows of step n come before those of a validation after it
-        for name, value in found.items():
+        x = step + (step <= self._last_step)  # the row of a step comes before that of a validation after it
+        for name, value in metrics.items():
             if value is not None:
                 steps, values = self._series[name]
                 steps.append(x)
@@ -244,17 +254,17 @@ class Curves:
         return values[np.isfinite(values)]
 
     def has_all_steps(self, name: str) -> bool:
-        """Whether every step from the first to the last of a metric is there, as with `log_every_n_steps: 1`."""
+        """Whether a metric has a value at every step from its first to its last, as with `log_every_n_steps: 1`."""
         steps = self._series[name][0] if name in self._series else ()
         return len(steps) > 0 and max(steps) - min(steps) < len(steps)
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that logged anything."""
+        """Number of optimizer steps, by the last logged one."""
         return int(max((max(steps) for steps, _ in self._series.values() if steps), default=0))
 
     def payload(self) -> dict[str, Any]:
-        """Curves for the page; metrics that were logged at the same steps share their list of steps."""
+        """Curves for the page; metrics logged at the same steps share a list of steps."""
         axes: dict[tuple[float, ...], int] = {}
         series = {}
         for name, (steps, values) in sorted(self._series.items()):
@@ -265,7 +275,7 @@ class Curves:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, max_points: int = MAX_CURVE_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `max_points` of a curve: the lowest and the highest of each of `max_points / 2` parts."""
+    """Reduces a curve to about `max_points`: the minimum and maximum of each of `max_points / 2` parts."""
     if len(x) <= max_points:
         return x, y
     finite = np.where(np.isfinite(y), y, np.nanmean(np.where(np.isfinite(y), y, np.nan)) if len(y) else 0.0)
@@ -306,31 +316,31 @@ class HeldOut:
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / "held_out.jsonl")
         self._generation = 0
-        self._found: dict[str, dict[int, dict[str, Any]]] = {}
+        self._rows: dict[str, dict[int, dict[str, Any]]] = {}
 
     def refresh(self) -> bool:
-        """Reads new rows; whether there were any."""
+        """Reads new rows; returns whether there were any."""
         if not self._tail.begin():
             return False
         if self._tail.generation != self._generation:
             self._generation = self._tail.generation
-            self._found.clear()
+            self._rows.clear()
         for _, line in self._tail.lines():
             row = parsed(line)
             if row is not None and isinstance(row.get("prompt"), str) and isinstance(row.get("step"), int):
-                self._found.setdefault(row["prompt"], {}).setdefault(row["step"], row)
+                self._rows.setdefault(row["prompt"], {}).setdefault(row["step"], row)
         return True
 
     def payload(self) -> list[dict[str, Any]]:
-        """For each prompt its answer, and a completion at each of evenly spaced validations."""
+        """Prompts with their answers, and with a completion at each of several evenly spaced validations."""
         prompts = []
-        left = MAX_HELD_OUT_BYTES
-        for prompt, rows in list(self._found.items())[:MAX_HELD_OUT_PROMPTS]:
+        remaining = MAX_HELD_OUT_BYTES
+        for prompt, rows in list(self._rows.items())[:MAX_HELD_OUT_PROMPTS]:
             samples = []
             for step in sorted(evenly(sorted(rows), MAX_HELD_OUT_VALIDATIONS)):
                 text = shortened(rows[step].get("completion"))
-                left -= len(text.encode())
-                if left > 0:
+                remaining -= len(text.encode())
+                if remaining > 0:
                     samples.append({"step": step, "text": text, "reward": rows[step].get("reward")})
             if samples:
                 answer = next(iter(rows.values())).get("answer")
@@ -338,7 +348,7 @@ class HeldOut:
         return prompts
 
 
-# -- Rollouts for the viewer from a rollout tape, which has all of them; only files of evenly spaced steps are read
+# -- Rollouts for the viewer from a rollout tape, of evenly spaced steps ----------------------------------------------
 
 
 MAX_TAPE_STEPS = 100
@@ -347,29 +357,35 @@ Texts = Callable[[Sequence[int]], list[str]]
 
 
 def tape_groups(folder: Path, texts: Texts | None, known_steps: set[int], max_bytes: int) -> list[dict[str, Any]]:
-    """Groups of steps that are not known yet, at most `max_bytes` of them.
+    """Groups of a tape for the page.
+
+    Args:
+        folder: folder of the tape.
+        texts: function that returns the text of each token; None shows no single tokens.
+        known_steps: steps to leave out.
+        max_bytes: approximate limit of the total size.
 
     Raises:
         ValueError: a file is damaged.
     """
     tape = Tape(folder)
-    found: list[dict[str, Any]] = []
-    left = max_bytes
+    groups: list[dict[str, Any]] = []
+    remaining = max_bytes
     share = max_bytes // MAX_TAPE_STEPS
-    for step in tape.some_steps(MAX_TAPE_STEPS):
+    for step in tape.evenly_spaced_steps(MAX_TAPE_STEPS):
         if step.step + 1 in known_steps:
             continue
-        of_step = min(share, left)
+        remaining_of_step = min(share, remaining)
         for group in step.groups:
             rows = [_row(step, group, sample, texts=texts) for sample in range(len(group.rollouts))]
             size = sum(len(row["completion"]) + 12 * len(row["tokens"] or ()) + 200 for row in rows)
-            if size > left or (of_step < share and size > of_step):
+            if size > remaining or (remaining_of_step < share and size > remaining_of_step):
                 break
-            left = left - size
-            of_step = of_step - size
-            if (made := as_group(rows)) is not None:
-                found.append(made)
-    return found
+            remaining -= size
+            remaining_of_step -= size
+            if (group_for_page := as_group(rows)) is not None:
+                groups.append(group_for_page)
+    return groups
 
 
 def token_texts(folder: Path) -> Texts | None:

@@ -1,4 +1,4 @@
-"""Rollouts of a run for the viewer: chosen from `samples.jsonl` within a budget of bytes."""
+"""Rollouts of a run for the viewer, selected from `samples.jsonl` within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from lit_async_rl.report.tail import Tail
 
-MAX_ROLLOUT_BYTES = 3_500_000  # of all of them on the page
-MAX_TEXT_CHARS = 120_000  # of one completion or prompt
+MAX_ROLLOUT_BYTES = 3_500_000  # on the whole page
+MAX_TEXT_CHARS = 120_000  # per completion or prompt
 ROW_START = re.compile(rb'\{"step": (\d+), "group": (-?\d+), ')
 PER_TOKEN = ("versions", "log_ratios", "advantages", "entropies", "mask")
 
 
 class Samples:
-    """Incremental index of a table with one rollout a line; rows are read when the page is made.
+    """Incremental index of a table with one rollout per line; `payload` reads the rows.
 
     Attributes:
-        num_rows: rollouts in the file.
+        num_rows: number of rollouts in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,18 +40,18 @@ class Samples:
         return len(self._offsets)
 
     def refresh(self) -> bool:
-        """Indexes new rows; whether there were any."""
+        """Indexes new rows; returns whether there were any."""
         if not self._tail.begin():
             return False
         if self._tail.generation != self._generation:
             self._generation = self._tail.generation
             self._clear()
         for offset, line in self._tail.lines():
-            if (place := _place(line)) is not None:
+            if (key := _step_and_group(line)) is not None:
                 self._offsets.append(offset)
                 self._sizes.append(len(line))
-                self._steps.append(place[0])
-                self._groups.append(place[1])
+                self._steps.append(key[0])
+                self._groups.append(key[1])
         return True
 
     def steps(self) -> set[int]:
@@ -61,18 +61,18 @@ class Samples:
     def payload(self, max_bytes: int = MAX_ROLLOUT_BYTES) -> list[dict[str, Any]]:
         """Groups of evenly spaced steps, with all of their rollouts, in order of steps."""
         rows: dict[tuple[int, int], list[int]] = {}
-        for number, place in enumerate(zip(self._steps, self._groups, strict=True)):
-            rows.setdefault(place, []).append(number)
-        sizes = {place: sum(self._sizes[n] for n in numbers) for place, numbers in rows.items()}
+        for number, key in enumerate(zip(self._steps, self._groups, strict=True)):
+            rows.setdefault(key, []).append(number)
+        sizes = {key: sum(self._sizes[n] for n in numbers) for key, numbers in rows.items()}
         chosen = sorted(choose(sizes, max_bytes))
-        found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        contents: dict[tuple[int, int], list[dict[str, Any]]] = {}
         try:
             with self._tail.path.open("rb") as file:
-                for place in chosen:
-                    found[place] = [row for n in rows[place] if (row := self._row(file, n)) is not None]
+                for key in chosen:
+                    contents[key] = [row for n in rows[key] if (row := self._row(file, n)) is not None]
         except OSError:  # removed meanwhile
             return []
-        return [group for place in chosen if (group := as_group(found.get(place, [])))]
+        return [group for key in chosen if (group := as_group(contents.get(key, [])))]
 
     def _row(self, file: Any, number: int) -> dict[str, Any] | None:
         file.seek(self._offsets[number])
@@ -80,34 +80,35 @@ class Samples:
 
 
 def choose(sizes: dict[tuple[int, int], int], max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Groups within a budget: first one of the last step, the first and those between, then a second one of each.
+    """Selects groups within a budget: one group of evenly spaced steps, the last step first, then a second of each.
 
     Args:
         sizes: bytes of each group, by step and group.
-        max_bytes: of all of them.
+        max_bytes: largest total size.
     """
     if not sizes:
         return
     by_step: dict[int, list[tuple[int, int]]] = {}
-    for place in sizes:
-        by_step.setdefault(place[0], []).append(place)
+    for key in sizes:
+        by_step.setdefault(key[0], []).append(key)
     steps = sorted(by_step)
     mean = sum(sizes.values()) / max(1, len(sizes))
-    room = int(max_bytes / max(mean, 1))
-    per_step = max(1, min(max(map(len, by_step.values()), default=1), room // max(1, min(len(steps), 100))))
-    left = max_bytes
+    num_groups = int(max_bytes / max(mean, 1))  # that fit
+    most_per_step = max(map(len, by_step.values()), default=1)
+    per_step = max(1, min(most_per_step, num_groups // max(1, min(len(steps), 100))))
+    remaining = max_bytes
     for number in range(per_step):
-        for step in evenly(steps, max(1, room // per_step)):
+        for step in evenly(steps, max(1, num_groups // per_step)):
             if number >= len(by_step[step]):
                 continue
-            place = by_step[step][number]
-            if sizes[place] <= left:
-                left -= sizes[place]
-                yield place
+            key = by_step[step][number]
+            if sizes[key] <= remaining:
+                remaining -= sizes[key]
+                yield key
 
 
 def evenly(values: Sequence[int], max_values: int) -> list[int]:
-    """At most `max_values` values at equal distances: the last one, the first, then the others."""
+    """At most `max_values` evenly spaced values: the last one, the first, then the others."""
     if len(values) <= max_values:
         kept = list(values)
     elif max_values < 2:
@@ -118,7 +119,7 @@ def evenly(values: Sequence[int], max_values: int) -> list[int]:
 
 
 def as_group(rows: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """A group for the page: what its rollouts share, and they themselves; None without rows."""
+    """A group for the page, with common fields and its rollouts; None without rows."""
     rollouts = list(rows)
     if not rollouts:
         return None
@@ -154,7 +155,7 @@ def _rollout(row: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def shortened(text: Any) -> str:
-    """The text, or beginning and end of one that is longer than any page should be."""
+    """The text; of a text longer than `MAX_TEXT_CHARS` its beginning and end."""
     text = text if isinstance(text, str) else ""
     if len(text) <= MAX_TEXT_CHARS:
         return text
@@ -165,16 +166,16 @@ def shortened(text: Any) -> str:
 def parsed(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line; None for any other line."""
     try:
-        row = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+        row = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity, which browsers refuse, become None
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _place(line: bytes) -> tuple[int, int] | None:
+def _step_and_group(line: bytes) -> tuple[int, int] | None:
     """Step and group of a row."""
-    if (found := ROW_START.match(line)) is not None:
-        return int(found[1]), int(found[2])
+    if (match := ROW_START.match(line)) is not None:  # much faster than parsing the whole line
+        return int(match[1]), int(match[2])
     row = parsed(line)
     if row is None or not isinstance(row.get("step"), int):
         return None

@@ -1,4 +1,4 @@
-"""The report's page on loopback, up to date while the run goes on."""
+"""Server of a run's report on the loopback interface, updated during the run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HOST = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves `/`, the page, and `/data`, the parts of it that changed. Listens on loopback only.
+    """Serves `/` (the page) and `/data` (its changed parts), on the loopback interface only.
 
     Args:
-        run: to serve.
-        port: 0 is any that is free.
+        run: run folder to serve.
+        port: port of the server; 0 chooses a free one.
 
     Raises:
         OSError: the port is in use.
@@ -32,7 +32,7 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, run: RunData, port: int) -> None:
         super().__init__((HOST, port), _Handler)
         self.run = run
-        self.lock = threading.Lock()  # a thread answers each request, and reading moves the offsets of the run's files
+        self.lock = threading.Lock()  # each request has a thread, and reading changes the offsets of the run's files
 
     @property
     def address(self) -> str:
@@ -40,12 +40,12 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def page(self) -> str:
-        """The whole page, as it is now."""
+        """HTML of the whole page with the present data."""
         with self.lock:
             return page([self.run.payload()], live=True)
 
     def changes(self, known: dict[str, int]) -> str:
-        """JSON of the parts that have changed since the numbers in `known`."""
+        """JSON of the parts that changed since the numbers in `known`, see `RunData.refresh`."""
         with self.lock:
             return embedded(self.run.payload(known))
 
@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds without a request on an open connection
 
     def do_GET(self) -> None:
-        # a page of another origin could read this one through a name that resolves to loopback
+        # against DNS rebinding: a page of another origin could read this one through a name that resolves to loopback
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
         if host not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keeps requests off the terminal."""
+        """Does nothing, so that requests are not printed to the terminal."""
 
 
 def _known(query: str) -> dict[str, int]:

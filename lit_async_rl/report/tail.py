@@ -7,39 +7,39 @@ from pathlib import Path
 
 
 class Tail:
-    """Complete lines of a file, each read once.
+    """Complete lines of a growing file, each read once.
 
-    A file that was replaced or cut (as a resume does) is read again from its beginning, and `generation` grows.
+    A file that was replaced or truncated (as in a resume) is read again from its beginning, and `generation` grows.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
         self._identity: tuple[int, int] | None = None
-        self._offset = 0  # behind the last complete line
-        self._seen = 0  # behind all bytes that were read
+        self._offset = 0  # end of the last complete line
+        self._read_until = 0  # end of the bytes read, including an incomplete line
 
     def begin(self) -> bool:
-        """Whether there is anything new; notices a file that was replaced. Called before `lines`."""
+        """Whether there are new bytes; detects a replaced file. Call it before `lines`."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return False
-        identity = found.st_dev, found.st_ino
-        if self._identity is not None and (identity != self._identity or found.st_size < self._offset):
+        identity = status.st_dev, status.st_ino
+        if self._identity is not None and (identity != self._identity or status.st_size < self._offset):
             self._offset = 0
-            self._seen = 0
+            self._read_until = 0
             self.generation = self.generation + 1
         self._identity = identity
-        return found.st_size > self._seen
+        return status.st_size > self._read_until
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Offset and content of each new line; one that is not complete yet comes the next time."""
+        """Offset and content of each new complete line; an incomplete last line is read the next time."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 for line in file:
-                    self._seen = self._offset + len(line)
+                    self._read_until = self._offset + len(line)
                     if not line.endswith(b"\n"):
                         break
                     offset = self._offset

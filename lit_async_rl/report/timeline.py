@@ -1,8 +1,8 @@
 """Timeline of a run for the page, from the trace files `timeline/rank*.json`.
 
-Each is a JSON array in Chrome's trace format with one event a line; the closing bracket may be missing, and the last
-line may be cut off. Shares over the whole run are exact; single spans are there for the whole run where it is short,
-otherwise for a few windows of it.
+Each file is a JSON array in Chrome's trace format with one event per line; the closing bracket may be missing, and the
+last line may be cut off. Shares over the whole run are exact; single spans are shown for the whole of a short run, and
+for a few windows of a long one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ from lit_async_rl.report.tail import Tail
 MAX_SPANS = 3000
 NUM_WINDOWS = 8
 MAX_BINS = 400
-STEPS_PER_BIN = 4  # at least: shares within a step are for the chart of single spans
-BUSY = ("engine/prefill", "engine/decode")
+STEPS_PER_BIN = 4  # at least, because the chart of single spans shows shares within a step
+BUSY_KINDS = ("engine/prefill", "engine/decode")
 KINDS = (
-    *("trainer/wait", "trainer/forward_backward", "trainer/optimizer", "trainer/publish", "trainer/checkpoint"),
-    *("trainer/validation", "engine/prefill", "engine/decode", "engine/update_weights", "reward/score"),
+    "trainer/wait",
+    "trainer/forward_backward",
+    "trainer/optimizer",
+    "trainer/publish",
+    "trainer/checkpoint",
+    "trainer/validation",
+    "engine/prefill",
+    "engine/decode",
+    "engine/update_weights",
+    "reward/score",
     "environment/answer",
 )
 
@@ -52,13 +60,13 @@ class Timeline:
         self._lanes: dict[tuple[str, int, int], int] = {}
         self._names: dict[tuple[int, int], str] = {}
         self._processes: dict[int, str] = {}
-        self._whole_until: float | None = None
+        self._complete_until: float | None = None
 
     def refresh(self) -> bool:
-        """Reads new events; whether there were any."""
+        """Reads new events; returns whether there were any."""
         for path in sorted(self._folder.glob("*.json")):
             self._tails.setdefault(path.name, Tail(path))
-        if not sum(tail.begin() for tail in self._tails.values()):  # all of them are asked
+        if not sum(tail.begin() for tail in self._tails.values()):  # not `any`, which would skip some
             return False
         if (generations := sum(tail.generation for tail in self._tails.values())) != self._generations:
             self._generations = generations
@@ -79,13 +87,13 @@ class Timeline:
         try:
             thread = int(event.get("pid", 0)), int(event.get("tid", 0))
             if event.get("ph") != "X":
-                self._note(event, thread)
+                self._record_name(event, thread)
                 return
             begin = float(event["ts"]) / 1e6
             duration = max(0.0, float(event["dur"])) / 1e6
             args = event.get("args") or {}
-            step = _whole(args.get("step"))
-            version = _whole(args.get("version"))
+            step = _as_index(args.get("step"))
+            version = _as_index(args.get("version"))
         except (KeyError, TypeError, ValueError, AttributeError):
             return
         category = str(event.get("cat"))
@@ -99,8 +107,8 @@ class Timeline:
         self._file.append(file)
         self._offset.append(offset)
 
-    def _note(self, event: dict[str, Any], thread: tuple[int, int]) -> None:
-        """Names of processes and threads; the moment from which on the file has only some of the steps."""
+    def _record_name(self, event: dict[str, Any], thread: tuple[int, int]) -> None:
+        """Records names of processes and threads, and the time after which only some steps were recorded."""
         kind = event.get("ph")
         name = event.get("name")
         args = event.get("args") or {}
@@ -108,32 +116,32 @@ class Timeline:
             self._names[thread] = str(args["name"])
         elif kind == "M" and name == "process_name":
             self._processes[thread[0]] = str(args["name"])
-        elif name == "recorded steps" and args.get("every") != 1 and self._whole_until is None:
-            self._whole_until = float(event["ts"]) / 1e6
+        elif name == "recorded steps" and args.get("every") != 1 and self._complete_until is None:
+            self._complete_until = float(event["ts"]) / 1e6
 
     def __len__(self) -> int:
         return len(self._begin)
 
     def spans(self, *kinds: str) -> Spans:
-        """All spans of some kinds (`category/name`), of all ranks and threads."""
-        wanted = [self._kinds[kind] for kind in kinds if kind in self._kinds]
-        of_kind = np.isin(np.asarray(self._kind), wanted)
-        begin = np.asarray(self._begin)[of_kind]
-        return Spans(begin, begin + np.asarray(self._duration)[of_kind])
+        """All spans of the given kinds (`category/name`), of all ranks and threads."""
+        numbers = [self._kinds[kind] for kind in kinds if kind in self._kinds]
+        is_of_kind = np.isin(np.asarray(self._kind), numbers)
+        begin = np.asarray(self._begin)[is_of_kind]
+        return Spans(begin, begin + np.asarray(self._duration)[is_of_kind])
 
     def idle(self, began_at: float | None = None, ended_at: float | None = None) -> dict[str, float] | None:
-        """Idle and busy seconds of a window as the verdict counts them: without validation. None without any training.
+        """Idle and busy seconds of a window without validation, as in the verdict; None before training.
 
         Args:
-            began_at: by default the beginning of the first micro-batch.
-            ended_at: by default the end of the last span.
+            began_at: begin of the window; None is the begin of the first micro-batch.
+            ended_at: end of the window; None is the end of the last span.
         """
         training = self.spans("trainer/forward_backward")
         if not len(training.begin):
             return None
         begin = float(training.begin.min()) if began_at is None else began_at
         end = float(self._ends().max()) if ended_at is None else ended_at
-        end = max(begin, min(end, self._whole_until or end))
+        end = max(begin, min(end, self._complete_until or end))
         window = Spans(np.array([begin]), np.array([end])).without(self.spans("trainer/validation").union())
 
         def within(spans: Spans) -> float:
@@ -146,14 +154,14 @@ class Timeline:
             "wall_s": wall_s,
             "wait_s": within(self.spans("trainer/wait").union()),
             "sync_s": within(self.spans("trainer/publish").union()),
-            "engine_busy_s": within(self.spans(*BUSY).union()),
+            "engine_busy_s": within(self.spans(*BUSY_KINDS).union()),
         }
 
     def _ends(self) -> np.ndarray:
         return np.asarray(self._begin) + np.asarray(self._duration)
 
     def payload(self) -> dict[str, Any] | None:
-        """Lanes, shares of time of each kind in parts of the run, and windows with single spans."""
+        """Lanes, shares of time of each kind in bins of the run, and windows with single spans."""
         if not len(self):
             return None
         first = float(np.asarray(self._begin).min())
@@ -178,7 +186,7 @@ class Timeline:
 
     def _seconds(self, kind: str) -> Spans:
         spans = self.spans(kind)
-        return spans if kind.startswith("reward/") else spans.union()  # workers score side by side
+        return spans if kind.startswith("reward/") else spans.union()  # concurrent workers add up
 
     def _lane_name(self, lane: tuple[str, int, int]) -> dict[str, Any]:
         category, process, thread = lane
@@ -204,8 +212,12 @@ class Timeline:
             "kinds": kinds,
             "spans": [
                 [
-                    *(self._lane[n], self._kind[n], round(self._begin[n] - origin, 5), round(self._duration[n], 5)),
-                    *(self._version[n], self._args(n)),
+                    self._lane[n],
+                    self._kind[n],
+                    round(self._begin[n] - origin, 5),
+                    round(self._duration[n], 5),
+                    self._version[n],
+                    self._args(n),
                 ]
                 for n in numbers.tolist()
             ],
@@ -225,11 +237,11 @@ class Timeline:
         return args | {"step": args["step"] + 1} if isinstance(args.get("step"), int) else args  # counted from 1
 
 
-def _whole(value: Any) -> int:
+def _as_index(value: Any) -> int:
     return value if isinstance(value, int) and 0 <= value < 2**31 else -1
 
 
-# -- Arithmetic of time spans: how much of a window they cover, one by one or together --------------------------------
+# -- Arithmetic of time spans -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -240,7 +252,7 @@ class Spans:
     end: np.ndarray
 
     def union(self) -> Spans:
-        """The same times as disjoint intervals, in order."""
+        """Union of the spans as disjoint intervals, in order."""
         if not len(self.begin):
             return self
         order = np.argsort(self.begin, kind="stable")
@@ -250,24 +262,24 @@ class Spans:
         return Spans(begin[first], end[np.concatenate([first[1:], [True]])])
 
     def covered(self, times: np.ndarray) -> np.ndarray:
-        """Seconds of all spans before each of some times: F(t) = sum of (t - begin)+ - (t - end)+."""
+        """Total duration of the spans before each time t: F(t) = sum of (t - begin)+ - (t - end)+."""
         return _before(self.begin, times) - _before(self.end, times)
 
     def within(self, begin: float, end: float) -> float:
-        """Seconds of all spans within a window."""
+        """Total duration of the spans within a window, in seconds."""
         low, high = self.covered(np.array([begin, end]))
         return float(high - low)
 
-    def without(self, hidden: Spans) -> Spans:
-        """The parts of disjoint spans that lie outside of other disjoint spans."""
-        if not len(hidden.begin) or not len(self.begin):
+    def without(self, excluded: Spans) -> Spans:
+        """Difference of these spans and `excluded`; both must be disjoint intervals in order."""
+        if not len(excluded.begin) or not len(self.begin):
             return self
-        cuts = np.unique(np.concatenate([self.begin, self.end, hidden.begin, hidden.end]))
+        cuts = np.unique(np.concatenate([self.begin, self.end, excluded.begin, excluded.end]))
         middle = (cuts[:-1] + cuts[1:]) / 2
-        kept = self._has(middle) & ~hidden._has(middle)
+        kept = self._contains(middle) & ~excluded._contains(middle)
         return Spans(cuts[:-1][kept], cuts[1:][kept])
 
-    def _has(self, times: np.ndarray) -> np.ndarray:
+    def _contains(self, times: np.ndarray) -> np.ndarray:
         at = np.searchsorted(self.begin, times, side="right") - 1
         return (at >= 0) & (times < self.end[np.maximum(at, 0)])
 
@@ -275,7 +287,7 @@ class Spans:
 def _before(points: np.ndarray, times: np.ndarray) -> np.ndarray:
     if not len(points):
         return np.zeros(len(times))
-    origin = points.min()  # seconds since 1970 would leave few digits to their sums
+    origin = points.min()  # sums of seconds since 1970 would lose digits
     ordered = np.sort(points) - origin
     times = times - origin
     sums = np.concatenate([[0.0], np.cumsum(ordered)])

@@ -15,9 +15,9 @@ class Sleeping(Environment):
     """Responds to each of `num_turns` turns after a random delay; the last response ends the episode.
 
     Args:
-        latency: seconds of one response.
+        latency: seconds per response.
         num_turns: turns of the policy in an episode.
-        seed: of the latencies.
+        seed: seed of the latencies.
     """
 
     def __init__(self, latency: Latency, num_turns: int = 2, seed: int = 0) -> None:
@@ -43,14 +43,14 @@ class SleepingEpisode(Episode):
 
 
 class Delayed(Environment):
-    """Another environment whose responses come after a random delay: slow tools, without their work.
+    """Adds a random delay to another environment's responses: simulates slow tools.
 
-    A response that ends the episode comes at once, as it only states the reward.
+    A response that ends the episode is not delayed, because it only contains the reward.
 
     Args:
-        environment: responds.
-        latency: seconds of a response; None is 0.
-        seed: of the latencies.
+        environment: environment to delay.
+        latency: additional seconds per response; None is 0.
+        seed: seed of the latencies.
     """
 
     def __init__(self, environment: Environment, latency: Latency | None = None, seed: int = 0) -> None:

@@ -11,7 +11,7 @@ from lit_async_rl.utils.checks import check_range
 
 
 class Latency(ABC):
-    """Distribution of the seconds that one sample occupies a slot."""
+    """Distribution of the time that one sample occupies a slot, in seconds."""
 
     @abstractmethod
     def draw(self, rng: random.Random) -> float:
@@ -66,5 +66,5 @@ class Stragglers(Latency):
     factor: float = 10.0
 
     def draw(self, rng: random.Random) -> float:
-        usual = self.mean_s / (1 + self.share * (self.factor - 1))
-        return usual * self.factor if rng.random() < self.share else usual
+        short_s = self.mean_s / (1 + self.share * (self.factor - 1))
+        return short_s * self.factor if rng.random() < self.share else short_s

@@ -1,4 +1,4 @@
-"""Asynchronous loop around a simulated engine: in real time with the real threads, and computed without them.
+"""Asynchronous training loop around a simulated engine: measured with the real threads, and computed without overhead.
 
 Shows the `max_staleness` that a latency distribution needs, without a model.
 """
@@ -29,23 +29,29 @@ from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
 from lit_async_rl.utils.checks import check_range
 
-# -- Simulated engine: slots are occupied for given latencies, without model or computation ---------------------------
-# The gain from asynchrony depends on the distribution of completion times; here it can be chosen, and measured on any
-# machine, because waiting needs no cores.
+# -- Simulated engine: slots are occupied for random times, without model or computation ------------------------------
+# The gain from asynchrony depends on the distribution of completion times. Here the distribution is a setting, and the
+# gain can be measured on any machine, because waiting needs no cores.
 
 
 @dataclass(frozen=True)
 class _Sample:
     begin: float
-    end: float  # of the slot's work
+    end: float  # when the sample leaves its slot
     completion: Completion
 
 
-def _cut(sample: _Sample, now: float) -> Completion:
+def _partial(sample: _Sample, now: float) -> Completion:
+    """Part of a sample in proportion to the elapsed time."""
     whole = sample.completion
     length = int(min(1.0, (now - sample.begin) / (sample.end - sample.begin)) * len(whole.token_ids))
-    fields = ("token_ids", "logprobs", "versions")
-    return replace(whole, finish_reason="abort", **{name: getattr(whole, name)[:length] for name in fields})
+    return replace(
+        whole,
+        finish_reason="abort",
+        token_ids=whole.token_ids[:length],
+        logprobs=whole.logprobs[:length],
+        versions=whole.versions[:length],
+    )
 
 
 class SimulatedEngine(RolloutEngine):
@@ -59,10 +65,10 @@ class SimulatedEngine(RolloutEngine):
         num_slots: samples generated concurrently.
         environment: additional seconds until a sample is returned after leaving its slot (tools, a sandbox); None is 0.
         in_flight_weight_updates: False: the requests of one `submit` start only when all earlier ones are finished.
-        load_s: seconds of loading weights.
+        load_s: seconds of a weight update.
         tokens_per_s: tokens of a sample per second of its latency, at most `sampling.max_tokens`.
-        finish_reason: of all samples; `stop` lets an environment respond.
-        seed: of the latencies.
+        finish_reason: finish reason of all samples; `stop` lets an environment respond.
+        seed: seed of the latencies.
     """
 
     has_model = False
@@ -89,8 +95,8 @@ class SimulatedEngine(RolloutEngine):
         self.finish_reason: FinishReason = finish_reason
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
-        self._free_at = [0.0] * num_slots  # heap: when each slot has done what it was given
-        self._samples: list[tuple[float, int, _Sample]] = []  # heap: (when it comes back, counter, sample)
+        self._free_at = [0.0] * num_slots  # heap: time at which each slot becomes free
+        self._samples: list[tuple[float, int, _Sample]] = []  # heap: (time of its return, counter, sample)
         self._version = self._count = self._num_tokens = 0
         self._returned_s = 0.0  # slot-seconds of samples no longer in `_samples`
         self._last_end = 0.0
@@ -149,7 +155,7 @@ class SimulatedEngine(RolloutEngine):
         return []
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes `load_s`; later requests are tagged `version`."""
+        """Sleeps for `load_s`; later requests are tagged `version`."""
         for _ in weights:
             pass
         if self.load_s:
@@ -159,16 +165,16 @@ class SimulatedEngine(RolloutEngine):
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drops these requests; their slots stay occupied as planned."""
-        gone = set(request_ids)
+        aborted = set(request_ids)
         with self._changed:
-            self._samples = [item for item in self._samples if item[2].completion.request_id not in gone]
+            self._samples = [item for item in self._samples if item[2].completion.request_id not in aborted]
             heapq.heapify(self._samples)
 
     def partial_completions(self) -> list[Completion]:
         """Tokens of running samples in proportion to the time elapsed."""
         with self._changed:
             now = time.monotonic()
-            return [_cut(sample, now) for _, _, sample in self._samples if sample.begin < now]
+            return [_partial(sample, now) for _, _, sample in self._samples if sample.begin < now]
 
     def close(self) -> None:
         """Unblocks `poll`."""
@@ -191,7 +197,7 @@ class SimulatedEngine(RolloutEngine):
 
 
 def no_reward(prompt: Prompt, completion: str) -> float:
-    """Reward that takes no time."""
+    """Reward of 0, without computation."""
     return 0.0
 
 
@@ -199,10 +205,22 @@ def no_reward(prompt: Prompt, completion: str) -> float:
 class SimulatedRun:
     """A run of `num_steps` optimizer steps of `train_s` seconds each, measured after `warmup_steps` of them.
 
-    The engine is as fast as the trainer ("balanced") when the latency's mean is
-    `train_s * num_slots / (groups_per_step * group_size)`. With `streams` each group is trained on when it is taken,
-    not all when all are there (Periodic Asynchrony, arXiv:2511.18871, if `max_staleness` is 0). With an environment
-    each turn takes the latency.
+    The engine is as fast as the trainer ("balanced") if the mean latency is
+    `train_s * num_slots / (groups_per_step * group_size)`.
+
+    Attributes:
+        latency: time that a sample occupies a slot; with an environment, the time of each turn.
+        max_staleness: bound in versions.
+        train_s: seconds of training per step.
+        num_slots: samples generated concurrently.
+        groups_per_step: groups per optimizer step.
+        group_size: samples per group.
+        num_steps: optimizer steps.
+        warmup_steps: leading steps that are not measured.
+        seed: seed of the latencies.
+        streams: train on each group when it is taken, not on all groups together (Periodic Asynchrony,
+            arXiv:2511.18871, if `max_staleness` is 0).
+        environment: environment of multi-turn rollouts; None for single turns.
     """
 
     latency: Latency
@@ -262,12 +280,12 @@ class SimulatedRun:
         """Wall time with the same latencies and no overhead: the optimum within the bound, without `streams`.
 
         Block k, the groups that train in round k, is admitted when round k - max_staleness begins. Round k begins when
-        round k - 1 is over and all samples of blocks 0 ... k are back.
+        round k - 1 is over and all samples of blocks 0 ... k are finished.
         """
         rng = random.Random(self.seed)
         free_at = [0.0] * self.num_slots
         work: list[tuple[float, float]] = []  # begin and end of every sample
-        back_at: list[float] = []  # when all of blocks 0 ... k are back
+        back_at: list[float] = []  # time at which all samples of blocks 0 ... k are finished
 
         def admit(now: float) -> None:
             back = back_at[-1] if back_at else 0.0

@@ -1,4 +1,4 @@
-"""Admission in virtual time: no threads, no waiting, ten thousand concurrent rollouts in a second.
+"""Discrete-event simulation of an `Admission`: ten thousand concurrent rollouts in a second, without threads.
 
 Events are the ends of samples and of training. Used to test the guarantees of an `Admission` under random latencies,
 and to estimate its cost before a run.
@@ -21,17 +21,17 @@ class VirtualTrace:
     """Trace of a run.
 
     Attributes:
-        trained: for each group trained on: index, round of admission, round of training.
-        most_rollouts: maximum number of samples queued or being sampled.
-        most_groups: maximum number of groups admitted and not trained on in an earlier round.
-        num_admitted: groups admitted at the start of each round, including all rounds before.
-        num_lost: groups dropped.
-        wall_s: virtual seconds.
+        trained: (index, round of admission, round of training) of each group trained on.
+        max_rollouts: maximum number of samples queued or being sampled.
+        max_groups: maximum number of groups admitted and not trained on in an earlier round.
+        num_admitted: cumulative number of groups admitted at the start of each round.
+        num_lost: number of groups dropped.
+        wall_s: virtual seconds of the run.
     """
 
     trained: list[tuple[int, int, int]] = field(default_factory=list)
-    most_rollouts: int = 0
-    most_groups: int = 0
+    max_rollouts: int = 0
+    max_groups: int = 0
     num_admitted: list[int] = field(default_factory=list)
     num_lost: int = 0
     wall_s: float = 0.0
@@ -46,13 +46,13 @@ class VirtualRun:
     """Slots, a queue and a trainer under one admission policy.
 
     Args:
-        admission: used up by `run`.
+        admission: admission policy; `run` changes its state.
         latency: seconds that a sample occupies a slot.
         num_slots: samples generated concurrently.
         train_s: seconds of training on the groups of a round.
-        group_size: samples of a group.
+        group_size: samples per group.
         streams: train on each group when it is taken, not on all at the end.
-        seed: of the latencies.
+        seed: seed of the latencies.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class VirtualRun:
         self._num_free = num_slots
         self._queue: deque[tuple[int, float]] = deque()  # (group, seconds)
         self._running: list[tuple[float, int]] = []  # heap of (end, group)
-        self._missing: dict[int, int] = {}  # samples that each unfinished group lacks
+        self._missing: dict[int, int] = {}  # number of unfinished samples of each group
         self._admitted_in: dict[int, int] = {}
 
     def run(self, num_rounds: int) -> VirtualTrace:
         """Trains on this many rounds of groups.
 
         Raises:
-            AssertionError: the policy deadlocks.
+            InvariantError: the policy deadlocks.
         """
         self._admit()
         for _ in range(num_rounds):
@@ -96,7 +96,7 @@ class VirtualRun:
         admission = self.admission
         while admission.num_left_in_round:
             index = admission.choose()
-            self._forget_lost()
+            self._drop_lost()
             if index is None:
                 if not self._running:
                     raise InvariantError("nothing to wait for: a deadlock")
@@ -104,7 +104,7 @@ class VirtualRun:
                 continue
             admission.take(index)
             self.trace.trained.append((index, self._admitted_in[index], admission.round))
-            self._forget_lost()
+            self._drop_lost()
             if self.streams:
                 self._sample_until(self._now + self.train_s / admission.groups_per_round)
         if not self.streams:
@@ -121,8 +121,8 @@ class VirtualRun:
         self._fill_slots()
         taken = self.admission.round * self.admission.groups_per_round
         under_way = self.admission.next_index - taken - self.trace.num_lost
-        self.trace.most_groups = max(self.trace.most_groups, under_way)
-        self.trace.most_rollouts = max(self.trace.most_rollouts, len(self._queue) + len(self._running))
+        self.trace.max_groups = max(self.trace.max_groups, under_way)
+        self.trace.max_rollouts = max(self.trace.max_rollouts, len(self._queue) + len(self._running))
 
     def _fill_slots(self) -> None:
         while self._num_free and self._queue:
@@ -140,13 +140,13 @@ class VirtualRun:
             if not self._missing[index]:
                 del self._missing[index]
                 self.admission.finish(index)
-                self._forget_lost()
+                self._drop_lost()
                 self._admit()
             self._fill_slots()
         self._now = then
 
-    def _forget_lost(self) -> None:
-        """Aborts dropped groups, which frees their slots at once."""
+    def _drop_lost(self) -> None:
+        """Aborts dropped groups and frees their slots."""
         lost = set(self.admission.lose())
         self.trace.num_lost += len(lost)
         aborted = {index for index in lost if self._missing.pop(index, None) is not None}

@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement, product, starmap
 from typing import NamedTuple
 
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.tasks.splits import HELD_OUT, Split, SplitPrompts, is_held_out
+from lit_async_rl.tasks.splits import HELD_OUT_SHARE, Split, SplitPrompts, is_held_out
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
@@ -37,14 +37,15 @@ class Addition(SplitPrompts):
         """Random pairs of summands, and their problems."""
         chance = random.Random(f"{self.seed}/{self.split}/{index}")
         while True:
-            a, b = (chance.randrange(10**self.num_digits) for _ in range(2))
+            a = chance.randrange(10**self.num_digits)
+            b = chance.randrange(10**self.num_digits)
             yield f"{min(a, b)}+{max(a, b)}", Prompt(text=f"{a}+{b}=", answer=str(a + b))
 
 
 class MentalArithmetic(PromptSource):
-    """Chat prompts such as `What is 7 x 8? Answer with just the number.`, to be scored by `last_number`.
+    """Chat prompts such as `What is 7 x 8? Answer with just the number.`, for the reward `last_number`.
 
-    Each problem occurs once, and is held out together with all problems of the same numbers (a and b in either order).
+    Each problem occurs once. All problems of the same numbers (a and b in either order) belong to the same split.
 
     | kind | problems |
     |---|---|
@@ -59,7 +60,7 @@ class MentalArithmetic(PromptSource):
         split: training or held-out set, which are disjoint.
         largest_factor: largest number of products.
         kinds: kinds of problems.
-        held_out: share of the problems that is held out.
+        held_out: share of held-out problems.
         smallest_factor: smallest number of products.
 
     Raises:
@@ -72,7 +73,7 @@ class MentalArithmetic(PromptSource):
         split: Split = "train",
         largest_factor: int = 12,
         kinds: Sequence[str] = ("sums", "differences", "products", "two_steps"),
-        held_out: float = HELD_OUT,
+        held_out: float = HELD_OUT_SHARE,
         smallest_factor: int = 2,
     ) -> None:
         check_range("MentalArithmetic", "integer >= 1", largest=largest, smallest_factor=smallest_factor)
@@ -84,8 +85,8 @@ class MentalArithmetic(PromptSource):
         self.split = split
         self.smallest_factor = smallest_factor
         self.largest_factor = largest_factor
-        found = {p.text: p for kind in kinds for p in _KINDS[kind](self)}  # 10 + 10 is of two kinds
-        problems = [p for p in found.values() if is_held_out(p.key, held_out) == (split == "held_out")]
+        distinct = {p.text: p for kind in kinds for p in _KINDS[kind](self)}  # 10 + 10 belongs to two kinds
+        problems = [p for p in distinct.values() if is_held_out(p.key, held_out) == (split == "held_out")]
         random.Random(0).shuffle(problems)
         self._problems = problems
 
@@ -101,7 +102,7 @@ class MentalArithmetic(PromptSource):
 class _Problem(NamedTuple):
     text: str
     answer: int
-    key: str  # of problems that are held out together
+    key: str  # problems with the same key belong to the same split
 
 
 def _sum(a: int, b: int) -> _Problem:

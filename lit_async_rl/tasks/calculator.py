@@ -20,11 +20,11 @@ def observation(result: str) -> str:
 
 
 class Calculator(Environment):
-    """A turn `[17+25]` is answered by `42:`; any other turn is the final answer, with reward 1 if correct.
+    """Responds to a turn `[17+25]` with `42:`; any other turn is the final answer, with reward 1 if correct.
 
     Args:
         latency_s: seconds per calculator call, to simulate slow tools.
-        max_calls: largest number of calls per episode; a further one ends it with reward 0.
+        max_calls: largest number of calls per episode; a further call ends it with reward 0.
 
     Raises:
         ValueError: a setting is out of range.
@@ -52,7 +52,7 @@ class CalculatorEpisode(Episode):
         self.calls_left = calls_left
 
     async def step(self, completion: str) -> Observation:
-        """Answers a calculator call, or scores the final answer."""
+        """Responds to a calculator call, or scores the final answer."""
         call = CALL.fullmatch(completion.strip())
         if call is None:
             return Observation(reward=exact_match(self.prompt, completion), done=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lit_async_rl.prompts.sources import check_template
 from lit_async_rl.rewards.references import References
-from lit_async_rl.tasks.splits import MAX_DRAWS, Split, SplitPrompts
+from lit_async_rl.tasks.splits import MAX_DRAWS_PER_PROBLEM, Split, SplitPrompts
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.isolation import IsolatedFunction
@@ -55,13 +55,15 @@ class ReasoningGym(SplitPrompts):
         self.template = template
         self.config = json.dumps(config or {})
         try:
-            self._dataset = reasoning_gym.create_dataset(task, size=size * MAX_DRAWS, seed=seed, **(config or {}))
+            self._dataset = reasoning_gym.create_dataset(
+                task, size=size * MAX_DRAWS_PER_PROBLEM, seed=seed, **(config or {})
+            )
         except (ValueError, AssertionError, TypeError) as error:
             raise ValueError(f"ReasoningGym: task={task!r}, size={size}, config={config}: {error}") from error
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
         """Problems of the library reserved for this index."""
-        for number in range(index, self.size * MAX_DRAWS, self.size):
+        for number in range(index, self.size * MAX_DRAWS_PER_PROBLEM, self.size):
             entry = self._dataset[number]
             text = self.template.replace("{prompt}", entry["question"])
             metadata = {"task": self.task, "config": self.config, "entry": entry}
@@ -74,8 +76,8 @@ class ReasoningGymReward:
     Args:
         answer_tag: with `answer`, score only the text between the last `<answer>` and `</answer>`; a completion
             without the tag has reward 0. None scores the whole completion, stripped.
-        timeout_s: seconds per completion; a timeout gives reward 0. Some tasks evaluate the completion, so they run in
-            a separate process.
+        timeout_s: seconds per completion; a timeout gives reward 0. Some tasks execute the completion, so scoring runs
+            in a separate process.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -108,8 +110,8 @@ class ReasoningGymReward:
             if not answers:
                 return 0.0
             completion = answers[-1]
-        made = prompt.metadata
+        metadata = prompt.metadata
         try:
-            return float(self._grade(made["task"], made["config"], made["entry"], completion.strip()))
+            return float(self._grade(metadata["task"], metadata["config"], metadata["entry"], completion.strip()))
         except TimeoutError:
             return 0.0

@@ -18,9 +18,9 @@ class SortDigits(SplitPrompts):
         size: number of problems, drawn with repetition.
         split: training or held-out set, which are disjoint.
         seed: seed of the problems.
-        min_digits: smallest length, with lengths drawn uniformly; None is `num_digits`.
-        tail: exponent of a Pareto distribution of lengths from `min_digits` on, cut at `num_digits`: few problems are
-            many times as long as most.
+        min_digits: smallest length; lengths are uniform from there to `num_digits`. None is `num_digits`.
+        tail: exponent of a Pareto distribution of lengths from `min_digits` on, capped at `num_digits`: a few problems
+            are many times as long as most.
 
     Raises:
         ValueError: there are fewer than two digits, `min_digits` is above `num_digits`, or size or tail not positive.
@@ -54,7 +54,7 @@ class SortDigits(SplitPrompts):
 
     def _length(self, chance: random.Random) -> int:
         if self.min_digits == self.num_digits:
-            return self.num_digits  # without a draw: problems of one length stay what they were
+            return self.num_digits  # without a random number, so that problems are the same as in earlier versions
         if self.tail is None:
             return chance.randint(self.min_digits, self.num_digits)
         return min(self.num_digits, int(self.min_digits * (1 - chance.random()) ** (-1 / self.tail)))

@@ -13,12 +13,12 @@ from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 Split = Literal["train", "held_out"]
-HELD_OUT = 0.125
-MAX_DRAWS = 256  # an eighth is held out: none among so many is a chance of 1e-15
+HELD_OUT_SHARE = 0.125
+MAX_DRAWS_PER_PROBLEM = 256  # with an eighth held out, all of these miss that split with probability 1e-15
 
 
-def is_held_out(problem: str, share: float = HELD_OUT) -> bool:
-    """Whether a problem is among the held-out `share`, by a hash of its text."""
+def is_held_out(problem: str, share: float = HELD_OUT_SHARE) -> bool:
+    """Whether a problem belongs to the held-out `share`, by a hash of its text."""
     return random.Random(problem).random() < share
 
 
@@ -40,7 +40,7 @@ class SplitPrompts(PromptSource):
 
     @abstractmethod
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
-        """Random problems for an index, deterministic, each with the text that decides its split."""
+        """Pseudo-random problems of an index, each with the text that determines its split."""
 
     def __len__(self) -> int:
         return self.size
@@ -48,7 +48,7 @@ class SplitPrompts(PromptSource):
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
             raise IndexError(index)
-        for text, prompt in islice(self.candidates(index), MAX_DRAWS):
+        for text, prompt in islice(self.candidates(index), MAX_DRAWS_PER_PROBLEM):
             if is_held_out(text) == (self.split == "held_out"):
                 return prompt
         raise ValueError(f"{type(self).__name__} has too few different problems for split={self.split!r}")

@@ -1,6 +1,7 @@
 """Range checks of settings, with one form of message: `data.max_staleness must be >= 0, got -1`.
 
-torch is imported where it is asked: the processes of graders need this module, and not its seconds.
+torch is imported only by the checks that need it: grader processes use this module, too, and importing torch takes
+seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         rule: `positive` (and finite), `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`,
             `in (0, 1]`), or several joined by ` and ` (`>= 0 and finite`). `integer` alone, or before one of these
             (`integer >= 0`), refuses floats.
-        settings: values by name.
+        settings: values by name of the setting.
 
     Raises:
         ValueError: a value is outside of the range; the message names setting, rule and value.
@@ -50,13 +51,13 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
 
 
 def as_reward(value: Any) -> float:
-    """A reward as a float: of a bool, a number of Python, `decimal` or `fractions`, or a single one of numpy or torch.
+    """A reward as a float. Takes a bool, a number, a `Decimal` or `Fraction`, or a single element of numpy or torch.
 
-    A text is refused, even if it reads as a number: it is more often a judge's answer that was not parsed.
+    Strings are refused, even if they look like numbers: they are more often a judge model's answer that was not parsed.
 
     Raises:
-        TypeError: it is no real number.
-        ValueError: it is not finite, or beyond float32, in which rewards are trained on.
+        TypeError: the value is not a real number.
+        ValueError: it is not finite, or too large for float32, the precision of rewards in training.
     """
     shown = f"{value!r:.200}"
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
@@ -78,13 +79,13 @@ def as_reward(value: Any) -> float:
 
 
 def check_objects(owner: str, **settings: object) -> None:
-    """Refuses what is written in Python where an object is expected: its name, its class, or its settings.
+    """Refuses a name, a class or a mapping of settings in place of an object, which the YAML parser would have built.
 
     Example: `check_objects("data", engine="vllm")` raises `data.engine must be an object, got 'vllm'`.
 
     Args:
-        owner: path in the YAML of the class that has the settings.
-        settings: values by name; None passes.
+        owner: path in the YAML of the class with the settings.
+        settings: values by name of the setting; None passes.
 
     Raises:
         ValueError: names setting and value.
@@ -97,20 +98,20 @@ def check_objects(owner: str, **settings: object) -> None:
 
 
 def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:
-    """Refuses what a custom part returns in another shape than that of the tokens: it would be broadcast, in silence.
+    """Refuses values of a custom component that are not of shape (B, T); they would be broadcast without an error.
 
     Args:
-        owner: the setting that chose the part, with its class, such as `model.loss=MyLoss`.
-        name: of the value.
-        values: what the part returned.
-        shape: of the tokens, (B, T).
+        owner: setting and class of the component, such as `model.loss=MyLoss`.
+        name: name of the values, for the message.
+        values: return value of the component.
+        shape: (B, T), the shape of the token tensors.
 
     Raises:
-        ValueError: names part, value and both shapes.
+        ValueError: names component, values and both shapes.
     """
-    found = getattr(values, "shape", None)
-    if found is None or tuple(found) != shape:
-        got = repr(values)[:80] if found is None else f"shape {tuple(found)}"
+    actual = getattr(values, "shape", None)
+    if actual is None or tuple(actual) != shape:
+        got = repr(values)[:80] if actual is None else f"shape {tuple(actual)}"
         raise ValueError(
             f"{owner}: {name} must be a tensor with one value for each token, of shape {shape}, got {got}. Averaging "
             "is a separate choice, data.aggregation"
@@ -118,7 +119,7 @@ def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, .
 
 
 def check_dtype(setting: str, name: str) -> None:
-    """Refuses what is not the name of a floating-point dtype of torch.
+    """Refuses a name that is not one of torch's floating-point dtypes.
 
     Raises:
         ValueError: names setting and value.
@@ -152,7 +153,7 @@ def check_device(setting: str, name: str) -> None:
 
 
 def _holds(rule: str, value: int | float) -> bool:
-    if rule == "positive":  # a count, a size, a rate or a time limit, and a wait without an end is none
+    if rule == "positive":  # and finite: an infinite size or rate is a mistake, and an infinite time limit is none
         return 0 < value < math.inf
     if rule == "finite":
         return math.isfinite(value)
@@ -172,22 +173,22 @@ def _holds(rule: str, value: int | float) -> bool:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most like this one, or None; letter case does not matter.
+    """The most similar known name, or None if none is similar. Case-insensitive.
 
     Args:
-        name: as it was typed.
-        known: names that exist.
-        cutoff: least similarity, between 0 and 1 (see `difflib.get_close_matches`).
+        name: name as it was typed.
+        known: valid names.
+        cutoff: minimum similarity, between 0 and 1 (see `difflib.get_close_matches`).
     """
-    by_name = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=cutoff)
-    return by_name[found[0]] if found else None
+    by_lowercase = {one.lower(): one for one in known}
+    matches = difflib.get_close_matches(name.lower(), by_lowercase, n=1, cutoff=cutoff)
+    return by_lowercase[matches[0]] if matches else None
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where a known name is close, else nothing."""
-    close = closest(name, known)
-    return f"; did you mean {close}?" if close else ""
+    """`; did you mean ...?` if a known name is similar, else an empty string."""
+    suggestion = closest(name, known)
+    return f"; did you mean {suggestion}?" if suggestion else ""
 
 
 # -- Paths in the home folder -----------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def with_home(text: str) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose flags are never abbreviated, and whose errors do not repeat the usage text."""
+    """`argparse.ArgumentParser` without abbreviated flags, and with one-line errors that do not repeat the usage."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Configuration files: YAML within limits, which may build on other files by `base: file.yaml` or a list of files.
+"""Configuration files: YAML of limited size that can build on other files, with `base: file.yaml` or a list of files.
 
-The files of `base` are read first, in their order, as if each had been given as an earlier `--config`. Their paths are
-relative to the folder of the file that names them.
+The base files are read first, in order, as if each had been given as an earlier `--config`. Their paths are relative to
+the folder of the file with the `base` key.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from omegaconf import OmegaConf
 
 BASE = "base"
 MAX_BYTES = 10_000_000
-MAX_NODES = 1_000_000
-MAX_LEVELS = 100
+MAX_NODES = 1_000_000  # with aliases expanded: nested aliases grow exponentially, and omegaconf expands them
+MAX_LEVELS = 100  # the parsers recurse into each level
 
 
-def with_bases(file: Path, built_on_by: Sequence[Path] = ()) -> list[Path]:
-    """A configuration file behind those that it builds on, in the order in which they are read.
+def with_bases(file: Path, chain: Sequence[Path] = ()) -> list[Path]:
+    """A configuration file preceded by its bases, in reading order.
 
     Args:
-        file: is checked before it is read.
-        built_on_by: files that lead to this one.
+        file: configuration file; checked before it is read.
+        chain: files that led to this one through `base`, outermost first.
 
     Raises:
-        ValueError: a file is no configuration, `base` is not a path or a list of paths, or a file of it is not there
-            or builds on itself.
+        ValueError: a file is not a configuration, `base` is not a path or a list of paths, or a base does not exist or
+            builds on itself.
         OSError: `file` cannot be read.
     """
-    if built_on_by and not file.is_file():
-        raise ValueError(f"config={str(built_on_by[-1])!r}: there is no file {file}, which it names as base")
-    if file.resolve() in {other.resolve() for other in built_on_by}:
-        raise ValueError(f"config={str(built_on_by[-1])!r}: base={str(file)!r} builds on itself")
+    if chain and not file.is_file():
+        raise ValueError(f"config={str(chain[-1])!r}: there is no file {file}, which it names as base")
+    if file.resolve() in {other.resolve() for other in chain}:
+        raise ValueError(f"config={str(chain[-1])!r}: base={str(file)!r} builds on itself")
     check_yaml(file)
-    root = yaml.compose(file.read_bytes(), Loader=yaml.SafeLoader)  # not constructed: tags are left to the parser
+    root = yaml.compose(file.read_bytes(), Loader=yaml.SafeLoader)  # nodes only: the configuration parser resolves tags
     names = [yaml.safe_load(yaml.serialize(value)) for key, value in root.value if key.value == BASE]
     names = names[0] if names and isinstance(names[0], list) else names
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"config={str(file)!r}: base must be a path or a list of paths, got {names}")
-    bases = [base for name in names for base in with_bases(file.parent / name, [*built_on_by, file])]
+    bases = [base for name in names for base in with_bases(file.parent / name, [*chain, file])]
     return [*bases, file]
 
 
 def without_base(text: str) -> str:
-    """The text of a configuration file without its key `base`."""
+    """The text of a configuration file without the key `base`."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode) or all(key.value != BASE for key, _ in root.value):
         return text
@@ -55,7 +55,7 @@ def without_base(text: str) -> str:
 
 
 def load_config(file: Path) -> dict[str, Any]:
-    """The settings of a configuration file over those of its bases, with `${...}` as written.
+    """The settings of a configuration file merged over those of its bases; `${...}` is not resolved.
 
     Raises:
         ValueError: see `with_bases`.
@@ -68,7 +68,7 @@ def load_config(file: Path) -> dict[str, Any]:
 
 
 def check_yaml(file: Path) -> None:
-    """Refuses a file that is not YAML with settings, that has a key twice, or that expands beyond limits.
+    """Refuses a file that is not a YAML mapping, has duplicate keys, or exceeds the limits of size.
 
     Raises:
         ValueError: names the file.
@@ -91,14 +91,14 @@ def check_yaml(file: Path) -> None:
 
 
 def _measure(text: str) -> bool:
-    """Whether a document is a mapping. Counts its nodes as if aliases were expanded, which they are not.
+    """Whether a document is a mapping. Counts the nodes with all aliases expanded, without expanding them.
 
     Raises:
         ValueError: too many nodes or levels.
     """
-    sizes: dict[str, int] = {}  # nodes by anchor
+    sizes: dict[str, int] = {}  # number of nodes by anchor
     is_mapping = None
-    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes inside so far
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and number of nodes inside so far
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         size = 0
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
@@ -123,10 +123,10 @@ def _measure(text: str) -> bool:
 
 
 def _check_keys(root: yaml.Node | None) -> None:
-    """Refuses a key that is there twice: YAML readers would take the last in silence.
+    """Refuses duplicate keys; a YAML parser would silently use the last one.
 
     Raises:
-        ValueError: names key and lines.
+        ValueError: names the key and both lines.
     """
     nodes = [root]
     seen = set()

@@ -1,4 +1,4 @@
-"""Atomic file replacement, and handling of full disks."""
+"""Folder locks, atomic file replacement, full disks, digests of checkpoints, and rate-limited warnings."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from lit_async_rl.errors import describe
 
 
 log = logging.getLogger(__name__)
-_held: dict[Path, tuple[FileLock, int]] = {}  # and how many owners there are in this process
-_guard = threading.Lock()
+_held: dict[Path, tuple[FileLock, int]] = {}  # lock and number of its owners in this process, by lock file
+_held_guard = threading.Lock()  # owners may lock and release in different threads
 
 
 class FolderLock:
-    """Lock of a folder among processes, until `release`; several owners within one process share it.
+    """Holds a folder's lock between processes until `release`; several owners within one process share it.
 
     Args:
-        folder: exists, and can be written to.
-        what: the setting that names it, for the message.
-        beside: the lock lies beside the folder where that can be written to, because others want the folder empty.
+        folder: an existing, writable folder.
+        what: setting that names the folder, for the message.
+        beside: put the lock file next to the folder if possible, because other programs expect the folder to be empty.
 
     Raises:
-        OSError: another process holds the lock; says which one.
+        OSError: another process holds the lock; names that process.
     """
 
     def __init__(self, folder: str | Path, what: str, beside: bool = False) -> None:
         self._path: Path | None = lock_path(Path(folder).resolve(), beside)
-        with _guard:
+        with _held_guard:
             lock, owners = _held.get(self._path, (None, 0))
             _held[self._path] = (lock or _acquire(self._path, f"{what} {str(folder)!r}"), owners + 1)
 
     def release(self) -> None:
         """Releases the lock. Safe to call twice."""
-        with _guard:
+        with _held_guard:
             if self._path is None:
                 return
             lock, owners = _held.pop(self._path)
@@ -69,7 +69,7 @@ class FolderLock:
 
 
 def lock_path(folder: Path, beside: bool = False) -> Path:
-    """File of a folder's lock. It stays when the lock is released: deleting one that others may wait for breaks it."""
+    """Lock file of a folder. Never deleted: a process that has just opened it would then lock a deleted file."""
     if beside and os.access(folder.parent, os.W_OK):
         return folder.with_name(f".{folder.name}.run.lock")
     return folder / ".run.lock"
@@ -77,7 +77,12 @@ def lock_path(folder: Path, beside: bool = False) -> Path:
 
 @contextmanager
 def locked(folders: Iterable[tuple[str, Path]], beside: Container[str] = ()) -> Iterator[None]:
-    """Exclusive use of several folders, each with the setting that names it; see `FolderLock` for those `beside`."""
+    """Context of exclusive use of several folders.
+
+    Args:
+        folders: pairs of setting and folder.
+        beside: settings with a lock file next to their folder, see `FolderLock`.
+    """
     with ExitStack() as stack:
         for what, folder in folders:
             stack.callback(FolderLock(folder, what, what in beside).release)
@@ -86,13 +91,13 @@ def locked(folders: Iterable[tuple[str, Path]], beside: Container[str] = ()) -> 
 
 
 def _acquire(path: Path, what: str) -> FileLock:
-    lock = FileLock(path, thread_local=False)
+    lock = FileLock(path, thread_local=False)  # released by any thread of this process
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise OSError(f"{what} is in use by {_owner(path)}: two runs would mix their files") from None
     about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # a full disk; the lock holds without it
+    with contextlib.suppress(OSError):  # full disk; the file is for messages only
         _owner_file(path).write_text(json.dumps(about))
     return lock
 
@@ -110,24 +115,25 @@ def _owner(path: Path) -> str:
 
 
 def part_name(target: Path) -> Path:
-    """Temporary name beside `target` while this process writes it; contains host and process id."""
+    """Temporary name next to `target` while this process writes it; contains host and process id."""
     return target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.part")
 
 
 def remove_stale_parts(folder: Path) -> None:
-    """Removes what processes of this machine that are gone left half written: files and folders of `part_name`.
+    """Removes partial files and folders (`part_name`) of processes of this machine that have ended.
 
-    A folder that takes the place of another is renamed in two steps. If the process was killed between them, so that
-    there is no folder of that name, the new one takes its place now, or the old one comes back.
+    Replacing a folder takes two renames. If the process was killed between them, the target does not exist: the new
+    folder is then moved into place if it is complete, and otherwise the old one is restored.
     """
-    ours = re.compile(rf"\.(.+)\.(?:{re.escape(socket.gethostname())}-)?(\d+)(\.old)?\.part")
-    for path in sorted(folder.glob(".*.part"), key=lambda path: path.name.endswith(".old.part")):  # new ones first
-        match = ours.fullmatch(path.name)
+    part = re.compile(rf"\.(.+)\.(?:{re.escape(socket.gethostname())}-)?(\d+)(\.old)?\.part")
+    # new folders before old ones, which are restored only if no new one was moved into place
+    for path in sorted(folder.glob(".*.part"), key=lambda path: path.name.endswith(".old.part")):
+        match = part.fullmatch(path.name)
         if match is None or _is_alive(int(match[2])):
             continue
         target = folder / match[1]
         with contextlib.suppress(OSError):
-            if not target.exists() and (match[3] or _is_whole(path)):
+            if not target.exists() and (match[3] or _has_manifest(path)):
                 path.rename(target)
                 log.warning("recovered %s, which a run that was killed had not renamed yet", target)
                 continue
@@ -135,8 +141,8 @@ def remove_stale_parts(folder: Path) -> None:
             log.warning("removed %s, which a run that was killed left half written", path)
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a folder has its manifest, which is written last."""
+def _has_manifest(path: Path) -> bool:
+    """Whether a folder is complete: its manifest is written last."""
     try:
         return bool(json.loads((path / "manifest.json").read_text()))
     except (OSError, ValueError):
@@ -148,34 +154,34 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another process holds it
+    except OSError:  # it exists, and belongs to another user
         return True
     return True
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error was caused by a full disk or an exceeded quota."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.errno in FULL:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
             return True
-        behind = behind.__context__
+        cause = cause.__context__
     return False
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[BinaryIO]:
-    """Context of a file that atomically replaces `target` on success; removed after an error."""
+    """Context of a file that atomically replaces `target` on success, and is removed after an error."""
     part = part_name(target)
     try:
         with part.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        _take_place(part, target)
+            os.fsync(file.fileno())  # before the rename: a power loss could leave an empty file under the final name
+        _move_into_place(part, target)
         sync_folder(target.parent)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -183,16 +189,16 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
 
 
 def duplicate(source: Path, target: Path, link: bool) -> None:
-    """Makes `target` a duplicate of the file or folder `source`, which outlives it; replaces what was there.
+    """Makes `target` a duplicate of the file or folder `source`, which may be deleted afterwards.
 
     Args:
-        source: exists.
-        target: takes the place of a file atomically, and of a folder by two renames.
-        link: use hard links, which take no space, where the file system has them. Only for files that nothing writes
-            into any more: the duplicate would change, too.
+        source: an existing file or folder.
+        target: its path; an existing file is replaced atomically, an existing folder by two renames.
+        link: use hard links, which take no space, where the file system supports them. Only for files that are no
+            longer written to: both names refer to the same data.
 
     Raises:
-        OSError: the duplicate could not be made; what was there stays.
+        OSError: the duplicate could not be made; `target` is unchanged.
     """
     part = part_name(target)
     copy = _link_or_copy if link else shutil.copy2
@@ -201,8 +207,8 @@ def duplicate(source: Path, target: Path, link: bool) -> None:
             shutil.copytree(source, part, copy_function=copy)
         else:
             copy(source, part)
-        _take_place(part, target)
-    finally:  # after an error, and where both were links to the same file already: renaming does nothing then
+        _move_into_place(part, target)
+    finally:  # the part remains after an error, and if it and the target link the same file: rename(2) does nothing
         if part.is_dir():
             shutil.rmtree(part)
         part.unlink(missing_ok=True)
@@ -215,8 +221,8 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def _take_place(part: Path, target: Path) -> None:
-    """Renames, also onto a folder: the sharded checkpoint of a run that is resumed under another strategy."""
+def _move_into_place(part: Path, target: Path) -> None:
+    """Renames onto a file or folder of either kind: a resumed run may save sharded where it saved one file before."""
     if part.is_dir() and target.is_file():
         target.unlink()
     if not target.is_dir() or target.is_symlink():
@@ -240,13 +246,13 @@ def tolerate_full_disk(what: str) -> Iterator[None]:
 
 
 def append(path: Path, text: str) -> None:
-    """Appends text to a file: all of it, or nothing.
+    """Appends text to a file; after an error the file is unchanged.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the text cannot be written.
     """
     data = text.encode()
-    with path.open("ab", buffering=0) as file:
+    with path.open("ab", buffering=0) as file:  # unbuffered: a partial write shows here instead of at the end
         size = file.tell()
         try:
             if file.write(data) < len(data):
@@ -257,10 +263,10 @@ def append(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Creates a folder, and a temporary file in it, so that an unwritable one fails at the start of a run.
+    """Creates a folder and a temporary file in it, so that an unwritable folder fails at the start of a run.
 
     Raises:
-        OSError: the folder is not writable; names the setting.
+        OSError: the folder is not writable; names the setting `what`.
     """
     probe = folder / f".{os.getpid()}.probe"
     try:
@@ -272,7 +278,7 @@ def check_writable(folder: Path, what: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder to disk, so that renames in it survive a loss of power."""
+    """Flushes a folder to disk, so that renames in it survive a power loss."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -286,18 +292,18 @@ def sync_folder(folder: Path) -> None:
 # XXH3 (128 bits) of the archive without the comment. It detects damage; it is not a signature.
 
 
-MARK = b"lit-async-rl xxh3:"
-COMMENT = len(MARK) + 32  # bytes
-END = b"PK\5\6"  # of an archive; 22 bytes with the comment's length at the end
-CHUNK = 1 << 24
-_checked: dict[str, tuple[int, int, int]] = {}  # inode, size and time of files that were read whole by this process
+DIGEST_PREFIX = b"lit-async-rl xxh3:"
+COMMENT_BYTES = len(DIGEST_PREFIX) + 32  # bytes
+END_OF_ARCHIVE = b"PK\5\6"  # begins the last record of a zip archive: 22 bytes, ending with the comment's length
+CHUNK_BYTES = 1 << 24
+_verified_files: dict[str, tuple[int, int, int]] = {}  # inode, size and time of change of verified files, by path
 
 
 class DigestWriter:
-    """Binary file writer that computes a digest of what it writes.
+    """Binary file writer that computes a digest of all bytes written.
 
     Args:
-        file: opened for writing, and empty.
+        file: an empty file opened for writing.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -314,62 +320,62 @@ class DigestWriter:
 
     def finish_archive(self) -> None:
         """Writes the digest as the comment of the zip archive."""
-        self._file.seek(-2, os.SEEK_END)  # the length of its comment, 0 so far
-        self._file.write(struct.pack("<H", COMMENT) + MARK + self._hash.hexdigest().encode())
+        self._file.seek(-2, os.SEEK_END)  # the length of the comment, 0 so far
+        self._file.write(struct.pack("<H", COMMENT_BYTES) + DIGEST_PREFIX + self._hash.hexdigest().encode())
 
 
 def check_file(file: Path, where: str) -> None:
     """Refuses a checkpoint file that is damaged, not a checkpoint, or would execute code when loaded.
 
-    Each file is read once; further calls for the same file are free.
+    Each file is read once per process; further calls for the same file are free.
 
     Args:
-        file: exists.
+        file: an existing file.
         where: prefix of messages.
 
     Raises:
-        ValueError: the file is refused; says why.
+        ValueError: the file is refused; gives the reason.
     """
     status = file.stat()
-    seen = status.st_ino, status.st_size, status.st_mtime_ns
-    if _checked.get(str(file)) == seen:
+    identity = status.st_ino, status.st_size, status.st_mtime_ns
+    if _verified_files.get(str(file)) == identity:
         return
     with file.open("rb") as opened:
         _check_digest(opened, where)
     check_content(read_safely(file, where), where, ("state_dict", "version", "updated", "random_state"))
-    _checked[str(file)] = seen
+    _verified_files[str(file)] = identity
 
 
 def _check_digest(file: BinaryIO, where: str) -> None:
     damaged = f"{where} is damaged: its bytes do not have the digest that was saved with them. Use another checkpoint"
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - COMMENT - 22))
+    file.seek(max(0, size - COMMENT_BYTES - 22))
     tail = file.read()
-    if len(tail) < COMMENT + 22 or (MARK not in tail and not tail.startswith(END)):
-        end = tail.rfind(END)
+    if len(tail) < COMMENT_BYTES + 22 or (DIGEST_PREFIX not in tail and not tail.startswith(END_OF_ARCHIVE)):
+        end = tail.rfind(END_OF_ARCHIVE)
         is_cut = end >= 0 and int.from_bytes(tail[end + 20 : end + 22], "little") != len(tail) - end - 22
         if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
         log.warning("%s has no digest (saved elsewhere, or by an earlier version): damage would not be noticed", where)
         return
-    length = struct.pack("<H", COMMENT)
-    if not tail.startswith(END) or tail[20:22] != length or not tail[22:].startswith(MARK):
+    length = struct.pack("<H", COMMENT_BYTES)
+    if not tail.startswith(END_OF_ARCHIVE) or tail[20:22] != length or not tail[22:].startswith(DIGEST_PREFIX):
         raise ValueError(damaged)
     digest = xxhash.xxh3_128()
     file.seek(0)
-    left = size - COMMENT - 2
-    while left:
-        if not (chunk := file.read(min(CHUNK, left))):
+    remaining = size - COMMENT_BYTES - 2
+    while remaining:
+        if not (chunk := file.read(min(CHUNK_BYTES, remaining))):
             break
         digest.update(chunk)
-        left -= len(chunk)
-    digest.update(b"\0\0")
+        remaining -= len(chunk)
+    digest.update(b"\0\0")  # the comment's length when the digest was computed
     if digest.hexdigest().encode() != tail[-32:]:
         raise ValueError(damaged)
 
 
 def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
-    """Refuses content that a `PolicyModule` did not save.
+    """Refuses content that was not saved by a `PolicyModule`.
 
     Raises:
         ValueError: a required key is missing.
@@ -383,7 +389,7 @@ def read_safely(file: Path, where: str) -> Any:
     """Content of a `torch.save` file on the meta device (no tensor values), without warnings; never executes code.
 
     Raises:
-        ValueError: the file cannot be read without executing code, or not at all.
+        ValueError: the file is damaged, or cannot be read without executing code.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -391,12 +397,12 @@ def read_safely(file: Path, where: str) -> Any:
 
 
 def read_in_thread(file: Path, where: str) -> Any:
-    """As `read_safely`, for any thread: leaves the filters of warnings, which all threads share, as they are."""
+    """As `read_safely`, for any thread: does not change the filters of warnings, which all threads share."""
     try:
         return torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
-        if found := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
-            raise ValueError(f"{where} holds code, which is never executed: {found[1]}") from None
+        if match := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
+            raise ValueError(f"{where} holds code, which is never executed: {match[1]}") from None
         raise ValueError(f"{where} cannot be read: it is damaged, or no checkpoint") from None
     except Exception as error:  # a damaged archive raises all kinds of errors
         raise ValueError(f"{where} cannot be read: {describe(error)}") from None
@@ -405,12 +411,12 @@ def read_in_thread(file: Path, where: str) -> Any:
 # -- Rate limit for warnings ------------------------------------------------------------------------------------------
 
 
-NUM_LINES = 10
+MAX_LINES = 10
 WINDOW_S = 10.0
 
 
 class LimitedLog:
-    """Logs at most `NUM_LINES` warnings in any `WINDOW_S` seconds, and the number of suppressed ones.
+    """Logs at most `MAX_LINES` warnings in any `WINDOW_S` seconds, and the number of suppressed ones.
 
     Args:
         log: destination.
@@ -418,21 +424,21 @@ class LimitedLog:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._lock = threading.Lock()
-        self._written: deque[float] = deque(maxlen=NUM_LINES)
-        self._num_left_out = 0
+        self._lock = threading.Lock()  # of the two members below; `warning` is called from several threads
+        self._written: deque[float] = deque(maxlen=MAX_LINES)
+        self._num_suppressed = 0
 
     def warning(self, message: str, *args: object) -> None:
         """Logs a warning, as `logging.Logger.warning`."""
         with self._lock:
             now = time.monotonic()
-            if len(self._written) == NUM_LINES and now - self._written[0] < WINDOW_S:
-                self._num_left_out += 1
+            if len(self._written) == MAX_LINES and now - self._written[0] < WINDOW_S:
+                self._num_suppressed += 1
                 return
             self._written.append(now)
-            num_left_out = self._num_left_out
-            self._num_left_out = 0
-        if num_left_out:
+            num_suppressed = self._num_suppressed
+            self._num_suppressed = 0
+        if num_suppressed:
             message = message + " (%d more such lines were left out before)"
-            args = (*args, num_left_out)
+            args = (*args, num_suppressed)
         self._log.warning(message, *args)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it can be reached, found out before its libraries try for half a minute."""
+"""Offline mode of the Hugging Face libraries if the hub cannot be reached; their own retries take half a minute."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from urllib.parse import urlparse
 from huggingface_hub import constants
 
 log = logging.getLogger(__name__)
-CONNECT_S = 3.0  # until the hub counts as not reachable; its libraries try five times, in about 25 s
+CONNECT_TIMEOUT_S = 3.0
 PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 
 
 @functools.cache
 def go_offline_if_unreachable() -> None:
-    """Switches the libraries of the hub to what is cached here, for this process, if the hub does not answer.
+    """Limits this process to cached models and data if the hub does not answer within `CONNECT_TIMEOUT_S`.
 
-    Does nothing where they are offline already, and where a proxy is set, which resolves names itself.
+    Does nothing if the libraries are offline already, or if a proxy is set: it resolves names itself, so a direct
+    connection says nothing about it.
     """
     if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):
         return
@@ -32,17 +33,17 @@ def go_offline_if_unreachable() -> None:
         return
     log.info("%s cannot be reached (%s): models and data come from the cache, as with HF_HUB_OFFLINE=1", host, problem)
     constants.HF_HUB_OFFLINE = True
-    if (datasets_config := sys.modules.get("datasets.config")) is not None:  # it copied the value when it was imported
+    if (datasets_config := sys.modules.get("datasets.config")) is not None:  # copied the value at import
         datasets_config.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def _problem(host: str, port: int) -> str | None:
-    """Why no connection can be made in time; None if one can."""
-    outcome = [f"no answer in {CONNECT_S:g} s"]
+    """The reason why no connection can be made in time; None if it can."""
+    outcome = [f"no answer in {CONNECT_TIMEOUT_S:g} s"]
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port), timeout=CONNECT_S).close()
+            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
         except OSError as error:
             outcome[0] = str(error)
         else:
@@ -51,5 +52,5 @@ def _problem(host: str, port: int) -> str | None:
     # in a thread of its own: resolving a name has no time limit
     thread = threading.Thread(target=connect, name="hub", daemon=True)
     thread.start()
-    thread.join(CONNECT_S)
+    thread.join(CONNECT_TIMEOUT_S)
     return outcome[0] if outcome else None

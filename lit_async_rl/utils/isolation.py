@@ -31,12 +31,12 @@ from typing import Any, BinaryIO, NoReturn
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.processes import die_with_parent
 
-START_S = 300.0  # for what the child imports
-POLL_INTERVAL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
-EXIT_S = 1.0  # from the end of the child's pipe to that of the child
-REAP_S = 5.0
-MAX_REPLY = 2**24  # bytes
-MAX_MESSAGE = 1000  # characters
+START_TIMEOUT_S = 300.0  # imports of the child
+POLL_INTERVAL_S = 0.1  # longest time until a dead child is noticed while another process holds its pipe open
+EXIT_TIMEOUT_S = 1.0  # from the end of the child's pipe to the end of the child
+REAP_TIMEOUT_S = 5.0
+MAX_REPLY_BYTES = 2**24
+MAX_MESSAGE_CHARS = 1000
 _MODULE = __name__
 
 
@@ -48,12 +48,11 @@ class IsolatedFunction:
     """Function executed in a child process; each calling thread has its own, started on the first call.
 
     Args:
-        make: factory, given as `package.module:make`; called once in the child, within `START_S`. The function it
-            returns takes picklable arguments and returns JSON values (tuples become lists). Imports belong in the
-            factory.
+        make: factory, given as `package.module:make`; called once in the child, within `START_TIMEOUT_S`. It returns a
+            function from picklable arguments to JSON values (tuples become lists). Imports belong in the factory.
         timeout_s: timeout of a call.
-        arguments: of `make`.
-        max_memory_gb: memory the child may allocate after `make`; None sets no limit.
+        arguments: arguments of `make`.
+        max_memory_gb: memory in GB that the child may allocate after `make`; None sets no limit.
 
     Raises:
         ValueError: a limit is not positive.
@@ -84,7 +83,7 @@ class IsolatedFunction:
             del self._local.child
             raise
         if "error" in reply:
-            raise IsolatedCallError(f"{child.name}: {str(reply['error'])[:MAX_MESSAGE]}")
+            raise IsolatedCallError(f"{child.name}: {str(reply['error'])[:MAX_MESSAGE_CHARS]}")
         return reply.get("value")
 
 
@@ -96,7 +95,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # a process group to kill; and Ctrl-C is for the parent
+            start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError(f"{self.name}: no pipe to the child")
@@ -106,13 +105,13 @@ class _Child:
         os.set_blocking(self._replies, False)
         self._numbers = itertools.count(1)
         self._end = weakref.finalize(self, _kill, self._process)
-        self._receive(0, time.monotonic() + START_S, START_S)
+        self._receive(0, time.monotonic() + START_TIMEOUT_S, START_TIMEOUT_S)
 
     def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         number = next(self._numbers)
         deadline = time.monotonic() + timeout_s
         rest = memoryview(number.to_bytes(8, "big") + len(request).to_bytes(8, "big") + request)
-        with contextlib.suppress(BrokenPipeError):  # it has died meanwhile: `_receive` says how
+        with contextlib.suppress(BrokenPipeError):  # the child has died: `_receive` raises the reason
             while rest:
                 self._wait(self._requests, select.POLLOUT, deadline, timeout_s=timeout_s)
                 with contextlib.suppress(BlockingIOError):
@@ -120,10 +119,10 @@ class _Child:
         return self._receive(number, deadline, timeout_s)
 
     def _receive(self, number: int, deadline: float, timeout_s: float) -> dict[str, Any]:
-        """The reply to that request.
+        """The reply to request `number`.
 
         Raises:
-            TimeoutError, RuntimeError: there is none; the child was killed.
+            TimeoutError, RuntimeError: no valid reply; the child was killed.
         """
         data = bytearray()
         while not data.endswith(b"\n"):
@@ -132,7 +131,7 @@ class _Child:
                 data += (chunk := os.read(self._replies, 65536))
                 if not chunk:
                     self._fail()
-            if len(data) > MAX_REPLY:
+            if len(data) > MAX_REPLY_BYTES:
                 break
         try:
             reply = json.loads(data)
@@ -155,7 +154,7 @@ class _Child:
         poll = select.poll()
         poll.register(pipe, event)
         while True:
-            is_dead = _is_dead(self._process)  # before the last look at the pipe, which has what it sent
+            is_dead = _is_dead(self._process)  # before the last poll of the pipe, which may still have its reply
             left = deadline - time.monotonic()
             if poll.poll(1000 * max(0.0, 0.0 if is_dead else min(left, POLL_INTERVAL_S))):
                 return
@@ -167,7 +166,7 @@ class _Child:
 
     def _fail(self) -> NoReturn:
         """Raises the reason why the child's pipe was closed."""
-        deadline = time.monotonic() + EXIT_S
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
         while not (is_dead := _is_dead(self._process)) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._end()
@@ -194,7 +193,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(REAP_S)
+        process.wait(REAP_TIMEOUT_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
@@ -205,13 +204,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments: str) -> None:
     """Request loop of the child."""
-    if not die_with_parent(parent):  # which may be killed while a call hangs
+    if not die_with_parent(parent):  # the parent may be killed while a call hangs
         return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # output of libraries goes to stderr: stdout is for replies
     module, _, name = make.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)(*arguments)
     if max_memory:
@@ -226,7 +225,7 @@ def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments
             reply = dict(id=number, value=function(*args))
             json.dumps(reply)
         except Exception as error:
-            reply = dict(id=number, error=f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
+            reply = dict(id=number, error=f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, reply)
 

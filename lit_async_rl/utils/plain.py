@@ -1,4 +1,4 @@
-"""Values that a checkpoint can hold: it is loaded without executing code."""
+"""Conversion to values that a checkpoint can hold: checkpoints are loaded without executing code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Containers, numbers and text of Python in place of numpy's and others; what is none of these becomes text."""
+    """Converts a value, with its items, to Python's containers, numbers and strings; other types become strings."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if value is None or isinstance(value, bool):
@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a table has no value there: None, NaN, and pandas' NA and NaT."""
+    """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
     if value is None:
         return True
     if isinstance(value, (str, bytes, Mapping, list, tuple, np.ndarray)):

@@ -8,7 +8,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port of `host`, an address of this machine, that is free now; another program may take it meanwhile."""
+    """A free port of `host`, an address of this machine; another program may take it before it is used."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -11,9 +11,9 @@ PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 def die_with_parent(parent: int) -> bool:
-    """Has the kernel kill this process (also after an `exec`) as soon as its parent ends, even by SIGKILL.
+    """Makes the kernel kill this process, also after an `exec`, as soon as its parent ends, even by SIGKILL.
 
-    Linux only; elsewhere nothing happens.
+    Linux only; has no effect elsewhere.
 
     Args:
         parent: process id of the parent.

@@ -1,4 +1,4 @@
-"""Waiting for checkpoints that are written in the background, and the last one of a run."""
+"""Waiting for checkpoints that are written in the background."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
 def finish_saving(trainer: AnyTrainer) -> bool:
-    """Returns when checkpoints that are written in the background are on disk; False if the last one is not."""
+    """Waits until checkpoints that are written in the background are on disk; False if the last one did not fit."""
     if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
         wait()
     return not getattr(trainer.strategy.checkpoint_io, "disk_is_full", False)
 
 
 def check_last_is_saved(trainer: AnyTrainer) -> None:
-    """Waits for the last checkpoint.
+    """Waits for the last checkpoint of a run.
 
     Raises:
-        LastCheckpointError: a full disk did not take it; says what is there, and what is lost.
+        LastCheckpointError: the disk was full; the message has the newest checkpoint and the number of lost steps.
     """
     if finish_saving(trainer):
         return
@@ -34,7 +34,7 @@ def check_last_is_saved(trainer: AnyTrainer) -> None:
 
 
 def what_is_saved(trainer: AnyTrainer) -> str:
-    """The newest checkpoint with its step, and the steps that are lost because a full disk did not take a later one."""
+    """Text with the newest checkpoint, its step, and the number of steps lost because a later one was not written."""
     checkpoint_io: Any = trainer.strategy.checkpoint_io
     newest = checkpoint_io.newest
     step = checkpoint_io.unwritten.step

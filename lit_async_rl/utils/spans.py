@@ -1,14 +1,14 @@
-"""Spans of a run's timeline: what each part of it did, and when.
+"""Spans of a run's timeline: activities of engines, trainer, rewards and environments, with their times.
 
-Any function of any thread asks for the `recorder()` of its process and adds to a lane of it. It is off, and costs next
-to nothing, until somebody wants spans and calls `start_recording`; a run that ends calls `stop_recording`.
+Every process has one `recorder()`; any thread may add spans to one of its lanes. It is off, at almost no cost, between
+`start_recording` and `stop_recording` of a run.
 
-A part that works in a thread of its own asks once, when a run makes it or sets it up, and keeps the lane. What it adds
-after the end of its run is dropped: the next run has another recorder. Memory is bounded.
+A component with its own thread gets its lane once, when a run constructs it or sets it up. Spans that it adds after the
+end of that run are dropped, because the next run has another recorder. Memory is bounded.
 
-The seconds of a lane are those that its owner also adds to its own total (`RolloutEngine.busy_s`, the trainer's
-`wait_s`), so that a timeline and the metrics of a run cannot disagree. Consecutive spans of a lane are merged within a
-short window: a merged span has the sum of their seconds, and begins with the first.
+The owner of a lane adds the same seconds to its total (`RolloutEngine.busy_s`, the trainer's `wait_s`), so that the
+timeline and the metrics of a run agree. Consecutive spans of a lane are merged within a short window: the merged span
+begins with the first one, and its duration is their sum.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 from lit_async_rl.utils.files import append, tolerate_full_disk
 
-WINDOW_S = 0.05  # of merging; a longer step gets a longer one
-MAX_IDLE_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
-MAX_PENDING = 20_000
-FIRST_SERVER = 1000  # number of a process; smaller ones are ranks
-MERGED: dict[str, Callable[[Any, Any], Any]] = {
+MERGE_WINDOW_S = 0.05  # minimum; proportional to the duration of a step
+MAX_IDLE_SHARE = 0.2  # of the window; it ends when an engine is idle for longer
+MAX_PENDING = 20_000  # events
+FIRST_SERVER = 1000  # process number of the first server; smaller numbers are ranks
+MERGE_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "tokens": operator.add,
     "groups": operator.add,
     "turns": operator.add,
@@ -45,13 +45,13 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class LaneKind:
-    """Row of a timeline that each process may have.
+    """Kind of a timeline's rows; each process has at most one row of a kind.
 
     Args:
-        tid: its number.
-        category: of its spans.
-        name: of the row.
-        merges: whether spans of different keys within the window are merged.
+        tid: number of the row.
+        category: category of its spans.
+        name: displayed name.
+        merges: whether the duration of a merged span is limited to the window.
         shows_idle: whether the time between spans is recorded as `idle`.
     """
 
@@ -74,7 +74,7 @@ def reward_lane(worker: int) -> LaneKind:
 
 
 def recorder() -> SpanRecorder:
-    """The recorder of this process, which is off unless a run writes a timeline."""
+    """The recorder of this process; it is off unless a run writes a timeline."""
     return _recorder
 
 
@@ -83,17 +83,17 @@ def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
 
     Args:
         pid: number of this process in the timeline, its rank.
-        offset_s: added to this machine's clock.
+        offset_s: seconds added to this machine's clock.
     """
     global _recorder
-    if _recorder.is_started:  # by a run that goes on around this one, or was never ended: it keeps its own
+    if _recorder.is_started:  # by an enclosing run, or by one that was never ended: that run keeps its recorder
         _recorder = SpanRecorder()
     _recorder.start(pid, offset_s)
     return _recorder
 
 
 def stop_recording(recorder: SpanRecorder) -> None:
-    """Switches a recorder off for good; `recorder()` returns another from now on."""
+    """Switches a recorder off for good; `recorder()` then returns a new one."""
     global _recorder
     recorder.stop()
     if recorder is _recorder:
@@ -104,10 +104,10 @@ class SpanRecorder:
     """Records events of one process, in the Trace Event format that Perfetto and Chrome read. Thread-safe.
 
     Attributes:
-        is_started: whether a run takes the events.
-        is_on: whether spans are recorded now: a long timeline leaves steps out.
-        window_s: spans of an engine or a reward worker within so many seconds are merged.
-        num_lost: events that were dropped because they were not taken in time.
+        is_started: whether a run records.
+        is_on: whether spans are recorded at present: a long timeline omits steps.
+        window_s: spans of an engine or a reward worker within this time are merged; seconds.
+        num_lost: number of events dropped because `MAX_PENDING` were waiting.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class SpanRecorder:
         self._lanes: dict[tuple[int | None, int], Lane] = {}
         self.is_started = False
         self.is_on = False
-        self.window_s = WINDOW_S
+        self.window_s = MERGE_WINDOW_S
         self.num_lost = 0
 
     def start(self, pid: int, offset_s: float) -> None:
@@ -133,7 +133,7 @@ class SpanRecorder:
         self.is_started = False
 
     def record(self, is_on: bool) -> None:
-        """Leaves out what is added from now on, or no longer does."""
+        """Switches recording of spans on or off within a run."""
         if self.is_on and not is_on:
             for lane in list(self._lanes.values()):
                 lane.end()
@@ -145,36 +145,48 @@ class SpanRecorder:
         self._append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
 
     def lane(self, kind: LaneKind, pid: int | None = None, process: str = "") -> Lane:
-        """The lane of a kind, made if it is new; it may be kept.
+        """The lane of a kind, created by the first call; callers may keep it.
 
         Args:
-            kind: such as `ENGINE`.
+            kind: kind of the lane, such as `ENGINE`.
             pid: number of a server; None is this process.
             process: name of the server.
         """
-        if (lane := self._lanes.get((pid, kind.tid))) is None:  # two threads may get here: one lane is used by both
+        if (lane := self._lanes.get((pid, kind.tid))) is None:  # `setdefault` is atomic: two threads get the same lane
             lane = self._lanes.setdefault((pid, kind.tid), Lane(self, kind, pid, process=process))
         return lane
 
     def add(self, events: Iterable[Event]) -> None:
-        """Adds events that another process of this machine has recorded."""
+        """Adds events that were recorded by another process of this machine."""
         for event in events if self.is_on else ():
             self._append(event)
 
-    def take(self, all_of_it: bool = False) -> list[Event]:
-        """Events since the last call; `all_of_it` includes spans that could still be merged with later ones."""
+    def take(self, include_open: bool = False) -> list[Event]:
+        """Events since the last call; `include_open` includes spans that could still be merged with later ones.
+
+        One thread takes while others add: appending to a deque and popping from it are atomic.
+        """
         for lane in list(self._lanes.values()):
-            lane.flush(0.0 if all_of_it else max(1.0, self.window_s))
+            lane.flush(0.0 if include_open else max(1.0, self.window_s))
         events = []
         while self._pending:
             events.append(self._pending.popleft())
         return events
 
     def put(self, phase: str, name: str, lane: Lane, began: float, seconds: float, args: dict[str, Any]) -> None:
-        """Adds an event; `began` is of `time.monotonic`."""
+        """Adds an event.
+
+        Args:
+            phase: `X` for a span, `i` for an instant.
+            name: name of the event.
+            lane: lane of the event.
+            began: time of `time.monotonic`.
+            seconds: duration of a span.
+            args: arguments of the event.
+        """
         pid = self._pid if lane.pid is None else lane.pid
         tid = lane.kind.tid
-        if not lane.is_named:  # with its first event: parts ask for lanes that they may never use
+        if not lane.is_named:  # with the first event: many lanes are never used
             lane.is_named = True
             if lane.process:
                 self.name_process(lane.process, pid)
@@ -200,10 +212,10 @@ _recorder = SpanRecorder()
 
 
 class Lane:
-    """Row of a timeline; its spans do not overlap. Made by `SpanRecorder.lane`; thread-safe.
+    """Row of a timeline with spans that do not overlap; constructed by `SpanRecorder.lane`. Thread-safe.
 
     Attributes:
-        is_named: whether the timeline has its name.
+        is_named: whether the recorder has an event with the lane's name.
     """
 
     def __init__(self, recorder: SpanRecorder, kind: LaneKind, pid: int | None, process: str) -> None:
@@ -212,19 +224,19 @@ class Lane:
         self.process = process
         self.is_named = False
         self._recorder = recorder
-        self._lock = threading.Lock()  # of the merging: `add` must not wait for the thread that writes
+        self._lock = threading.Lock()  # of merging only: `add` must not wait for the writing thread
         self._added: deque[tuple[str, float, float, Any, dict[str, Any]]] = deque()
-        self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # name -> seconds and arguments, merged
+        self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # by name: seconds (one item) and arguments
         self._key: Any = None
         self._began = self._ended = 0.0
-        self._drawn_until: float | None = None
+        self._recorded_until: float | None = None
         self._open: tuple[str, float, dict[str, Any]] | None = None
 
     def add(self, name: str, began: float, seconds: float, key: Any = None, **args: Any) -> None:
-        """Adds a span; one of another `key` is never merged with it.
+        """Adds a span; spans with different keys are never merged.
 
-        Spans are merged when the events are taken: between two steps of a model all of this would have to come back
-        into the processor's cache.
+        Spans are merged later, when the events are taken: between two steps of a model, code and data of merging would
+        have to be loaded into the processor's cache again.
         """
         if not self._recorder.is_on:
             return
@@ -252,11 +264,11 @@ class Lane:
                 self._window[name] = [seconds], args
             else:
                 known[0][0] += seconds
-                _merge(known[1], args)
+                _merge_arguments(known[1], args)
             self._ended = began + seconds
 
     def begin(self, name: str, **args: Any) -> None:
-        """Opens a span that lasts until the lane's next one begins."""
+        """Opens a span that lasts until the next span of the lane begins."""
         if self._recorder.is_on:
             with self._lock:
                 self._merge_added()
@@ -265,12 +277,12 @@ class Lane:
                 self._open = name, now, args
 
     def instant(self, name: str, **args: Any) -> None:
-        """Adds a moment."""
+        """Adds an event without a duration."""
         if self._recorder.is_on:
             self._recorder.put("i", name, self, time.monotonic(), 0.0, args)
 
     def flush(self, age_s: float) -> None:
-        """Passes on what ended at least `age_s` ago."""
+        """Passes spans that ended at least `age_s` seconds ago to the recorder; 0 also ends the open span."""
         with self._lock:
             self._merge_added()
             now = time.monotonic()
@@ -280,42 +292,42 @@ class Lane:
                 self._flush()
 
     def end(self) -> None:
-        """Passes on everything; what follows is not idle time."""
+        """Passes all spans to the recorder; the time until the next span is not recorded as idle."""
         self.flush(0.0)
         with self._lock:
-            self._drawn_until = None
+            self._recorded_until = None
 
     def _close_open(self, until: float) -> None:
         if self._open is not None:
-            (name, began, args) = self._open
+            name, began, args = self._open
             self._open = None
             self._flush()
             self._recorder.put("X", name, self, began, max(0.0, until - began), args)
 
     def _flush(self) -> None:
         at = self._began
-        drawn = self._drawn_until
-        if self.kind.shows_idle and self._window and drawn is not None and at > drawn:
-            self._recorder.put("X", "idle", self, drawn, at - drawn, {})
+        recorded_until = self._recorded_until
+        if self.kind.shows_idle and self._window and recorded_until is not None and at > recorded_until:
+            self._recorder.put("X", "idle", self, recorded_until, at - recorded_until, {})
         for name, ((seconds,), args) in self._window.items():
             self._recorder.put("X", name, self, at, seconds, args)
             at += seconds
-        self._drawn_until = at if self._window else drawn
+        self._recorded_until = at if self._window else recorded_until
         self._window = {}
 
 
 class Overlap:
-    """Records the time in which at least one of several concurrent activities goes on; thread-safe.
+    """Records the time in which at least one of several concurrent activities is running; thread-safe.
 
     Args:
-        name: of the spans.
-        lane: of the spans; None records nothing.
+        name: name of the spans.
+        lane: lane of the spans; None records nothing.
     """
 
     def __init__(self, name: str, lane: Lane | None = None) -> None:
         self.name = name
         self.lane = lane
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # activities begin and end in several threads
         self._number = 0
         self._since = 0.0
 
@@ -337,28 +349,28 @@ class Overlap:
                 self._since = now
 
 
-def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Adds the arguments of a span to those of the one that it is merged into."""
+def _merge_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Merges the arguments of a span into those of an earlier one."""
     for name, value in new.items():
-        if (operation := MERGED.get(name)) is not None:
+        if (operation := MERGE_OPERATIONS.get(name)) is not None:
             old[name] = operation(old[name], value) if name in old else value
 
 
 # -- Files of a run's timeline: one JSON event a line, in the array format of Chrome's Trace Events -------------------
-# The format needs no closing bracket, and none is written: a file is whole after every line, whenever its run is
-# killed, and a run that is resumed goes on in it. Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+# The format needs no closing bracket, and none is written: the file is valid after every line, even if the run is
+# killed, and a resumed run appends to it. Perfetto (ui.perfetto.dev) and chrome://tracing open it.
 
 
-HEAD = "[\n"
-encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
+FILE_HEADER = "[\n"
+encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would construct an encoder per event
 
 
 class TraceWriter:
-    """Appends what a recorder collects to a file, in a thread of its own.
+    """Appends the events of a recorder to a file, in its own thread.
 
     Args:
-        path: of the file; goes on in one that is there.
-        recorder: of the events.
+        path: path of the file; an existing one is continued.
+        recorder: source of the events.
         flush_s: seconds between two writes.
 
     Attributes:
@@ -369,20 +381,20 @@ class TraceWriter:
         self.path = path
         self._recorder = recorder
         self._flush_s = flush_s
-        self.num_bytes = _mend(path)
+        self.num_bytes = _remove_partial_line(path)
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes the rest and ends the thread."""
+        """Writes the remaining events and ends the thread, within `timeout_s` seconds."""
         self._is_ending.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._is_ending.wait(self._flush_s):
             self._write(self._recorder.take())
-        self._write(self._recorder.take(all_of_it=True))
+        self._write(self._recorder.take(include_open=True))
 
     def _write(self, events: Sequence[Event]) -> None:
         if events:
@@ -393,17 +405,17 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Events of a file; a last line that was cut off is left out.
+    """Events of a file, without an incomplete last line.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     events = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 event = json.loads(line.strip().rstrip(",]"))
-            except ValueError:  # the bracket, or a line that was cut off
+            except ValueError:  # the opening bracket, or an incomplete line
                 continue
             if isinstance(event, dict):
                 events.append(event)
@@ -416,11 +428,11 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def merge_traces(paths: Iterable[Path], out: Path) -> None:
-    """Writes the events of several ranks into one file, a JSON array that any reader takes.
+    """Writes the events of several ranks into one file, a complete JSON array.
 
     Raises:
-        ValueError: there are no files.
-        OSError: one cannot be read or written.
+        ValueError: `paths` is empty.
+        OSError: a file cannot be read or written.
     """
     if not (paths := list(paths)):
         raise ValueError("there is no timeline: the run has no files timeline/rank*.json")
@@ -429,21 +441,21 @@ def merge_traces(paths: Iterable[Path], out: Path) -> None:
     out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def _mend(path: Path) -> int:
-    """Begins a file, or removes a line that was cut off from one that is there; returns its length."""
-    if not path.exists() or path.stat().st_size < len(HEAD):
-        path.write_text(HEAD)
-        return len(HEAD)
+def _remove_partial_line(path: Path) -> int:
+    """Removes an incomplete last line of an existing file, or begins a new file; returns its length in bytes."""
+    if not path.exists() or path.stat().st_size < len(FILE_HEADER):
+        path.write_text(FILE_HEADER)
+        return len(FILE_HEADER)
     with path.open("rb+") as file:
         size = end = file.seek(0, 2)
-        while end > len(HEAD):
+        while end > len(FILE_HEADER):
             begin = max(0, end - 4096)
             file.seek(begin)
-            found = file.read(end - begin).rfind(b"\n")
-            if found >= 0:
-                end = begin + found + 1
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
                 break
             end = begin
         if end < size:
-            file.truncate(max(end, len(HEAD)))
-        return max(end, len(HEAD))
+            file.truncate(max(end, len(FILE_HEADER)))
+        return max(end, len(FILE_HEADER))

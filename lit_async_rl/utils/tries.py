@@ -1,6 +1,6 @@
-"""Limits and tries of calls that may fail, those of rewards and environments, or whatever else a run waits for.
+"""Time limits and retries of calls to rewards and environments.
 
-The caller tries a call again (`Scorer`, `EpisodeEngine`), and what it calls does not, so tries never multiply.
+Only the caller retries (`Scorer`, `EpisodeEngine`), never the called code, so that numbers of tries do not multiply.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import LimitedLog
 
-MAX_LEFT_OUT = 10  # prompts in a row
-GRACE_S = 5.0  # from the limit of a call until it must have been noticed
+MAX_CONSECUTIVE_FAILURES = 10  # prompts in a row without a success, after which the run ends
+GRACE_S = 5.0  # after a call's time limit; a call that has not ended by then hangs
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TryPolicy:
-    """How long one call may take, how often it is tried, and how long the pause before another try is.
+    """Time limit, number of tries and pauses of a call.
 
     Args:
         owner: path of the settings in messages, such as `data.scoring`.
-        timeout_s: seconds of one try.
-        tries: after which the call is given up and its prompt left out; None ends the run at the first failure.
+        timeout_s: time limit of one try, in seconds.
+        tries: number of tries before the prompt is left out; None ends the run at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
-        timeout_name: of the setting of `timeout_s`.
-        done: what failed calls were not, in messages.
+        timeout_name: name of the setting of `timeout_s`.
+        done: participle for a successful call in messages (`could not be scored`).
 
     Raises:
         ValueError: a setting is out of range.
@@ -50,17 +50,17 @@ class TryPolicy:
         return f"{self.owner}.{self.timeout_name}={self.timeout_s:g}"
 
     def pause_s(self, num_failed: int) -> float:
-        """Seconds between failure number `num_failed` of a call and its next try."""
+        """Seconds between the `num_failed`-th failure of a call and its next try."""
         return self.backoff_s * 2.0 ** (num_failed - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Calls under way beside the engine, which a wait without any progress may be for.
+    """Running calls of rewards or environments: a reason why a run may wait although its engine is idle.
 
     Args:
-        name: of what is called, such as `reward my_rewards.judge`.
-        num_calls: under way.
+        name: reward or environment, such as `reward my_rewards.judge`.
+        num_calls: number of running calls.
         oldest_s: seconds since the oldest of them began.
         policy: their limits.
     """
@@ -72,7 +72,7 @@ class Work:
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether the oldest call may still be working; one that has not ended `GRACE_S` after its limit hangs."""
+        """Whether the oldest call may still end; it hangs if it has not ended `GRACE_S` after its limit."""
         return self.oldest_s <= self.policy.timeout_s + GRACE_S
 
     def __str__(self) -> str:
@@ -81,27 +81,27 @@ class Work:
 
 
 class Retries:
-    """Counts what failed: allows another try, leaves the prompt out, or ends the run. Logs which of them.
+    """Decides after each failure whether to try again, leave the prompt out, or end the run; logs the first two.
 
     Args:
-        policy: the number of tries. The error is raised after `MAX_LEFT_OUT` consecutive prompts without a success.
+        policy: number of tries. The run ends after `MAX_CONSECUTIVE_FAILURES` prompts in a row without a success.
     """
 
     def __init__(self, policy: TryPolicy) -> None:
         self.policy = policy
         self._left_out: list[object] = []  # since the last success
         self._tries_log = LimitedLog(log)
-        self._log = LimitedLog(log)  # of its own: what is left out is said however many tries fail
+        self._log = LimitedLog(log)  # a second limit, so that failed tries cannot suppress the warning about a prompt
 
     def succeed(self) -> None:
-        """A call has succeeded."""
+        """Resets the count of consecutive failures."""
         self._left_out = []
 
     def may_try_again(self, prompt: object, num_failed: int, error: Exception) -> bool:
         """Whether to try a call again after `num_failed` failures; otherwise its prompt is left out.
 
         Raises:
-            Exception: the run is to end: `error`, or another one of its class.
+            Exception: the run ends with `error`, or with another error of its class.
         """
         tries = self.policy.tries
         setting = f"{self.policy.owner}.tries"
@@ -116,10 +116,10 @@ class Retries:
             return True
         if not any(prompt is other for other in self._left_out):
             self._left_out.append(prompt)
-        if len(self._left_out) >= MAX_LEFT_OUT:
+        if len(self._left_out) >= MAX_CONSECUTIVE_FAILURES:
             raise type(error)(
-                f"{MAX_LEFT_OUT} prompts in a row could not be {self.policy.done} in {setting}={tries} tries each, and "
-                f"nothing in between; the last: {error}"
+                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done} in {setting}={tries} "
+                f"tries each, with no success in between; the last: {error}"
             ) from error
         self._log.warning("a prompt is left out after %s=%d: %s", setting, tries, error)
         return False

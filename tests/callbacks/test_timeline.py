@@ -63,7 +63,7 @@ def test_it_agrees_with_the_verdict(settings, tmp_path, monkeypatch):
 
 def check_agreement(settings, folder, monkeypatch):
     for module in (spans, timeline):  # spans that stick out of so short a run would count
-        monkeypatch.setattr(module, "WINDOW_S", 0.005)
+        monkeypatch.setattr(module, "MERGE_WINDOW_S", 0.005)
     events, verdict = run(folder, max_steps=16, **settings)
     seen, said = intervals(events), verdict.intervals
     assert seen.wait_s / seen.wall_s == pytest.approx(said.wait_s / said.wall_s, abs=0.01)

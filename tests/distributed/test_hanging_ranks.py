@@ -88,7 +88,7 @@ def test_seconds_without_progress_leave_out_those_in_which_the_process_stood_sti
         return progress.report().idle_s
 
     assert [idle_after(1.0), idle_after(1.0), idle_after(500.0)] == [1.0, 2.0, 5.0]
-    progress.sign()
+    progress.report_progress()
     assert [idle_after(1.0), idle_after(1.0)] == [0.0, 1.0]
     progress.reach("backward")
     assert idle_after(1.0) == 0.0
@@ -99,7 +99,7 @@ def test_ranks_that_counted_differently_agree_after_an_exchange():
     a, b = Progress(60.0), Progress(60.0)
     a.reach("only here")
     for progress in (a, b):
-        progress.meet("the exchange")
+        progress.align("the exchange")
         progress.reach("forward")
     assert a.report().place == b.report().place
 

@@ -69,7 +69,7 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
         assert engine.partial_completions() == []
         engine.close()
         stop_recording(spans)
-        assert any(event["name"] == "decode" for event in spans.take(all_of_it=True))
+        assert any(event["name"] == "decode" for event in spans.take(include_open=True))
     assert runs[0] == runs[1]
     assert [{v for c in part for v in c.versions} for part in (runs[1][9:12], runs[1][12:])] == [{1}, {2}]
     assert torch.equal(*states)

@@ -103,8 +103,8 @@ def test_closing_one_engine_leaves_the_episodes_of_the_others_alone():
 
 
 def test_a_loop_that_is_blocked_is_given_up(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.environments.episode_engine.END_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.environments.episode_engine.STOP_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.episode_engine.CLEANUP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.episode_engine.THREAD_JOIN_TIMEOUT_S", 0.1)
     blocked, released = threading.Event(), threading.Event()
 
     async def block():

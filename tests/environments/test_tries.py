@@ -26,7 +26,7 @@ from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.tasks import Addition, Calculator
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.tries import MAX_LEFT_OUT, TryPolicy, Work
+from lit_async_rl.utils.tries import MAX_CONSECUTIVE_FAILURES, TryPolicy, Work
 
 MODEL = asset("calculator_policy")
 DONE = Observation(reward=1.0, done=True)
@@ -62,7 +62,7 @@ def test_an_episode_that_fails_is_played_anew_and_nothing_of_the_failed_one_is_l
     assert [turn.reward for turn in found.turns] == [20.0, 20.0]
     assert found.reward == 40.0
     assert len(found.token_ids) == 2 + sum(not own for own in found.loss_mask)
-    assert [(talk.num_turns, talk.num_closed) for talk in episodes] == [(2, 1), (2, 1)]
+    assert [(conversation.num_turns, conversation.num_closed) for conversation in episodes] == [(2, 1), (2, 1)]
     assert engine.take_given_up() == []
 
 
@@ -90,8 +90,8 @@ def test_a_request_whose_environment_fails_in_all_tries_is_given_up_with_all_of_
     assert given_up == [7]
     assert found == []
     assert engine.outside_work() is None
-    assert not engine._talking
-    assert not engine._live
+    assert not engine._turns_in_engine
+    assert not engine._conversations
     engine.close()
     assert len(closed) >= 3 + 2
 
@@ -147,10 +147,8 @@ def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name()
 
     engine = EpisodeEngine(EmbeddedEngine(), Tool(answer), tries=2)
     data = make_data(model=MODEL, prompts=Addition(3, size=100), engine=engine, reward=None, **SHORT)
-    message = (
-        rf"{MAX_LEFT_OUT} prompts in a row could not be played in data\.engine\.tries=2 tries each.*Tool on prompt"
-    )
-    with pytest.raises(ProducerError, match=message) as caught:
+    message = r"prompts in a row could not be played in data\.engine\.tries=2 tries each.*Tool on prompt"
+    with pytest.raises(ProducerError, match=f"{MAX_CONSECUTIVE_FAILURES} {message}") as caught:
         fit(make_module(model=MODEL), data, max_steps=3)
     assert isinstance(caught.value.__cause__, EnvironmentFailure)
 
@@ -354,8 +352,8 @@ def test_a_reward_within_its_own_limit_does_not_end_the_run(looks):
 
 def test_an_environment_that_blocks_its_loop_is_named_and_the_engine_is_not_blamed(monkeypatch):
     monkeypatch.setattr("lit_async_rl.utils.tries.GRACE_S", 0.2)
-    monkeypatch.setattr("lit_async_rl.environments.episode_engine.END_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.environments.episode_engine.STOP_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.episode_engine.CLEANUP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.episode_engine.THREAD_JOIN_TIMEOUT_S", 0.1)
     release = threading.Event()
 
     class Blocking(Calculator):

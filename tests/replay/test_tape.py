@@ -129,7 +129,7 @@ def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(record
         for step in (1, 2):
             first.append(step, step, steps[step])
             first.flush()
-    in_checkpoint = first.waiting
+    in_checkpoint = first.unwritten_rows
     assert {row["step"] for row in in_checkpoint} == {1, 2}
     first.append(3, 3, steps[3])
     first.flush()  # one file with steps 1 to 3, before the run is killed and resumes after step 2
@@ -197,7 +197,7 @@ def test_rows_with_recorded_distributions_wait_in_a_checkpoint_that_can_be_loade
         rollouts.append(replace(rollout, head=head, experts=ExpertChoices(torch.zeros(n, 2, 1, dtype=torch.int16))))
     writer = TapeWriter(tmp_path / "tape")
     writer.append(0, 0, [replace(found, rollouts=tuple(rollouts))])
-    torch.save(writer.waiting, tmp_path / "rows.pt")
+    torch.save(writer.unwritten_rows, tmp_path / "rows.pt")
     writer.release()
     again = TapeWriter(tmp_path / "again", 1, torch.load(tmp_path / "rows.pt", weights_only=True))
     again.flush()

@@ -22,7 +22,7 @@ def spans():
 
 
 def drawn(spans):
-    return [event for event in spans.take(all_of_it=True) if event["name"] == "score"]
+    return [event for event in spans.take(include_open=True) if event["name"] == "score"]
 
 
 @pytest.fixture

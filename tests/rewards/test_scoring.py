@@ -11,7 +11,7 @@ from lit_async_rl.rewards.scorer import CLOSE_S, Scorer, score_all
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils import files as log_limit
 from lit_async_rl.utils.files import LimitedLog
-from lit_async_rl.utils.tries import MAX_LEFT_OUT
+from lit_async_rl.utils.tries import MAX_CONSECUTIVE_FAILURES
 
 PROMPT = Prompt(text="1+1=", answer="2")
 
@@ -91,7 +91,9 @@ def test_when_nothing_can_be_scored_tries_end():
         raise KeyError("gold")
 
     scorer = Scorer(reward, max_tries=2)
-    assert score_all(scorer, prompts(MAX_LEFT_OUT - 1), lambda: None) == [None] * (MAX_LEFT_OUT - 1)
+    assert score_all(scorer, prompts(MAX_CONSECUTIVE_FAILURES - 1), lambda: None) == [None] * (
+        MAX_CONSECUTIVE_FAILURES - 1
+    )
     with pytest.raises(
         RewardError, match=r"10 prompts in a row .* data\.scoring\.tries=2 tries each.*the last: .*KeyError"
     ):

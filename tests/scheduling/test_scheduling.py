@@ -26,7 +26,7 @@ RUNS = st.builds(dict, **TIMES, group_size=st.integers(1, 4), streams=st.boolean
 def test_roll_flash_no_sample_is_older_than_alpha_and_no_more_than_1_plus_alpha_rounds_are_under_way(run, p, alpha):
     trace = VirtualRun(Admission(p, 3, async_ratio=alpha), **run).run(10)
     assert trace.max_staleness <= math.ceil(alpha)
-    assert trace.most_groups == math.floor((1 + alpha) * p + 1e-9)
+    assert trace.max_groups == math.floor((1 + alpha) * p + 1e-9)
     assert len({index for index, _, _ in trace.trained}) == 10 * p
     assert trace.num_lost == 0
 
@@ -43,7 +43,7 @@ def test_pipeline_rl_the_ring_keeps_sampling_drops_the_oldest_and_bounds_the_lag
     admission = RingAdmission(p, lag, num_sampling, capacity)
     trace = VirtualRun(admission, **run).run(10)
     assert trace.max_staleness <= lag
-    assert trace.most_groups <= num_sampling + capacity + p
+    assert trace.max_groups <= num_sampling + capacity + p
     indices = [index for index, _, _ in trace.trained]
     assert len(set(indices)) == len(indices) == 10 * p
     assert admission.next_index == len(indices) + trace.num_lost + len(admission.deadlines), "each is accounted for"
@@ -66,7 +66,7 @@ def test_redundant_groups_at_most_so_many_of_a_round_are_lost_and_the_bound_hold
     trace = VirtualRun(admission, **run).run(10)
     assert trace.max_staleness <= bound
     assert trace.num_lost <= 10 * redundant
-    assert trace.most_groups == (bound + 1) * p + redundant
+    assert trace.max_groups == (bound + 1) * p + redundant
     if bound == 0:
         assert trace.num_lost == 10 * redundant
 
@@ -83,7 +83,7 @@ def test_ten_thousand_rollouts_at_once_in_seconds():
     began = time.process_time()
     admission = Admission(200, 4, async_ratio=3.5, redundant_groups=380)
     trace = VirtualRun(admission, LogNormal(1.0, 1.0), num_slots=4096, train_s=1.0, group_size=8).run(4)
-    assert trace.most_rollouts > 10_000
+    assert trace.max_rollouts > 10_000
     assert trace.max_staleness <= 4
     assert time.process_time() - began < 10.0  # 0.1 s without the type checks of the test suite
 

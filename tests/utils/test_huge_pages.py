@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_async_rl.utils.huge_pages import LARGE, host_copy
+from lit_async_rl.utils.huge_pages import HUGE_PAGE_BYTES, host_copy
 
 
 def resident_bytes() -> int:
@@ -44,7 +44,7 @@ def test_a_copy_can_be_saved_and_holds_no_more_than_itself(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_freed_copies_leave_the_process():
-    sources = [torch.ones(LARGE) for _ in range(16)]  # 128 MB in pieces that the allocator would keep
+    sources = [torch.ones(HUGE_PAGE_BYTES) for _ in range(16)]  # 128 MB in pieces that the allocator would keep
     before = resident_bytes()
     copies = [host_copy(source) for source in sources]
     held = resident_bytes() - before

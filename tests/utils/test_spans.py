@@ -13,7 +13,7 @@ from lit_async_rl.utils import spans as module
 from lit_async_rl.utils.spans import (
     ENGINE,
     ENVIRONMENT,
-    HEAD,
+    FILE_HEADER,
     TRAINER,
     Overlap,
     TraceWriter,
@@ -47,7 +47,7 @@ def test_without_a_run_nothing_is_kept():
     lane.add("decode", time.monotonic(), 1.0)
     lane.begin("checkpoint")
     lane.instant("restart")
-    assert recorder().take(all_of_it=True) == []
+    assert recorder().take(include_open=True) == []
     assert not recorder().is_started
 
 
@@ -55,7 +55,7 @@ def test_a_lane_that_was_asked_for_before_the_run_is_recorded():
     lane = recorder().lane(ENGINE)
     spans = start_recording(pid=3)
     lane.add("decode", time.monotonic(), 1.0)
-    events = spans.take(all_of_it=True)
+    events = spans.take(include_open=True)
     assert [(e["ph"], e["pid"]) for e in events] == [("M", 3), ("X", 3)]
     assert events[0]["args"] == {"name": "engine"}
 
@@ -69,8 +69,8 @@ def test_what_a_thread_of_an_earlier_run_adds_is_dropped():
     assert second is not first
     late.add("decode", time.monotonic(), 1.0)
     recorder().lane(ENGINE).add("prefill", time.monotonic(), 1.0)
-    assert [e["name"] for e in drawn(second.take(all_of_it=True))] == ["prefill"]
-    assert [e["name"] for e in drawn(first.take(all_of_it=True))] == ["decode"], "the first run's own"
+    assert [e["name"] for e in drawn(second.take(include_open=True))] == ["prefill"]
+    assert [e["name"] for e in drawn(first.take(include_open=True))] == ["decode"], "the first run's own"
 
 
 def test_a_run_within_a_run_has_its_own_recorder():
@@ -80,8 +80,8 @@ def test_a_run_within_a_run_has_its_own_recorder():
     recorder().lane(ENGINE).add("prefill", time.monotonic(), 1.0)
     stop_recording(inner)
     lane.add("decode", time.monotonic(), 1.0)
-    assert [e["name"] for e in drawn(inner.take(all_of_it=True))] == ["prefill"]
-    assert [e["name"] for e in drawn(outer.take(all_of_it=True))] == ["decode"]
+    assert [e["name"] for e in drawn(inner.take(include_open=True))] == ["prefill"]
+    assert [e["name"] for e in drawn(outer.take(include_open=True))] == ["decode"]
     stop_recording(outer)
 
 
@@ -98,7 +98,7 @@ def test_threads_share_a_recorder_and_lose_nothing():
         thread.start()
     while any(thread.is_alive() for thread in threads):
         spans.lane(ENGINE).flush(0.0)  # as the thread that writes does
-    events = spans.take(all_of_it=True)
+    events = spans.take(include_open=True)
     assert sum(e["args"]["tokens"] for e in drawn(events, "decode")) == 1600
     assert len([e for e in events if e["ph"] == "M"]) == 1
 
@@ -111,7 +111,7 @@ def test_merging_keeps_seconds_tokens_and_order(parts):
         now += pause
         lane.add(name, now, seconds, version, version=version, tokens=1)
         now += seconds
-    events = drawn(spans.take(all_of_it=True))
+    events = drawn(spans.take(include_open=True))
     for name in ("prefill", "decode"):
         for version in range(3):
             kept = [e for e in drawn(events, name) if e["args"]["version"] == version]
@@ -139,7 +139,7 @@ def test_ten_thousand_steps_stay_below_fifty_megabytes():
             engine.add("decode", now, 0.002, step, version=step, slots=64, tokens=64)
             engine.add("prefill", now + 0.002, 0.001, step, version=step, slots=64, tokens=64)
             reward.add("score", now, 0.002, group=step, ok=True)
-    num_bytes = sum(len(json.dumps(event, separators=(",", ":"))) + 2 for event in spans.take(all_of_it=True))
+    num_bytes = sum(len(json.dumps(event, separators=(",", ":"))) + 2 for event in spans.take(include_open=True))
     assert num_bytes / steps * 10_000 < 50e6
 
 
@@ -149,7 +149,7 @@ def test_memory_is_bounded_while_nothing_can_be_written(monkeypatch):
     lane = spans.lane(TRAINER)
     for n in range(200):
         lane.add("wait", float(n), 0.5, n)
-    assert len(spans.take(all_of_it=True)) == 50
+    assert len(spans.take(include_open=True)) == 50
     assert spans.num_lost == 151  # and the lane's name came first
 
 
@@ -161,7 +161,7 @@ def test_what_is_switched_off_is_neither_recorded_nor_idle():
     lane.add("decode", now + 2, 1.0)
     spans.record(True)
     lane.add("decode", now + 5, 1.0)
-    events = drawn(spans.take(all_of_it=True))
+    events = drawn(spans.take(include_open=True))
     assert [(e["name"], e["dur"]) for e in events] == [("decode", 1_000_000)] * 2
 
 
@@ -170,7 +170,7 @@ def test_an_open_span_ends_with_the_next():
     lane = spans.lane(TRAINER)
     lane.begin("checkpoint", step=3)
     lane.add("wait", time.monotonic() + 2.0, 1.0)
-    saved, waited = drawn(spans.take(all_of_it=True))
+    saved, waited = drawn(spans.take(include_open=True))
     assert saved["args"] == {"step": 3}
     assert saved["ts"] + saved["dur"] == pytest.approx(waited["ts"], abs=2)
 
@@ -182,7 +182,7 @@ def test_overlapping_work_is_counted_once():
     with work.one(turns=1), work.one(turns=1):
         time.sleep(0.05)
     total = time.monotonic() - began
-    events = drawn(spans.take(all_of_it=True))
+    events = drawn(spans.take(include_open=True))
     assert 0.05 <= sum(e["dur"] for e in events) / 1e6 <= total + 0.001
     assert sum(e["args"]["turns"] for e in events) == 2
 
@@ -204,7 +204,7 @@ def test_the_book_of_an_engine_draws_what_it_counts_as_busy():
     book.begin([3])
     time.sleep(0.02)
     book.end([3])
-    events = drawn(spans.take(all_of_it=True), "decode")
+    events = drawn(spans.take(include_open=True), "decode")
     assert sum(e["dur"] for e in events) / 1e6 == pytest.approx(book.busy_s, abs=1e-4)
     assert sum(e["args"]["tokens"] for e in events) == 17
     assert {e["args"]["version"] for e in events} == {0, 1}
@@ -219,7 +219,7 @@ def test_a_file_cut_off_anywhere_is_read_and_gone_on_with(cut, tmp_path):
     lane.add("publish", time.monotonic() + 1, 0.5, 2, version=3)
     TraceWriter(path, spans, 60.0).close()
     whole = path.read_bytes()
-    assert whole.startswith(HEAD.encode())
+    assert whole.startswith(FILE_HEADER.encode())
     path.write_bytes(whole[:cut])
     before = read_trace(path)
     lane.add("wait", time.monotonic(), 0.5, 4)
