@@ -40,6 +40,7 @@ VALUES
 }
 complete -o filenames -o bashdefault -F _lit_async_rl lit-async-rl
 """
+VALUE = '        FLAGS) COMPREPLY=( $(compgen -W "WORDS" -- "$word") $(compgen -f -- "$word") ); return ;;'
 ZSH = "autoload -U +X bashcompinit && bashcompinit\nautoload -U +X compinit && compinit -u\n"
 
 
@@ -61,10 +62,7 @@ def script(commands: Sequence[str]) -> str:
     for name, entry in all_settings().items():
         if chosen := entry.get("choices"):
             by_choices.setdefault(" ".join(chosen), []).append(f"--{name}")
-    values = [
-        f'        {"|".join(flags)}) COMPREPLY=( $(compgen -W "{words}" -- "$word") $(compgen -f -- "$word") ); return ;;'
-        for words, flags in by_choices.items()
-    ]
+    values = [VALUE.replace("FLAGS", "|".join(flags)).replace("WORDS", words) for words, flags in by_choices.items()]
     return (
         BASH.replace("COMMANDS", " ".join(commands))
         .replace("CONFIGURED", "|".join(CONFIGURED))

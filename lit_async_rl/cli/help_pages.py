@@ -90,7 +90,7 @@ def first_page() -> Iterator[str]:
     for name, text in MORE.items():
         yield f"  {name:34} {text}"
     yield ""
-    yield f"for example: {EXAMPLE}"
+    yield f"example: {EXAMPLE}"
 
 
 def pages(parser: argparse.ArgumentParser, topic: str, width: int) -> Iterator[str]:
@@ -110,7 +110,8 @@ def pages(parser: argparse.ArgumentParser, topic: str, width: int) -> Iterator[s
         if section != (section := action.dest.partition(".")[0]) and topic == "all":
             yield ""
         default = all_settings().get(action.dest, {}).get("default")
-        yield f"--{action.dest}" + ("" if default is None else f"  (default: {_shown(default)})")
+        head = f"--{action.dest}" + ("" if default is None else f"  (default: {_shown(default)})")
+        yield from textwrap.wrap(head, width, subsequent_indent="    ", break_on_hyphens=False)
         yield from _wrapped(plain_text(action.help or ""), width)
         if action.dest == topic:
             yield from _classes(action, width)

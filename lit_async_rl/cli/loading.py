@@ -2,8 +2,8 @@
 
 Half of the time of `import lightning` goes to optional parts of other libraries that nothing here uses: torchmetrics
 imports all of its metrics, and with them transformers' models, scipy and matplotlib; transformers imports scikit-learn
-and scipy's optimizers for one function each. `deferred_imports` puts these off until somebody asks for them. It is for processes of the command
-line, whose libraries are nobody else's: `import lit_async_rl` changes no library.
+and scipy's optimizers for one function each. `deferred_imports` puts these off until somebody asks for them. It is for
+processes of the command line, whose libraries are nobody else's: `import lit_async_rl` changes no library.
 """
 
 from __future__ import annotations

@@ -58,9 +58,11 @@ class Admission:
 
     Attributes:
         may_be_late: whether an admitted group may miss its deadline, and is dropped then (`Drop`, `Retry`, `Ring`).
+        drops_as: why groups are dropped, in reports.
     """
 
     may_be_late: ClassVar[bool] = False
+    drops_as: ClassVar[str] = "redundant_groups"
 
     def __init__(
         self,
@@ -267,6 +269,7 @@ class RingAdmission(Admission):
     """
 
     may_be_late = True
+    drops_as = "the ring buffer"
 
     def __init__(self, groups_per_round: int, max_staleness: int, num_sampling: int, capacity: int) -> None:
         super().__init__(groups_per_round, max_staleness)
@@ -342,6 +345,7 @@ class ExpiringAdmission(Admission):
     """
 
     may_be_late = True
+    drops_as = "max_staleness"
 
     def __init__(self, groups_per_round: int, max_staleness: int, ahead: float, max_tries: int = 1) -> None:
         super().__init__(groups_per_round, max_staleness)
