@@ -373,6 +373,11 @@ class Completion:
     head: SamplerHead | None = None
     experts: ExpertChoices | None = None
 
+    @property
+    def num_trained_tokens(self) -> int:
+        """Number of completion tokens that train, by `loss_mask`."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+
     def scored(self, reward: float) -> Rollout:
         """The completion with its reward, and the parts of a `Score`."""
         # float(): some rewards are numbers of numpy, and checkpoints hold none
@@ -405,11 +410,6 @@ class Rollout(Completion):
             lengths.add(len(self.head))
         if len(lengths) != 1:
             raise InvariantError(f"per-token fields of a rollout differ in length: {lengths}")
-
-    @property
-    def num_trained_tokens(self) -> int:
-        """Number of completion tokens that train, by `loss_mask`."""
-        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_policy_tokens(self) -> int:

@@ -5,7 +5,9 @@
 `--data.validation.num_samples 8` adds pass@8. Without `--ckpt_path` the untrained model is measured.
 """
 
-from lit_async_rl.cli.app import evaluate
+import sys
+
+from lit_async_rl.cli.console import main
 
 if __name__ == "__main__":
-    evaluate()
+    main(["evaluate", *sys.argv[1:]])

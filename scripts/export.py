@@ -3,7 +3,9 @@
 python scripts/export.py --config configs/quickstart.yaml --ckpt_path runs/.../last.ckpt --out runs/my_policy
 """
 
-from lit_async_rl.cli.app import export
+import sys
+
+from lit_async_rl.cli.console import main
 
 if __name__ == "__main__":
-    export()
+    main(["export", *sys.argv[1:]])

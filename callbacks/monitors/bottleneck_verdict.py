@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl.callbacks.monitors.dropped_work import dropped_sentence
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
@@ -30,6 +31,7 @@ from lit_async_rl.scheduling.bottleneck import (
     Intervals,
     Setting,
     Settings,
+    SteadyAdvice,
     StepWork,
     Verdict,
     advise,
@@ -260,6 +262,9 @@ class BottleneckVerdict(pl.Callback):
     The last one says what asynchrony is worth here, and which staleness bound is enough (`scheduling.worth`). Both
     kinds go to `verdicts.jsonl` in the run's folder, too, with that of the run so far.
 
+    A setting is advised if there is a tenth of the time to gain, and two windows in a row say so; other advice follows
+    only when the load has changed (`SteadyAdvice`). Where much of what was sampled is dropped, that is said first.
+
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`. Validation time is excluded. A replay of a tape has no engine, and
     gets no verdict.
@@ -272,7 +277,7 @@ class BottleneckVerdict(pl.Callback):
         every_n_steps: optimizer steps per window.
 
     Attributes:
-        verdict: the last one.
+        verdict: the last one; `words` are what was said of it.
         collapse: description of an ongoing collapse; None while training is healthy.
         advice: on the staleness bound, at the end of a run; None before, and where there is none.
 
@@ -284,10 +289,13 @@ class BottleneckVerdict(pl.Callback):
         check_range("BottleneckVerdict", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.verdict: Verdict | None = None
+        self.words: str | None = None
         self.collapse: str | None = None
         self.advice: Advice | None = None
         self._trend = CollapseTrend()
         self._staleness = StalenessAdvice()
+        self._steady = SteadyAdvice()
+        self._stats_before: ProducerStats | None = None  # at the beginning of the window
         self._left_out = self._validation_began = NO_TIME
         self._run: StepLoad | None = None
         self._window = StepLoad()
@@ -304,6 +312,10 @@ class BottleneckVerdict(pl.Callback):
         self.collapse = None
         self._without_signal = 0
         self._staleness = StalenessAdvice()
+        self._steady = SteadyAdvice()
+        self._stats_before = None
+        self.verdict = None
+        self.words = None
         self.advice = None
         folder = run_folder(trainer)  # a collective: asked for on all ranks
         self._folder = folder if trainer.is_global_zero else None
@@ -342,28 +354,38 @@ class BottleneckVerdict(pl.Callback):
         self._observe(trainer)
         if self._step % self.every_n_steps:
             return
-        self._record(trainer, pl_module, self._judge(trainer, pl_module, self._run), whole_run=True)
+        so_far = self._judge(trainer, pl_module, self._run)
         verdict = self._judge(trainer, pl_module, self._window)
-        self._record(trainer, pl_module, verdict, whole_run=False)
+        in_window = self._steady.for_window(verdict)
+        dropped = dropped_sentence(stats, self._stats_before)
+        self.words = self._words(trainer, pl_module, in_window, dropped=dropped)
+        self._stats_before = stats
+        advised = self._steady.for_run(so_far, is_over=False)
+        text = self._words(trainer, pl_module, str(advised or so_far.shares), dropped=dropped_sentence(stats))
+        self._record(trainer, so_far, text, whole_run=True)
+        self._record(trainer, verdict, self.words, whole_run=False)
         self._window = StepLoad(self._totals(trainer))
         self._window_began_at = time.time()
         for name, value in _metrics(verdict).items():
             pl_module.log(name, value)
-        _print(trainer, f"step {self._step}: {self._words(trainer, pl_module, verdict)}")
+        _print(trainer, f"step {self._step}: {self.words}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reports on the whole run."""
         if self._run is not None and self._run.num_steps:
             verdict = self._judge(trainer, pl_module, self._run)
-            self._record(trainer, pl_module, verdict, whole_run=True)
-            words = self._words(trainer, pl_module, verdict)
             data = rollout_data(trainer, "BottleneckVerdict")
-            if self.collapse is None:
+            advised = self._steady.for_run(verdict, is_over=True)
+            stats = data.stats()
+            dropped = None if stats is None else dropped_sentence(stats)
+            words = self._words(trainer, pl_module, str(advised or verdict.shares), dropped=dropped)
+            self._record(trainer, verdict, words, whole_run=True)
+            if self.collapse is None and dropped is None:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
-            advised = {one.name for one in (verdict.setting, verdict.fresher) if one is not None}
-            names_bound = "data.max_staleness" not in advised
-            advice = "" if self.advice is None else f"; {self.advice.text(names_bound)}"
-            _print(trainer, f"whole run: {words}{advice}")
+            names_bound = not self._steady.has_named("data.max_staleness", advised)
+            advice = "" if self.advice is None else self.advice.text(names_bound)
+            self.words = f"{words}; {advice}" if advice else words
+            _print(trainer, f"whole run: {self.words}")
         self._run = None
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
@@ -380,13 +402,17 @@ class BottleneckVerdict(pl.Callback):
         if ESS in seen and REWARD in seen:  # monitors that come before this one
             self.collapse = self._trend.observe(float(seen[ESS]), float(seen[REWARD]))
 
-    def _words(self, trainer: AnyTrainer, pl_module: AnyModule, verdict: Verdict) -> str:
-        if self.collapse is None and self._without_signal >= WITHOUT_SIGNAL:
+    def _words(self, trainer: AnyTrainer, pl_module: AnyModule, speed: str, dropped: str | None) -> str:
+        """What is to be said: a collapse alone; else what was learned or dropped, then the words on speed."""
+        if self.collapse is not None:
+            return f"training is collapsing: {self.collapse}; {stabilizing_setting(trainer, pl_module)}"
+        said = []
+        if self._without_signal >= WITHOUT_SIGNAL:
             same = "all completions of a prompt had the same reward: look at data.reward and samples.jsonl"
-            return f"nothing was learned in the last {self._without_signal} steps, {same}. {verdict}"
-        if self.collapse is None:
-            return str(verdict)
-        return f"training is collapsing: {self.collapse}; {stabilizing_setting(trainer, pl_module)}"
+            said.append(f"nothing was learned in the last {self._without_signal} steps, {same}")
+        if dropped is not None:
+            said.append(dropped)
+        return ". ".join([*said, speed])
 
     def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule, load: StepLoad) -> Verdict:
         settings = what_to_turn(
@@ -395,7 +421,7 @@ class BottleneckVerdict(pl.Callback):
         self.verdict = diagnose(self._totals(trainer) - load.began, settings)
         return self.verdict
 
-    def _record(self, trainer: AnyTrainer, pl_module: AnyModule, verdict: Verdict, whole_run: bool) -> None:
+    def _record(self, trainer: AnyTrainer, verdict: Verdict, text: str, whole_run: bool) -> None:
         if self._folder is None:
             return
         row = {
@@ -406,7 +432,7 @@ class BottleneckVerdict(pl.Callback):
             **asdict(verdict.intervals),
             "side": verdict.side,
             "share_won": verdict.share_won,
-            "text": self._words(trainer, pl_module, verdict),
+            "text": text,
         }
         path = self._folder / "verdicts.jsonl"
         with tolerate_full_disk(str(path)):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar as Bar
@@ -18,14 +18,14 @@ from rich.text import Text
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
-from lit_async_rl.callbacks.parts import rollout_data
-from lit_async_rl.callbacks.run.progress import REFRESH_HZ, Display, Lines, Progress
+from lit_async_rl.callbacks.run.progress import REFRESH_HZ, Display, LogsAbove, Progress, first_that_fit, step_of
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 WINDOW_S = 10.0  # of the shares of time
-MAX_STALENESS_ROWS = 8
+MAX_STALENESS_ROWS = 6
 WIDTH = 30
 WAITS = "waits for rollouts"
 TRAINS = "forward and backward"
@@ -35,11 +35,12 @@ SAVES = "saves a checkpoint"
 
 
 class LiveView(Progress):
-    """Draws the state of the run in place of a bar: `--defaults.progress LiveView`.
+    """Draws the state of the run, in a terminal; one of the default callbacks.
 
     Phase of the trainer, shares of the last ten seconds in which trainer and engine worked, queue of groups, samples in
-    the engine, histogram of the staleness of the last step, metrics, and the last verdict of `BottleneckVerdict`. Where
-    the output is no terminal that can draw, the lines of `Progress` are printed instead.
+    the engine, histogram of the staleness of the last step, metrics, and the last verdict of `BottleneckVerdict`. It
+    fits into the terminal, and at the end a line takes its place. Elsewhere it does what `Progress` does: lines in a
+    pipe or file, a bar in a notebook. `--defaults.progress Progress` draws a bar in terminals, too.
 
     Args:
         every_s: seconds between two lines, where the output is no terminal.
@@ -57,12 +58,11 @@ class LiveView(Progress):
     def make_display(self, trainer: AnyTrainer) -> Display:
         """The view, if the output is a terminal that can draw it and training begins."""
         console = Console()
-        if not console.is_terminal or console.is_dumb_terminal or os.environ.get("TERM") in ("dumb", "unknown"):
-            return Lines(self.every_s)
-        return super().make_display(trainer) if trainer.state.fn != "fit" else _View(self, console)
+        can_draw = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+        draws = can_draw and trainer.state.fn == "fit" and isinstance(trainer.datamodule, RolloutDataModule)
+        return _View(self, console) if draws else super().make_display(trainer)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        rollout_data(trainer, "LiveView")
         self._module = pl_module
         self.phase = WAITS
         self._history.clear()
@@ -107,8 +107,7 @@ class LiveView(Progress):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(ratio=1)
         bar = Bar(total=None if math.isinf(self.max_steps) else self.max_steps, completed=self.num_steps, width=WIDTH)
-        of = "" if math.isinf(self.max_steps) else f" of {self.max_steps:.0f}"
-        table.add_row(f"step {self.num_steps}{of}", bar)
+        table.add_row(step_of(self.num_steps, self.max_steps), bar)
         table.add_row("trainer", self.phase)
         self._add_time(table)
         for age in sorted(self.staleness)[:MAX_STALENESS_ROWS]:
@@ -116,12 +115,11 @@ class LiveView(Progress):
             name = "staleness " if age == min(self.staleness) else ""
             table.add_row(f"{name}{age:>3}", _share(share))
         if self._module is not None and self.num_steps:
-            table.add_row("metrics", self._text(self.trainer, self._module))
+            table.add_row("metrics", _Items(self.items(self.trainer, self._module)))
         judges = [c for c in self.trainer.callbacks if isinstance(c, BottleneckVerdict)]  # type: ignore[attr-defined]
         for judge in judges[:1]:
-            words = judge.collapse or judge.verdict
-            table.add_row("verdict", Text(f"after {judge.every_n_steps} steps" if words is None else str(words)))
-        return Panel(Group(table), title="lit-async-rl", border_style="dim")
+            table.add_row("verdict", Text(judge.words or f"after {judge.every_n_steps} steps"))
+        return Panel(table, title="lit-async-rl", border_style="dim")
 
     def _add_time(self, table: Table) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -142,15 +140,33 @@ class LiveView(Progress):
         table.add_row("groups", f"{stats.num_unfinished} being sampled or scored, {stats.num_queued} ready{samples}")
 
 
+class _Items:
+    """Items two spaces apart, as many in a line as fit."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        self.items = items
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        left = list(self.items)
+        while left:
+            line = first_that_fit(left, options.max_width) or left[:1]
+            del left[: len(line)]
+            yield Text("  ".join(line))
+
+
 class _View:
-    """Draws a `LiveView` several times a second, in a thread."""
+    """Draws a `LiveView` several times a second, in a thread; at the end the line of the last step takes its place."""
 
     def __init__(self, view: LiveView, console: Console) -> None:
-        self._live = Live(view, console=console, refresh_per_second=REFRESH_HZ, vertical_overflow="crop")
-        self._live.start()
+        live = Live(view, console=console, refresh_per_second=REFRESH_HZ, vertical_overflow="crop", transient=True)
+        self._live = live
+        self._last = ""
+        live.start()
+        self._logs = LogsAbove()
 
-    def step(self, number: int, total: float, text: str) -> None:
-        """Nothing: the next drawing shows it."""
+    def step(self, number: int, total: float, items: Sequence[str]) -> None:
+        """Keeps the line for the end: the next drawing shows the step."""
+        self._last = "  ".join([step_of(number, total), *items])
 
     def validation(self, number: int, total: float) -> None:
         """Nothing: the phase says so."""
@@ -159,7 +175,10 @@ class _View:
         self._live.console.print(*text, markup=False, highlight=False)
 
     def close(self) -> None:
+        self._logs.close()
         self._live.stop()
+        if self._last:
+            self.print(self._last)
 
 
 def _share(value: float) -> RenderableType:

@@ -13,17 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
+from lit_async_rl.callbacks.monitors.dropped_work import dropped_row
 from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
 from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.scheduling.bottleneck import MIN_GAIN, Verdict
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import what_is_saved
 
+WIDEST = 100  # columns of the table
+NARROWEST = 19  # columns of its labels, of which "metrics and samples" is the longest that is never wrapped
+BORDERS = 7
+
 
 class RunSummary(pl.Callback):
-    """Collects the rows of `table`: accuracy before and after, steps, time, staleness, wait and idle shares.
+    """Collects the rows of `table`: accuracy before and after, steps, time, staleness, wait and idle shares, drops.
 
     Of the last fit, if a Trainer or this callback fits several times.
     """
@@ -37,6 +43,8 @@ class RunSummary(pl.Callback):
         self.num_steps = 0
         self._began: float | None = None  # None outside of training
         self._is_replay = False
+        self._resumed = ""  # step and checkpoint that the fit began with
+        self._first_dropped: dict[str, int] = {}  # updates that were dropped before it, by what dropped them
         self._restarts = ""  # number and last error
         self._folder: Path | None = None
 
@@ -57,6 +65,8 @@ class RunSummary(pl.Callback):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._began = time.monotonic()
         self.num_steps = -trainer.global_step
+        self._resumed = f"step {trainer.global_step} of {trainer.ckpt_path}" if trainer.ckpt_path else ""
+        self._first_dropped = _dropped_updates(trainer)
         self._folder = run_folder(trainer)  # a collective: asked for on all ranks
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -80,6 +90,8 @@ class RunSummary(pl.Callback):
     def table(self, trainer: AnyTrainer) -> Table:
         """Summary of the run as a table."""
         table = Table(show_header=False, title="run summary")
+        if self._resumed:
+            table.add_row("resumed", self._resumed)
         if len(self.accuracy) > 1:
             is_of_the_end = self._measured_at == trainer.global_step  # SIGTERM leaves no time to measure again
             when = "after" if is_of_the_end else f"at step {self._measured_at}"
@@ -88,6 +100,10 @@ class RunSummary(pl.Callback):
         last = trainer.max_steps
         none_left = f"0: step {step} of trainer.max_steps={last} was reached before"
         table.add_row("optimizer steps", none_left if not self.num_steps and 0 <= last <= step else str(self.num_steps))
+        for cause, total in _dropped_updates(trainer).items():
+            if number := total - self._first_dropped.get(cause, 0):
+                share = "all" if number >= self.num_steps else f"{number}"
+                table.add_row("updates dropped", f"{share} of {self.num_steps}, by {cause}")
         table.add_row("wall time", f"{self.wall_s:.1f} s")
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, StalenessMonitor) and self.num_steps:
@@ -103,6 +119,8 @@ class RunSummary(pl.Callback):
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
+            if dropped := dropped_row(self.stats):
+                table.add_row("sampled tokens dropped", dropped)
         if self._restarts:
             table.add_row("engine restarts", self._restarts)
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
@@ -112,26 +130,58 @@ class RunSummary(pl.Callback):
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)
             elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
-                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to gain")
+                table.add_row("bottleneck", _bottleneck(judge.verdict))
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
-        if text := _checkpoint(trainer):
-            table.add_row("checkpoint", text)
+        table.add_row("checkpoint", _checkpoint(trainer) or "none was saved")
         return table
 
     def print(self, trainer: AnyTrainer) -> None:
         """Prints the table, on rank 0."""
         table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:
-            Console(width=100).print(table)
+            console = Console()
+            width = min(WIDEST, console.width) if console.is_terminal else WIDEST
+            Console(width=width).print(fitted(table, width))
+
+
+def fitted(table: Table, width: int) -> Table:
+    """The table within these columns: its labels wrap before a path in a value does."""
+    labels, values = table.columns
+    room = width - BORDERS - max(map(len, map(str, values.cells)), default=0)
+    longest = max(map(len, map(str, labels.cells)), default=0)
+    labels.width = max(min(longest, NARROWEST), min(longest, room))
+    values.overflow = "fold"
+    return table
+
+
+def _bottleneck(verdict: Verdict) -> str:
+    if not verdict.is_worth_it:
+        return f"none: less than {MIN_GAIN:.0%} of the time to gain"
+    return f"{verdict.side}: {verdict.share_won:.0%} of the time to gain"
+
+
+def _dropped_updates(trainer: AnyTrainer) -> dict[str, int]:
+    """Updates that callbacks have dropped because a gradient was not finite, or did not align, so far."""
+    found = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        number = getattr(getattr(callback, "dropped", None), "total", getattr(callback, "num_dropped", 0))
+        if isinstance(number, int) and number:
+            found[type(callback).__name__] = number
+    return found
 
 
 def _checkpoint(trainer: AnyTrainer) -> str:
-    """The checkpoint of the run's end; its step where that is another one, and what a full disk did not take."""
+    """The checkpoint of the run's end; its step where that is another one, and what a full disk did not take.
+
+    Empty if there is none.
+    """
     if getattr(trainer.strategy.checkpoint_io, "disk_is_full", False):
         return f"NOT SAVED, the disk is full. {what_is_saved(trainer)}"
     saved = trainer.checkpoint_callback
     path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
+    if path and "://" not in path and not Path(path).exists():
+        return f"MISSING: {path} was saved, and is not there any more"
     newest = getattr(trainer.strategy.checkpoint_io, "newest", None)
     if path and newest is not None and newest.step != trainer.global_step:
         return f"{path} of step {newest.step}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.callbacks import ProgressBar
@@ -14,6 +16,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBars
 from rich.table import Column
 
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.waiting import announced, duration
@@ -24,16 +27,19 @@ NAMES = {
     "sample/staleness_mean": ("staleness", "{:.2f}"),
     "perf/tokens_per_s": ("tokens/s", "{:,.0f}"),
 }
+LEAST_DROPPED = 0.01  # share of the sampled tokens from which it is shown
 SHARE = 0.02  # of the time so far: a run that takes days needs no line every ten seconds
 REFRESH_HZ = 4.0
+STEP_COLUMNS = len("step 10000/10000")
+BAR_COLUMNS = 10
 
 
 @runtime_checkable
 class Display(Protocol):
     """Draws the progress of one fit or validation."""
 
-    def step(self, number: int, total: float, text: str) -> None:
-        """`number` of `total` optimizer steps are done; `text` has their metrics."""
+    def step(self, number: int, total: float, items: Sequence[str]) -> None:
+        """`number` of `total` optimizer steps are done; `items` are metrics, and at last the time that is left."""
 
     def validation(self, number: int, total: float) -> None:
         """`number` of `total` batches of a validation are done."""
@@ -54,9 +60,9 @@ class Lines:
         self._last = -math.inf
         self._unsaid = ""
 
-    def step(self, number: int, total: float, text: str) -> None:
+    def step(self, number: int, total: float, items: Sequence[str]) -> None:
         now = time.monotonic()
-        self._unsaid = f"{_steps(number, total)}  {text}"
+        self._unsaid = "  ".join([step_of(number, total), *items])
         if number == total or now - self._last >= max(self._every_s, SHARE * (now - self._began)):
             self._last = now
             self.end()
@@ -81,19 +87,24 @@ class Bars:
     """A bar of the steps, and one of a validation while it lasts."""
 
     def __init__(self, console: Console) -> None:
-        # in a narrow terminal the end of the metrics is cut off, and nothing is wrapped
-        steps = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len("step 10000/10000")))
+        # in a narrow terminal the last metrics are left out, and nothing is wrapped
+        steps = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=STEP_COLUMNS))
         text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-        self._bars = RichBars(steps, BarColumn(bar_width=10), text, console=console, refresh_per_second=REFRESH_HZ)
+        bar = BarColumn(bar_width=BAR_COLUMNS)
+        self._bars = RichBars(steps, bar, text, console=console, refresh_per_second=REFRESH_HZ)
         self._steps: Any = None
         self._validation: Any = None
         self._bars.start()
+        self._logs = LogsAbove()
 
-    def step(self, number: int, total: float, text: str) -> None:
+    def step(self, number: int, total: float, items: Sequence[str]) -> None:
         if self._steps is None:
             self._steps = self._bars.add_task("", text="")
         limit = None if math.isinf(total) else total
-        self._bars.update(self._steps, completed=number, total=limit, description=_steps(number, total), text=text)
+        name = step_of(number, total)
+        room = self._bars.console.width - max(len(name), STEP_COLUMNS) - BAR_COLUMNS - 3
+        text = "  ".join(first_that_fit([*items[-1:], *items[:-1]], room))
+        self._bars.update(self._steps, completed=number, total=limit, description=name, text=text)
 
     def validation(self, number: int, total: float) -> None:
         if self._validation is None:
@@ -107,11 +118,43 @@ class Bars:
         self._bars.console.print(*text, markup=False, highlight=False)
 
     def close(self) -> None:
+        self._logs.close()
         self._bars.stop()
 
 
+class LogsAbove:
+    """Sends what log handlers write to the terminal through `sys.stderr`, which rich prints above what it draws.
+
+    Handlers keep the stream of the time when they were made, and would write into the drawing. Made when the drawing
+    has begun, and closed before it ends.
+    """
+
+    def __init__(self) -> None:
+        self._changed: list[tuple[logging.StreamHandler[Any], Any]] = []
+        named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+        for handler in {handler for logger in [logging.root, *named] for handler in logger.handlers}:
+            if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "isatty", lambda: False)():
+                self._changed.append((handler, handler.setStream(sys.stderr)))
+
+    def close(self) -> None:
+        for handler, stream in self._changed:
+            if stream is not None:
+                handler.setStream(stream)
+        self._changed = []
+
+
+def first_that_fit(items: Sequence[str], width: int) -> list[str]:
+    """The first items that fit into a line of this width, two spaces apart."""
+    kept: list[str] = []
+    for item in items:
+        if len("  ".join([*kept, item])) > width:
+            break
+        kept.append(item)
+    return kept
+
+
 class Progress(ProgressBar):
-    """Steps done, reward, held-out accuracy, staleness, tokens per second and the time that is left.
+    """Steps done, reward, held-out accuracy, staleness, dropped tokens, tokens per second and the time that is left.
 
     In a terminal or a notebook these stand beside a bar. Where output goes to a file or a pipe, or the terminal can do
     nothing (`TERM=dumb`), they are lines: of the first step and the last, and of one every `every_s` seconds, or every
@@ -201,7 +244,7 @@ class Progress(ProgressBar):
         if trainer.global_step > self.num_steps:
             self.num_steps = trainer.global_step
             if self._display is not None:
-                self._display.step(self.num_steps, self.max_steps, self._text(trainer, pl_module))
+                self._display.step(self.num_steps, self.max_steps, self.items(trainer, pl_module))
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._open(trainer)
@@ -241,13 +284,24 @@ class Progress(ProgressBar):
             self._patience.__exit__(None, None, None)
             self._patience = None
 
-    def _text(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+    def items(self, trainer: AnyTrainer, pl_module: AnyModule) -> list[str]:
+        """Metrics with their names, the share of the sampled tokens that was dropped, and the time that is left."""
         seconds = (time.monotonic() - self._began) / max(1, self.num_steps - self._first_step)
         left_s = (self.max_steps - self.num_steps) * seconds
         metrics = [f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        dropped = _dropped_share(trainer)
+        lost = [f"dropped {dropped:.0%}"] if dropped >= LEAST_DROPPED else []
         left = [] if math.isinf(left_s) else [f"{duration(left_s)} left"]
-        return "  ".join([*metrics, f"{seconds:.2g} s/step", *left])
+        return [*metrics, *lost, f"{seconds:.2g} s/step", *left]
 
 
-def _steps(number: int, total: float) -> str:
+def _dropped_share(trainer: AnyTrainer) -> float:
+    """Share of the tokens of all groups so far that nothing was trained on."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    stats = data.stats() if isinstance(data, RolloutDataModule) else None
+    return 0.0 if stats is None else sum(stats.dropped_share().values())
+
+
+def step_of(number: int, total: float) -> str:
+    """`step 3/200`."""
     return f"step {number}" if math.isinf(total) else f"step {number}/{total:.0f}"

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 import lit_async_rl
 from lit_async_rl.api.run_folders import gather_loggers
-from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, Progress
+from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils.checks import check_objects, check_range, meant
@@ -170,7 +170,7 @@ def _sentence(error: Exception) -> str:
 
 CONFIGS = Path(lit_async_rl.__file__).parent / "configs"
 REPLACED_BY: dict[type[Callback], type[Callback]] = {
-    Progress: ProgressBar,  # a Trainer has one at most
+    LiveView: ProgressBar,  # a Trainer has one at most
     LinkedCheckpoint: ModelCheckpoint,
 }
 SWITCHES = {
@@ -260,7 +260,12 @@ IRRELEVANT_WARNINGS = (
 )
 
 
-IRRELEVANT_LOG_MESSAGES = ("💡", "`weights_only` was not set")
+IRRELEVANT_LOG_MESSAGES = (
+    "💡",
+    "`weights_only` was not set",
+    "TPU available: False",
+    "`Trainer.fit` stopped: `max_steps=",  # twice, and the summary has it
+)
 
 
 def quiet() -> None:

@@ -1,18 +1,25 @@
-"""The console script: `lit-async-rl train --config ...`. Each command is imported when it is called."""
+"""The console script: `lit-async-rl train --config ...`. Each command is imported when it is called.
+
+Commands that import torch, lightning and transformers say so first, because that takes seconds.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 from lit_async_rl import __version__
+from lit_async_rl.cli import help_pages
+from lit_async_rl.cli.loading import deferred_imports, loading
 from lit_async_rl.utils.checks import meant
 
+CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a configuration
 COMMANDS = {
-    "train": ("lit_async_rl.cli.app", "main", "train a policy: --config file.yaml, see --help for all settings"),
-    "evaluate": ("lit_async_rl.cli.app", "evaluate", "held-out accuracy of a checkpoint, with samples"),
-    "export": ("lit_async_rl.cli.app", "export", "write a checkpoint as a Hugging Face folder"),
+    "train": (CONFIGURED, "main", "train a policy: --config file.yaml, see train --help"),
+    "evaluate": (CONFIGURED, "evaluate", "held-out accuracy of a checkpoint, with samples"),
+    "export": (CONFIGURED, "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
     "convert": ("lit_async_rl.cli.convert", "main", "turn a configuration of TRL into one of this trainer"),
@@ -20,6 +27,7 @@ COMMANDS = {
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
+    "completion": ("lit_async_rl.cli.completion", "main", "print a script that completes commands and settings"),
     "env": ("lit_async_rl.cli.env", "main", "print versions and machine, for a report of a bug"),
 }
 
@@ -36,10 +44,33 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"lit-async-rl {__version__}")
     elif command in COMMANDS:
         module, function, _ = COMMANDS[command]
-        getattr(importlib.import_module(module), function)(rest)
+        if module == CONFIGURED:
+            _run_configured(command, rest)
+        else:
+            getattr(importlib.import_module(module), function)(rest)
     else:
         known = f"{', '.join(COMMANDS)} and --version"
         sys.exit(f"error: there is no command {command!r}{meant(command, COMMANDS)} (commands: {known})")
+
+
+def _run_configured(command: str, words: Sequence[str]) -> None:
+    """A command that reads a configuration. The one that trains has pages of help that need no import."""
+    topic = help_pages.asked_for(words) if command == "train" else None
+    if topic is not None:
+        help_pages.show(topic, _train_parser)
+        return
+    deferred_imports()
+    with loading():
+        app = importlib.import_module(CONFIGURED)
+    getattr(app, COMMANDS[command][1])(words)
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    deferred_imports()
+    with loading():
+        from lit_async_rl.cli.settings import train_parser
+
+        return train_parser()
 
 
 def usage() -> str:

@@ -360,7 +360,7 @@ def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
     if refusal.argument is None or refusal.chosen:
         return None
     name = f"{refusal.setting}.{refusal.argument}"
-    if list(_classes_in(hint)):
+    if list(classes_in(hint)):
         return f"{name} is a setting of no class yet: choose one first, --{refusal.setting} NAME --{name} ..."
     return f"there is no setting {name}: {refusal.setting} is a function"
 
@@ -379,11 +379,11 @@ def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
 def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
     """A file, a name that is no class, or a class of another kind, where a class or a function is expected."""
     value = refusal.chosen or refusal.value
-    bases = list(_classes_in(hint))
+    bases = list(classes_in(hint))
     takes_functions = "Callable" in str(hint)
     if value is None or not (bases or takes_functions):
         return None
-    known = _known_names(bases)
+    known = known_names(bases)
     kind = _with_article(bases[0].__name__) if bases else "the dotted path of a function or a class"
     rule = f"{refusal.setting} must be {kind}, got {value}"
     if suggestion := _suggested_path(value, is_class=bool(bases)):
@@ -403,17 +403,17 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
     return rule if found is not None and ((bases and not takes_functions) or not callable(found)) else None
 
 
-def _classes_in(hint: Any) -> Iterator[type]:
+def classes_in(hint: Any) -> Iterator[type]:
     """Classes of an annotation: of a union, of the items of a list, and of the objects that a callable makes."""
     if arguments := typing.get_args(hint):
         is_callable = typing.get_origin(hint) is collections.abc.Callable
         for argument in arguments[-1:] if is_callable else arguments:
-            yield from _classes_in(argument)
+            yield from classes_in(argument)
     elif inspect.isclass(hint) and hint.__module__.partition(".")[0] in ("lit_async_rl", "lightning", "torch"):
         yield hint
 
 
-def _known_names(bases: Sequence[type]) -> list[str]:
+def known_names(bases: Sequence[type]) -> list[str]:
     """Names that a setting may have whose value is an object of one of some classes; of rewards, dotted paths."""
     if not bases:
         return [f"lit_async_rl.rewards.{name}" for name in REWARDS]

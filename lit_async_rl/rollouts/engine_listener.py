@@ -195,6 +195,8 @@ class EngineListener:
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
         self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
+        self.num_aborted = 0  # tokens of the engine in use that were dropped before their completions were done
+        self._num_received = 0  # and those that it handed over
         self._spans = EngineSpans(engine)
         # Ends the thread after its current `poll`; the thread also sleeps on it while an engine that failed is not
         # replaced yet. Not `changed`: a stop must get through while a call that hangs holds that.
@@ -223,6 +225,11 @@ class EngineListener:
     def num_tokens(self) -> int:
         """Tokens generated, summed over all engines so far."""
         return self._before[1] + self._counters()[1]
+
+    @property
+    def num_under_way(self) -> int:
+        """Tokens that the engine in use has generated and not handed over; without it they are lost."""
+        return max(0, self._counters()[1] - self._num_received - self.num_aborted)
 
     def _counters(self) -> tuple[float, int]:
         return self._attempt(self.calls.counters, (0.0, 0))
@@ -362,6 +369,8 @@ class EngineListener:
         # Engine, ledger, error and thread change at once, or a completion would be checked against another's requests.
         with self.changed:
             self._before = (self.busy_s, self.num_tokens)
+            self.num_aborted = 0
+            self._num_received = 0
             self._install(engine, version)
             self.engine_error = None
             self._spans.restarted(engine)
@@ -395,6 +404,7 @@ class EngineListener:
         except CompletionError as error:
             self.break_engine(error, engine)
             return
+        self._num_received += completion.num_trained_tokens
         if is_wanted:
             self._on_completion(completion)
 

@@ -247,6 +247,15 @@ class GroupBook:
             seconds = time.monotonic() - group.began
         return sum(len(completion.token_ids) for completion in known.values()) / max(1, len(known)), seconds
 
+    def num_tokens(self, group: GroupEntry, partials: Iterable[Completion]) -> int:
+        """Tokens that the policy has sampled for a group so far."""
+        known = self._with_partials(partials)[group.index] if group.is_open else group.known()
+        return sum(completion.num_trained_tokens for completion in known.values())
+
+    def num_running_tokens(self, group: GroupEntry, partials: Iterable[Completion]) -> int:
+        """Those of them whose completions the engine has not handed over."""
+        return self.num_tokens(group, partials) - self.num_tokens(group, ()) if group.is_open else 0
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, deadlines: Mapping[int, int], partials: Iterable[Completion]) -> list[GroupEntry]:

@@ -131,6 +131,8 @@ def _masked_if_cut(rollout: Rollout) -> Rollout:
 
 
 WATCHED_GROUPS = 64  # after so many a curriculum checks that its threshold of success fits the rewards
+FAILED = "failed rewards"  # causes of dropped tokens that are no filter and no admission policy
+RESTARTED = "engine restarts"
 TRAINED = "trained"
 EXPIRED = "expired"
 UNBEGUN = "unbegun"  # too old before it had a token
@@ -175,6 +177,8 @@ class Intake:
         shuffle: False takes prompts in the order of their source, in every epoch.
 
     Attributes:
+        dropped_tokens: sampled tokens that nothing is trained on, by what dropped or masked them: the class of a filter
+            or of the admission policy, `FAILED`, or `RESTARTED`. `trained_tokens`: those that were trained on.
         num_sampled: groups that got their rewards, of which filters dropped `num_dropped`.
         sampled_reward: sum over all of them of a group's mean reward, before filters changed it.
     """
@@ -213,6 +217,8 @@ class Intake:
         self.num_sampled = 0
         self.num_dropped = 0
         self.sampled_reward = 0.0
+        self.dropped_tokens: Counter[str] = Counter()
+        self.trained_tokens = 0
         self._watch = SuccessWatch("data.intake.success_reward", "pass rates of prompts", self.success_reward is None)
         self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
 
@@ -232,6 +238,8 @@ class Intake:
         kept: RolloutGroup | None = group
         for group_filter in self.filters:
             kept = group_filter(group)
+            num_left = 0 if kept is None else _num_trained(kept)
+            self.drop_tokens(type(group_filter).__name__, _num_trained(group) - num_left)
             if kept is None:
                 self.num_dropped += 1
                 self._count(group_filter.fate, number, _length(group), seconds=group.generation_s)
@@ -243,6 +251,7 @@ class Intake:
 
     def trained(self, group: RolloutGroup, number: int, position: int) -> None:
         """Counts a group as trained on."""
+        self.trained_tokens += _num_trained(group)
         self._count(TRAINED, number, _length(group), seconds=group.generation_s)
         known = self._successes.pop(group.index, None)  # not there after a resume from an older checkpoint
         self.pass_rates.measure(number, self._pass_rate(group) if known is None else known)
@@ -257,6 +266,11 @@ class Intake:
         if not again:
             del self._num_lost[position]
         return again
+
+    def drop_tokens(self, cause: str, number: int) -> None:
+        """Counts sampled tokens that are not trained on."""
+        if number > 0:
+            self.dropped_tokens[cause] += number
 
     @property
     def successes(self) -> dict[int, float]:
@@ -287,6 +301,10 @@ class Intake:
             num_measured=before.num_measured + (rate is not None),
             pass_rate=before.pass_rate + (rate or 0.0),
         )
+
+
+def _num_trained(group: RolloutGroup) -> int:
+    return sum(rollout.num_trained_tokens for rollout in group.rollouts)
 
 
 def _length(group: RolloutGroup) -> float:

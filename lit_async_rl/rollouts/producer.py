@@ -74,7 +74,7 @@ from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
-from lit_async_rl.rollouts.intake import FateTotals, Intake
+from lit_async_rl.rollouts.intake import FAILED, RESTARTED, FateTotals, Intake
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
 from lit_async_rl.utils.spans import TRAINER, recorder
@@ -210,6 +210,7 @@ class Producer:
         Finished groups and completions of the old engine are kept.
         """
         with self.changed:  # nothing may be filed between the list of what is missing and the requests for it
+            self.intake.drop_tokens(RESTARTED, self.listener.num_under_way)
             sampling = self.book.in_state(GroupState.SAMPLING)
             requests = [request for group in sampling for request in self.book.missing(group)]
             self.listener.replace(engine, requests, self.version)
@@ -245,6 +246,9 @@ class Producer:
                 num_dropped=self.intake.num_dropped,
                 sampled_reward=self.intake.sampled_reward,
                 scoring_cpu_share=self.scorer.cpu_share,
+                dropped_tokens=dict(self.intake.dropped_tokens),
+                trained_tokens=self.intake.trained_tokens,
+                threshold=self.intake.threshold,
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
@@ -275,6 +279,9 @@ class Producer:
         running: list[int] = []
         for group in lost:
             length, seconds = self.book.progress_of(group, partials)
+            num_running = self.book.num_running_tokens(group, partials)
+            self.intake.drop_tokens(self.admission.drops_as, self.book.num_tokens(group, partials))
+            self.listener.num_aborted += num_running
             running += self.book.drop(group)
             is_again = self.intake.lose(
                 group.index,
@@ -324,6 +331,9 @@ class Producer:
         with self.changed:
             if not group.is_open:
                 return
+            partials = self.listener.partial_completions()
+            self.listener.num_aborted += self.book.num_running_tokens(group, partials)
+            self.intake.drop_tokens(FAILED, self.book.num_tokens(group, partials))
             self._drop(group)
             self._num_scored += 1  # counts as progress for `wait`
             self._admit()
@@ -513,6 +523,9 @@ class ProducerStats:
         fates: what became of the groups, and how long they were.
         num_sampled: groups that got their rewards; `num_dropped`: those of them that filters dropped.
         sampled_reward: sum over all of them of a group's mean reward, before filters.
+        dropped_tokens: sampled tokens that nothing was trained on, by what dropped them; `trained_tokens`: those that
+            were trained on. What is neither is being sampled, waits, or is of a validation.
+        threshold: least reward of a success.
     """
 
     wait_s: float
@@ -529,6 +542,17 @@ class ProducerStats:
     num_dropped: int = 0
     sampled_reward: float = 0.0
     scoring_cpu_share: float = 0.0
+    dropped_tokens: Mapping[str, int] = field(default_factory=dict)
+    trained_tokens: int = 0
+    threshold: float = 0.5
+
+    def dropped_share(self, before: ProducerStats | None = None) -> dict[str, float]:
+        """Share of the tokens that was dropped, by what dropped them, most first; since `before`, or the start."""
+        then = ProducerStats.zero() if before is None else before
+        dropped = {cause: number - then.dropped_tokens.get(cause, 0) for cause, number in self.dropped_tokens.items()}
+        total = sum(dropped.values()) + self.trained_tokens - then.trained_tokens
+        ordered = sorted(dropped.items(), key=lambda item: -item[1])
+        return {cause: number / total for cause, number in ordered if number > 0 and total > 0}
 
     @classmethod
     def zero(cls) -> ProducerStats:

@@ -59,9 +59,11 @@ class Admission:
 
     Attributes:
         may_be_late: whether an admitted group may miss its deadline, and is dropped then (`Drop`, `Retry`, `Ring`).
+        drops_as: why groups are dropped, in reports.
     """
 
     may_be_late: ClassVar[bool] = False
+    drops_as: ClassVar[str] = "redundant_groups"
 
     def __init__(
         self,
@@ -268,6 +270,7 @@ class RingAdmission(Admission):
     """
 
     may_be_late = True
+    drops_as = "the ring buffer"
 
     def __init__(self, groups_per_round: int, max_staleness: int, num_sampling: int, capacity: int) -> None:
         super().__init__(groups_per_round, max_staleness)
@@ -343,6 +346,7 @@ class ExpiringAdmission(Admission):
     """
 
     may_be_late = True
+    drops_as = "max_staleness"
 
     def __init__(self, groups_per_round: int, max_staleness: int, ahead: float, max_tries: int = 1) -> None:
         super().__init__(groups_per_round, max_staleness)

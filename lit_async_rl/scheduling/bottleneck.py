@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 Side = Literal["engine", "trainer", "reward", "weight sync", "staleness bound", "both sides"]
-MIN_SHARE = 0.05  # share of the wall time below which a gain is not worth a change of settings
+MIN_SHARE = 0.05  # share of the wall time from which a side counts as waiting
+MIN_GAIN = 0.1  # share of the wall time below which a gain is not worth a change of settings
+CHANGED = 1.5  # times by which a share of the time changes before earlier advice is forgotten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +128,34 @@ class Verdict:
         """`won_s` as a share of the window."""
         return self.won_s / self.intervals.wall_s
 
-    def __str__(self) -> str:
+    @property
+    def shares(self) -> str:
+        """What trainer and engine did with their time, in words."""
         i = self.intervals
-        shares = (
+        return (
             f"the trainer waits {i.wait_s / i.wall_s:.0%} of the time, the engine is busy "
             f"{min(1.0, i.engine_busy_s / i.wall_s):.0%}, publishing takes {i.sync_s / i.wall_s:.0%}"
         )
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether there is `MIN_GAIN` to gain."""
+        return self.side != "both sides" and self.share_won >= MIN_GAIN
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What is advised, without numbers of the window: another key is other advice."""
+        setting = self.setting
+        return (self.side,) if setting is None else (self.side, setting.name, str(setting.suggested))
+
+    def __str__(self) -> str:
+        i = self.intervals
+        shares = self.shares
         free = "" if self.fresher is None else f". Fresher data would cost no time: {self.fresher}"
         if self.side == "both sides":
             return f"{shares}: neither waits for the other; only faster hardware or less work would help{free}"
+        if not self.is_worth_it:
+            return f"{shares}: less than {MIN_GAIN:.0%} to gain{free}"
         what = "they wait for each other" if self.side == "staleness bound" else f"the {self.side} is the bottleneck"
         advice = _NO_SETTING[self.side] if self.setting is None else str(self.setting)
         won = f"up to {self.won_s:.3g} s of {i.wall_s:.3g} s ({self.share_won:.0%}) to gain"
@@ -176,6 +197,66 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
     if i.sync_s > 2 * threshold:
         return verdict("weight sync", min(i.sync_s, idle_s), settings.weight_sync)
     return verdict("trainer", idle_s, settings.trainer)
+
+
+class SteadyAdvice:
+    """Which verdicts may advise, so that no window contradicts one before it.
+
+    Advice needs two windows in a row that say the same, with `MIN_GAIN` to gain. From then on other advice is withheld
+    while the load stays: until the share of the time that trainer, engine or reward work has changed by `CHANGED`. A
+    fresher bound is advised for whole runs only, and where no window asked for an older one.
+    """
+
+    def __init__(self) -> None:
+        self._given: Verdict | None = None
+        self._before: tuple[str, ...] | None = None
+
+    def admits(self, verdict: Verdict) -> bool:
+        """Whether this verdict on the next window may advise."""
+        if self._given is not None and _has_changed(self._given.intervals, verdict.intervals):
+            self._given = None
+        before = self._before
+        self._before = verdict.key if verdict.is_worth_it else None
+        if self._before is None:
+            return False
+        if self._given is None and before == verdict.key:
+            self._given = verdict
+        return self._given is not None and self._given.key == verdict.key
+
+    def for_window(self, verdict: Verdict) -> str:
+        """Words on the next window."""
+        verdict = replace(verdict, fresher=None)
+        return str(verdict) if self.admits(verdict) or not verdict.is_worth_it else verdict.shares
+
+    def for_run(self, verdict: Verdict, is_over: bool) -> Verdict | None:
+        """What may be advised on the run so far; None if its shares of time are all there is to say.
+
+        Args:
+            verdict: on the run from its beginning.
+            is_over: whether this is the last one: it may advise what no window could yet.
+        """
+        if not is_over or self._given is not None:
+            if verdict.is_worth_it and (self._given is None or self._given.key != verdict.key):
+                return None
+            asked = None if self._given is None else self._given.setting
+            is_opposite = asked is not None and verdict.fresher is not None and asked.name == verdict.fresher.name
+            verdict = replace(verdict, fresher=None) if is_opposite or not is_over else verdict
+        return verdict
+
+
+    def has_named(self, setting: str, last: Verdict | None) -> bool:
+        """Whether a window, or the last verdict, has advised on a setting."""
+        asked = [one.setting for one in (self._given, last) if one is not None and one.is_worth_it]
+        fresher = None if last is None else last.fresher
+        return any(one is not None and one.name == setting for one in (*asked, fresher))
+
+
+def _has_changed(before: Intervals, now: Intervals) -> bool:
+    for name in ("trainer_s", "engine_busy_s", "scoring_s"):
+        shares = [max(MIN_SHARE, getattr(one, name) / one.wall_s) for one in (before, now)]
+        if max(shares) > CHANGED * min(shares):
+            return True
+    return False
 
 
 def _shown(value: object) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-try:
+if TYPE_CHECKING:
     import aiohttp
-except ModuleNotFoundError as error:
-    reason = "vLLM servers are spoken to with aiohttp: pip install 'lit-async-rl[servers]'"
-    raise ModuleNotFoundError(reason, name="aiohttp") from error
+elif importlib.util.find_spec("aiohttp") is None:
+    raise ModuleNotFoundError(
+        "vLLM servers are spoken to with aiohttp: pip install 'lit-async-rl[servers]'", name="aiohttp"
+    )
 
 from lit_async_rl.engines.vllm.servers.schema import MalformedAnswer, Schema, excerpt
 
@@ -54,6 +56,8 @@ class ServerConnection:
             ServerFailure: there was no response, or one of more than `max_bytes`.
             ServerRefusal: the key is wrong.
         """
+        import aiohttp  # a tenth of a second, which runs without servers need not wait
+
         if self._session is None:  # belongs to the loop that it was made in
             # One connection for each request: uvicorn closes those that were idle, or that brought an error, and may do
             # so just when the next request is under way; on a busy machine it does.
