@@ -632,9 +632,11 @@ def _field_or_none(record: Mapping[str, Any], field: str) -> Any:
 def with_template_kwargs(metadata: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a prompt with arguments for its chat template; the record's own come first."""
     own = metadata.get(TEMPLATE_KWARGS)
-    if not kwargs or not (is_missing(own) or isinstance(own, Mapping)):  # what is no mapping is refused by the codec
+    if is_missing(own):
+        own = {}
+    if not kwargs or not isinstance(own, Mapping):  # what is no mapping is refused by the codec
         return metadata
-    return metadata | {TEMPLATE_KWARGS: {**kwargs, **({} if is_missing(own) else own)}}
+    return metadata | {TEMPLATE_KWARGS: {**kwargs, **own}}
 
 
 def check_template(template: str) -> None:

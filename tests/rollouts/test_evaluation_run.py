@@ -12,6 +12,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun, make_questions
 from lit_async_rl.simulation.latency import Constant
@@ -112,7 +113,7 @@ def test_what_could_not_be_scored_counts_nowhere_and_who_waits_hears_of_the_end(
     run.collect(completion(1, 1))
     assert run.wait(20.0)
     assert time.monotonic() - began < 5
-    result = run.result(1.0, [1, 2])
+    result = run.result(Success(1.0), [1, 2])
     assert result.num_unscored == 1
     assert result.metrics == {
         name: value
@@ -141,7 +142,7 @@ def test_pass_at_k_is_that_of_all_subsets():
     deadline = time.monotonic() + 20
     while not run.is_done and time.monotonic() < deadline:
         assert all(run.collect(c) for c in engine.poll(0.05))
-    result = run.result(1.0, [1, 2, 3, 4])
+    result = run.result(Success(1.0), [1, 2, 3, 4])
     assert len(rewards) == 12
     for k in (1, 2, 3, 4):
         chances = [[max(some) for some in combinations(values, k)] for values in rewards.values()]
@@ -216,5 +217,5 @@ def test_a_question_that_the_engine_gives_up_counts_nowhere_and_the_next_one_is_
         for sample in (0, 1):
             run.collect(completion(number, sample, reward=0.5))
     assert run.is_done
-    result = run.result(1.0, [1])
+    result = run.result(Success(1.0), [1])
     assert (result.num_unscored, result.metrics["reward"]) == (1, 0.5)
