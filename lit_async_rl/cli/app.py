@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,11 @@ class AsyncRLCLI(LightningCLI):
             super().instantiate_classes()
             set_engine(self.cluster, self.datamodule)
 
+    def engines_connected(self) -> AbstractContextManager[Any]:
+        """Context in which the engines of `cluster:` can be set up; the ranks of Ray are connected already."""
+        needed = self.cluster is not None and self.cluster.has_replicas and self._place is None
+        return self.cluster.connected() if self.cluster is not None and needed else nullcontext()
+
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A Trainer with the default callbacks as configured, whose loggers write into one folder.
 
@@ -191,7 +196,7 @@ class AsyncRLCLI(LightningCLI):
         if self._extra:  # the command does not train
             trainer.loggers = []
         if self._place is not None:
-            trainer.callbacks.append(TellFolder(self._place))
+            trainer.callbacks.append(TellFolder(self._place))  # type: ignore[attr-defined]
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
         name_tracked_runs(trainer, given, self.config["seed_everything"])
         return trainer
@@ -292,7 +297,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
         run.append(cli)
         trainer = cli.trainer
         ckpt_path = cli.config["ckpt_path"]
-        with run_folders(trainer, ckpt_path):
+        with cli.engines_connected(), run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         api.print_summary(trainer)
         api.upload_report(trainer)
@@ -315,7 +320,9 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         if not cli.trainer.limit_val_batches:
             raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
-        metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        ckpt_path = cli.config["ckpt_path"]
+        with cli.engines_connected():
+            metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=ckpt_path, verbose=False)[0]
         if not cli.trainer.is_global_zero:  # the metrics are reduced over ranks, so one prints them
             return
         table = Table("prompt", "completion", "answer", "reward", title="samples")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
+from lit_async_rl.ray import runtime, security
 from lit_async_rl.utils.checks import check_range
 
 DEFAULT_CPUS = 0.5  # of a rank and of a replica: two of each fit on a machine with two cores
@@ -44,6 +49,11 @@ class EngineReplicas:
                 f"max={self.most}"
             )
         _check_resources(f"{owner}.resources", self.resources)
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs of one replica, as Ray counts them."""
+        return DEFAULT_CPUS if self.resources is None else self.resources.get("CPU", 0.0)
 
     @property
     def least(self) -> int:
@@ -135,13 +145,47 @@ class RayCluster:
         if (self.places_ranks or self.has_replicas) and importlib.util.find_spec("ray") is None:
             raise SetupError("cluster is set, and Ray is not installed here: pip install 'lit-async-rl[ray]'")
 
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """Context with the module `ray`, connected to the cluster; what it starts on this machine, it ends.
+
+        Raises:
+            SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
+        """
+        self.check()
+        if self.address is None and "RAY_ADDRESS" not in os.environ:
+            security.bind_to_loopback()
+        num_ranks = self.trainer_ranks if self.places_ranks else 0
+        num_cpus = num_ranks * self.rank_resources(has_gpus=False).get("CPU", 0.0)
+        num_cpus += self.engines.most * self.engines.num_cpus if self.has_replicas else 0.0
+        ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
+        try:
+            security.check_access(ray)
+            yield ray
+        finally:
+            runtime.release(self)
+
     def replicate(self, engine: RolloutEngine) -> RolloutEngine:
-        """The engine as it is, or in several replicas that Ray places; an episode engine keeps its environment here."""
+        """The engine in several replicas that Ray places, or as it is; an environment stays where the engine is."""
         if not self.has_replicas:
             return engine
+        if isinstance(engine, EpisodeEngine):
+            args, kwargs = engine._made_with
+            bound = inspect.signature(type(engine)).bind(*args, **kwargs)
+            bound.arguments["engine"] = self.replicate(bound.arguments["engine"])
+            return type(engine)(*bound.args, **bound.kwargs)
         from lit_async_rl.ray.engine import RayEngine
 
-        return RayEngine(engine=engine, replicas=self.engines.replicas)
+        resources = self.engines.resources or {}
+        return RayEngine(
+            engine,
+            self.engines.replicas,
+            num_cpus=self.engines.num_cpus,
+            num_gpus=resources.get("GPU", 0.0),
+            resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")} or None,
+            address=self.address,
+            min_replicas=self.engines.least,
+        )
 
     def as_config(self) -> dict[str, Any]:
         """This setting as a configuration has it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,10 +52,6 @@ class Coordinator:
     def job(self) -> list[Any]:
         """The reference of what each rank calls."""
         return self._job
-
-    def auth_mode(self) -> str | None:
-        """`RAY_AUTH_MODE` of the cluster's processes, which the one of the command need not share."""
-        return os.environ.get("RAY_AUTH_MODE")
 
     # -- from the command ---------------------------------------------------------------------------------------------
 

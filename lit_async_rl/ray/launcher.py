@@ -28,10 +28,10 @@ from typing import Any
 
 from lit_async_rl.errors import RankError, SetupError
 from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.coordinator import Coordinator, Ended, Said
+from lit_async_rl.ray.coordinator import Coordinator, Ended, Said, Stream
 from lit_async_rl.ray.rank import Place
-from lit_async_rl.ray.runtime import NAMESPACE, connect, release
-from lit_async_rl.ray.security import bind_to_loopback, check_access, is_loopback
+from lit_async_rl.ray.runtime import NAMESPACE
+from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
 from lit_async_rl.utils.guarded_calls import announced
 
@@ -83,7 +83,7 @@ def launch(cluster: RayCluster, job: Callable[[Place], None], *, uses_gpus: bool
 def _received_signals() -> Iterator[list[int]]:
     """Signals that ask for the run's end, in order; the process goes on. Other threads than the main one get none."""
     received: list[int] = []
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -91,8 +91,8 @@ def _received_signals() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
 
 
 class _Run:
@@ -111,25 +111,13 @@ class _Run:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Ray is there: a cluster, or one on this machine for the run."""
-        address = self._cluster.address or os.environ.get("RAY_ADDRESS")
-        if address is None:
-            bind_to_loopback()
         os.environ[START_TIMEOUT] = str(self._cluster.start_timeout_s)
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
-        per_rank = self._cluster.rank_resources(has_gpus=False)
-        num_cpus = self._cluster.trainer_ranks * per_rank.get("CPU", 0.0)
-        per_engine = self._cluster.engines.resources or {}
-        num_cpus += self._cluster.engines.most * per_engine.get("CPU", 0.5) if self._cluster.has_replicas else 0.0
-        self._ray = connect(self._cluster.address, num_cpus=num_cpus, what="cluster", user=self)
-        try:
-            self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in self._nodes())
+        with self._cluster.connected() as ray:
+            self._ray = ray
+            self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
             yield
-        finally:
-            release(self)
-
-    def _nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
 
     @contextlib.contextmanager
     def coordinated(self, job: Callable[[Place], None]) -> Iterator[None]:
@@ -139,8 +127,6 @@ class _Run:
         actor = ray.remote(num_cpus=0)(Coordinator)
         self._coordinator = actor.options(name=self._name, namespace=NAMESPACE).remote([reference])
         try:
-            mode = self._ask("auth_mode")
-            check_access((node["NodeManagerAddress"] for node in self._nodes()), mode)
             yield
         finally:
             ray.kill(self._coordinator)
@@ -197,11 +183,10 @@ class _Run:
     def _fit(self, resources: dict[str, float], storage: str) -> None:
         """Ray Train's part, in a thread: it waits where no signal would be handled."""
         try:
-            from ray.train import FailureConfig, RunConfig, ScalingConfig
-            from ray.train.v2.api.config import LoggingConfig
+            from ray.train.v2.api.config import ScalingConfig
             from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-            DataParallelTrainer(
+            trainer: Any = DataParallelTrainer(
                 supervise,
                 train_loop_config={
                     "run": self._name,
@@ -217,18 +202,24 @@ class _Run:
                     resources_per_worker=resources,
                     placement_strategy="PACK",
                 ),
-                run_config=RunConfig(
-                    name=self._name,
-                    storage_path=storage,
-                    failure_config=FailureConfig(
-                        max_failures=self._cluster.max_failures,
-                        controller_failure_limit=0,  # no room within the start's timeout
-                    ),
-                    logging_config=LoggingConfig(log_level="ERROR"),
-                ),
-            ).fit()
+                run_config=self._run_config(storage),
+            )
+            trainer.fit()
         except BaseException as error:
             self._error = error
+
+    def _run_config(self, storage: str) -> Any:
+        from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
+
+        return RunConfig(
+            name=self._name,
+            storage_path=storage,
+            failure_config=FailureConfig(
+                max_failures=self._cluster.max_failures,
+                controller_failure_limit=0,  # no room within the start's timeout
+            ),
+            logging_config=LoggingConfig(log_level="ERROR"),
+        )
 
     def _show(self, is_last: bool = False) -> list[Ended]:
         said, ended = self._ask("take")
@@ -290,8 +281,8 @@ class Screen:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
-        self._held: list[tuple[float, int, str, str]] = []  # when, rank, stream, line
-        self._rests: dict[tuple[int, str], str] = {}
+        self._held: list[tuple[float, int, Stream, str]] = []  # when, rank, stream, line
+        self._rests: dict[tuple[int, Stream], str] = {}
 
     def show(self, said: list[Said], is_last: bool = False) -> None:
         """Prints output in its order.
@@ -321,7 +312,7 @@ class Screen:
                 _print(stream, f"rank {rank}: {line}\n")
 
 
-def _print(stream: str, text: str) -> None:
+def _print(stream: Stream, text: str) -> None:
     out = sys.stdout if stream == "stdout" else sys.stderr
     with contextlib.suppress(OSError, ValueError):  # the terminal is closed: the run goes on, or is being saved
         out.write(text)

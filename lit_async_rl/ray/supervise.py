@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lit_async_rl.ray.coordinator import Ended, Said, Stream
-from lit_async_rl.ray.security import AUTH_MODE, is_loopback
+from lit_async_rl.ray.security import auth_mode, is_loopback, refusal
 
 PAUSE_S = 0.2
 ANSWER_S = 60.0  # the coordinator's time for an answer; without it the rank ends
@@ -66,10 +66,10 @@ def supervise(settings: Mapping[str, Any]) -> None:
     local_size = context.get_local_world_size()
     coordinator = ray.get_actor(settings["run"], namespace=settings["namespace"])
     ip = ray.util.get_node_ip_address()
-    begun = None
+    begun: Any = None
     if rank == 0:
-        attempt, folder = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
-        begun = (attempt, newest_checkpoint(folder), ip, _free_port())
+        answer: Any = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
+        begun = (answer[0], newest_checkpoint(answer[1]), ip, _free_port())
     attempt, checkpoint, main_ip, port = broadcast_from_rank_zero(begun)
     runtime = ray.get_runtime_context()
     process = RankProcess(
@@ -103,8 +103,8 @@ def supervise(settings: Mapping[str, Any]) -> None:
 
 def _misplaced(ip: str, world_size: int, local_size: int) -> str:
     """Why a rank cannot run where it is; empty if it can."""
-    if not is_loopback(ip) and os.environ.get(AUTH_MODE) != "token":
-        return f"the node {ip} is not on loopback, and its Ray asks for no token: set {AUTH_MODE}=token there"
+    if not is_loopback(ip) and auth_mode() != "token":  # a node that came later
+        return refusal(ip, auth_mode())
     if world_size % local_size:
         return (
             f"cluster.trainer_ranks={world_size}: Ray has placed {local_size} of them on the node {ip}, and each node "
