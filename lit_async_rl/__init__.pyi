@@ -153,6 +153,8 @@ from .prompts.sources import JsonlPrompts as JsonlPrompts
 from .prompts.sources import ParquetPrompts as ParquetPrompts
 from .prompts.sources import PromptSource as PromptSource
 from .prompts.sources import RecordPrompts as RecordPrompts
+from .ray.cluster import EngineReplicas as EngineReplicas
+from .ray.cluster import RayCluster as RayCluster
 from .replay.buffer import RecencyReplay as RecencyReplay
 from .replay.buffer import ReplayBuffer as ReplayBuffer
 from .replay.buffer import ReplayWeighting as ReplayWeighting

@@ -9,30 +9,36 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import WandbLogger
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
+from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engine, uses_gpus
+from lit_async_rl.api.run_config import SaveSettings, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
-from lit_async_rl.errors import LastCheckpointError, describe
+from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.prompts.sources import Records
+from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.rank import Place
 from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
-from lit_async_rl.training.wandb_runs import label_run, sync_command
+from lit_async_rl.training.wandb_runs import sync_command
 from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved
@@ -52,6 +58,7 @@ def fit(
     max_steps: int,
     recipe: str | None = "vcpo",
     ckpt_path: str | None = None,
+    cluster: RayCluster | None = None,
     **settings: Any,
 ) -> Trainer:
     """Trains a language model and prints a summary.
@@ -81,6 +88,8 @@ def fit(
             completions, the baseline of least variance, and a rate that follows the effective sample size
             (arXiv:2602.17616); None: plain GRPO.
         ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
+        cluster: places trainer ranks and engines on Ray; None trains in this process. Arguments of a run whose ranks
+            are placed go to them as pickles.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
 
     Returns:
@@ -90,6 +99,8 @@ def fit(
         FileNotFoundError: there is no such checkpoint.
         LastCheckpointError: a full disk did not take the last checkpoint; its `trainer` is what would be returned.
         OSError: another process uses the run's folder.
+        RankError: a rank that Ray has placed failed; what it wrote is shown.
+        SetupError: Ray is needed, and is not installed, not reachable or has no room.
         TypeError: none of the three has such an argument.
         ValueError: a setting is out of range, or settings contradict each other.
     """
@@ -102,25 +113,70 @@ def fit(
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
     if not is_module:
         settings = with_recipe(recipe, settings)
-    module_settings = {name: value for name, value in settings.items() if name in MODULE_SETTINGS}
-    data_settings = {name: value for name, value in settings.items() if name in DATA_SETTINGS}
-    trainer_settings = {name: value for name, value in settings.items() if name in FIT_TRAINER_SETTINGS}
+    if cluster is not None:
+        cluster.check()
     if ckpt_path is not None:
         ckpt_path = os.path.expanduser(ckpt_path)
         check_checkpoint(ckpt_path)
-    given = model.given if isinstance(model, PolicyModule) else {"model": model, **module_settings}
+    given = Given(model, prompts, reward, max_steps=max_steps, ckpt_path=ckpt_path, cluster=cluster, settings=settings)
+    if cluster is not None and cluster.places_ranks:
+        return _fit_in_ranks(given, cluster)
+    with cluster.connected() if cluster is not None and cluster.has_replicas else nullcontext():
+        return _fit_here(given)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of `fit`, of which each process of a run makes its own objects."""
+
+    model: str | PolicyModule
+    prompts: Records
+    reward: Reward | None
+    _: KW_ONLY
+    max_steps: int
+    ckpt_path: str | None
+    cluster: RayCluster | None
+    settings: Mapping[str, Any]
+
+    def of(self, names: Sequence[str]) -> dict[str, Any]:
+        """The settings of one class."""
+        return {name: value for name, value in self.settings.items() if name in names}
+
+    def make_module(self) -> PolicyModule:
+        """The module that is trained."""
+        is_module = isinstance(self.model, PolicyModule)
+        return self.model if is_module else PolicyModule(self.model, **self.of(MODULE_SETTINGS))  # type: ignore
+
+
+def _fit_here(given: Given, place: Place | None = None) -> Trainer:
+    """Trains in this process, and those that Lightning starts.
+
+    Args:
+        given: to `fit`.
+        place: of this process among ranks that Ray has placed; None elsewhere.
+    """
+    trainer_settings = given.of(FIT_TRAINER_SETTINGS)
+    ckpt_path = (place.resume_from if place is not None else None) or given.ckpt_path
+    model = given.model
     sections = {
-        "model": dict(given),
-        "data": {"prompts": prompts, "reward": reward, **data_settings},
+        "model": dict(
+            model.given if isinstance(model, PolicyModule) else {"model": model, **given.of(MODULE_SETTINGS)}
+        ),
+        "data": {"prompts": given.prompts, "reward": given.reward, **given.of(DATA_SETTINGS)},
         "defaults": dict(trainer_settings.get("defaults") or {}),
-        "trainer": _as_saved(max_steps, trainer_settings),
+        "trainer": _as_saved(given.max_steps, trainer_settings),
     }
-    trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **trainer_settings)
+    if given.cluster is not None:
+        sections["cluster"] = given.cluster.as_config()
+    trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, **placed_settings(place, trainer_settings))
     trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
+    if place is not None:
+        trainer.callbacks.append(TellFolder(place))  # type: ignore[attr-defined]
     gather_loggers(trainer, ckpt_path)
     _label_wandb_runs(trainer, sections)
-    data = RolloutDataModule(prompts=prompts, reward=reward, **data_settings)
-    module = model if isinstance(model, PolicyModule) else PolicyModule(model, **module_settings)
+    data = RolloutDataModule(prompts=given.prompts, reward=given.reward, **given.of(DATA_SETTINGS))
+    set_engine(given.cluster, data)
+    module = given.make_module()
     limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
     with CtrlC():
         with run_folders(trainer, ckpt_path):
@@ -142,6 +198,33 @@ def _label_wandb_runs(trainer: pl.Trainer, sections: Mapping[str, Mapping[str, A
             is_fresh = sections["data"].get("max_staleness", MAX_STALENESS) == 0
             tags = ["synchronous" if is_fresh else "asynchronous"]
             label_run(logger, name, settings={**held, "objects": described}, tags=tags)
+
+
+def _fit_in_ranks(given: Given, cluster: RayCluster) -> Trainer:
+    """Trains in processes that Ray places; the Trainer here has run nothing, and gets what they end with."""
+    from lit_async_rl.ray.launcher import launch  # imports ray
+
+    with CtrlC():
+        outcome = launch(cluster, partial(_fit_in_rank, given), uses_gpus=uses_gpus(given.settings.get("accelerator")))
+    if outcome.status == CTRL_C_STATUS and is_interactive():
+        raise KeyboardInterrupt
+    if outcome.status > 128:
+        raise SystemExit(outcome.status)
+    if outcome.status:
+        raise RankError(f"the run's ranks ended with status {outcome.status}; the error stands above")
+    module = given.make_module()
+    load_trained(module, outcome.folder)
+    trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
+    trainer.strategy.connect(module)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in (outcome.result or {}).items()})
+    return trainer
+
+
+def _fit_in_rank(given: Given, place: Place) -> None:
+    """`fit`, in a process that Ray has placed."""
+    trainer = _fit_here(given, place)
+    if trainer.is_global_zero:
+        place.give(metrics_of(trainer))
 
 
 def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rich.table import Table
 
 import lit_async_rl
 from lit_async_rl.api import run as api
+from lit_async_rl.api.ranks import TellFolder, placed_flags, set_engine, uses_gpus
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
@@ -51,6 +52,8 @@ from lit_async_rl.models.export import export_model
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.rank import Place
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
@@ -74,15 +77,32 @@ class AsyncRLCLI(LightningCLI):
         args: of the command line; None is `sys.argv`.
         extra: options of one command, as arguments of `add_argument` by flag. Such a command does not train: its
             settings are not saved, and nothing is logged.
+        place: of this process among ranks that Ray has placed; None elsewhere.
+        starts_ranks: whether settings by which Ray places the ranks are only parsed: nothing is made from them here.
+
+    Attributes:
+        cluster: of `cluster:`; None without it.
+        places_ranks: whether Ray is to place the ranks; there is no trainer, model or data module then.
     """
 
-    def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        args: Sequence[str] | None = None,
+        extra: dict[str, dict[str, Any]] | None = None,
+        *,
+        place: Place | None = None,
+        starts_ranks: bool = False,
+    ) -> None:
         self._args = args
         self._extra = extra or {}
+        self._place = place
+        self._starts_ranks = starts_ranks
+        self.cluster: RayCluster | None = None
+        given = sys.argv[1:] if args is None and place is not None else args
         super().__init__(
             PolicyModule,
             RolloutDataModule,
-            args=None if args is None else list(args),
+            args=None if given is None else [*given, *(placed_flags(place) if place is not None else ())],
             run=False,
             auto_configure_optimizers=False,
             seed_everything_default=0,
@@ -120,6 +140,7 @@ class AsyncRLCLI(LightningCLI):
         for key, callback in defaults_file()["defaults"].items():
             default = callback and {**callback, "class_path": full_path(callback["class_path"])}
             parser.add_argument(f"--defaults.{key}", type=Callback | None, default=default, help="null: without it")
+        parser.add_argument("--cluster", type=RayCluster | None, default=None, help="ranks and engines on Ray")
         parser.link_arguments("model.model", "data.model")
 
     def before_instantiate_classes(self) -> None:
@@ -128,6 +149,30 @@ class AsyncRLCLI(LightningCLI):
             check_checkpoint(self.config["ckpt_path"])
         check_range("", ">= 1", num_threads=self.config["num_threads"])
         torch.set_num_threads(self.config["num_threads"])
+        self.cluster = self._make_cluster()
+        if self.cluster is not None:
+            self.cluster.check()
+
+    def _make_cluster(self) -> RayCluster | None:
+        parser = Parser()
+        parser.add_argument("--cluster", type=RayCluster | None, default=None)
+        made: RayCluster | None = parser.instantiate_classes(Namespace(cluster=self.config["cluster"])).cluster
+        return made
+
+    @property
+    def places_ranks(self) -> bool:
+        return self._starts_ranks and self.cluster is not None and self.cluster.places_ranks
+
+    def instantiate_classes(self) -> None:
+        """Makes all objects, unless the ranks do that elsewhere; the cluster's engines take the engine's place."""
+        if not self.places_ranks:
+            super().instantiate_classes()
+            set_engine(self.cluster, self.datamodule)
+
+    def engines_connected(self) -> AbstractContextManager[Any]:
+        """Context in which the engines of `cluster:` can be set up; the ranks of Ray are connected already."""
+        needed = self.cluster is not None and self.cluster.has_replicas and self._place is None
+        return self.cluster.connected() if self.cluster is not None and needed else nullcontext()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A Trainer with the default callbacks as configured, whose loggers write into one folder.
@@ -152,6 +197,8 @@ class AsyncRLCLI(LightningCLI):
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(shared))
         if self._extra:  # the command does not train
             trainer.loggers = []
+        if self._place is not None:
+            trainer.callbacks.append(TellFolder(self._place))  # type: ignore[attr-defined]
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
         name_tracked_runs(trainer, given, self.config["seed_everything"])
         self._label_wandb_runs(trainer, given)
@@ -254,14 +301,29 @@ def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures held-out accuracy, trains, measures again, and prints a summary table."""
+    """Measures held-out accuracy, trains, measures again, and prints a summary table.
+
+    Where `cluster:` places ranks each of them does that, and this process shows what they say.
+    """
+    _train(args)
+
+
+def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
     run: list[AsyncRLCLI] = []
     with command(lambda: _own_folder(run[0].trainer) if run else None), CtrlC():
-        cli = AsyncRLCLI(args)
+        cli = AsyncRLCLI(args, place=place, starts_ranks=place is None)
+        if cli.places_ranks and cli.cluster is not None:
+            from lit_async_rl.ray.launcher import launch  # imports ray
+
+            job = partial(_train_in_rank, list(sys.argv[1:] if args is None else args))
+            status = launch(cli.cluster, job, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"])).status
+            if status:
+                sys.exit(status)
+            return
         run.append(cli)
         trainer = cli.trainer
         ckpt_path = cli.config["ckpt_path"]
-        with run_folders(trainer, ckpt_path):
+        with cli.engines_connected(), run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         api.print_summary(trainer)
         api.upload_report(trainer)
@@ -269,6 +331,11 @@ def main(args: Sequence[str] | None = None) -> None:
         if stopped_at and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
         check_last_is_saved(trainer)
+
+
+def _train_in_rank(args: Sequence[str], place: Place) -> None:
+    """The command, in a process that Ray has placed."""
+    _train(args, place)
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
@@ -280,7 +347,9 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         if not cli.trainer.limit_val_batches:
             raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
-        metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        ckpt_path = cli.config["ckpt_path"]
+        with cli.engines_connected():
+            metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=ckpt_path, verbose=False)[0]
         if not cli.trainer.is_global_zero:  # the metrics are reduced over ranks, so one prints them
             return
         table = Table("prompt", "completion", "answer", "reward", title="samples")

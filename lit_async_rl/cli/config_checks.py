@@ -180,7 +180,7 @@ def check_config_files(args: Sequence[str]) -> None:
         ValueError: names the file.
     """
     for argument in args:
-        if re.match(r"-(config|ckpt_path|data|defaults|help|model|seed_everything|trainer)\b", argument):
+        if re.match(r"-(config|ckpt_path|cluster|data|defaults|help|model|seed_everything|trainer)\b", argument):
             raise ValueError(f"{argument}: settings begin with two dashes, -{argument}")
     for file in config_files(args):
         if file.is_dir():

@@ -180,6 +180,11 @@ class RolloutDataModule(pl.LightningDataModule):
         make_scorer = partial(scoring.make_scorer, reward, records_spans=False)
         self.held_out = HeldOut(validation, self.val_sampling, make_scorer, grader=self._grader)
 
+    def replace_engine(self, engine: RolloutEngine) -> None:
+        """Lets another engine sample, before the first fit: one around the configured engine, say."""
+        compatibility.check_engine(engine, self.reward, self.admission, sampling=self.sampling)
+        self._make_source(engine)
+
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
         engine.special_tokens = self.scoring.special_tokens

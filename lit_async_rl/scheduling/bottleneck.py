@@ -243,7 +243,6 @@ class SteadyAdvice:
             verdict = replace(verdict, fresher=None) if is_opposite or not is_over else verdict
         return verdict
 
-
     def has_named(self, setting: str, last: Verdict | None) -> bool:
         """Whether a window, or the last verdict, has advised on a setting."""
         asked = [one.setting for one in (self._given, last) if one is not None and one.is_worth_it]

@@ -1,0 +1,72 @@
+"""A run whose ranks Ray places: what each rank is told, and what the process that started it gets back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
+from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.rank import Place
+from lit_async_rl.training.checkpoint_io import check_checkpoint
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+log = logging.getLogger(__name__)
+
+
+class TellFolder(pl.Callback):
+    """Tells the process that started the ranks where their checkpoints are, for a start after a failure."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
+        if trainer.is_global_zero:
+            self._place.tell_folder(str(folder.absolute()))
+
+
+def placed_flags(place: Place) -> list[str]:
+    """Options of the command line that a rank adds to those of the command."""
+    flags = ["--trainer.devices", str(place.num_local), "--trainer.num_nodes", str(place.num_nodes)]
+    return flags if place.resume_from is None else [*flags, "--ckpt_path", place.resume_from]
+
+
+def placed_settings(place: Place | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's settings in a rank."""
+    if place is None:
+        return dict(settings)
+    return {**settings, "devices": place.num_local, "num_nodes": place.num_nodes}
+
+
+def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
+    """Last values of what was logged, as plain data."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def load_trained(module: pl.LightningModule, folder: str | None) -> None:
+    """Loads the last checkpoint of a run, where there is one as a single file, into a module of this process."""
+    path = None if folder is None else Path(folder) / "last.ckpt"
+    if path is None or not path.is_file():
+        log.warning("no last.ckpt as one file: the module that `fit` returns has its initial weights")
+        return
+    check_checkpoint(str(path))
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+
+
+def uses_gpus(accelerator: Any) -> bool:
+    """Whether a Trainer with this accelerator may compute on GPUs."""
+    return accelerator in (None, "auto", "gpu", "cuda") or (accelerator != "cpu" and not isinstance(accelerator, str))
+
+
+def set_engine(cluster: RayCluster | None, data: Any) -> None:
+    """Has the data module sample with the cluster's replicas of its engine."""
+    if cluster is not None and cluster.has_replicas:
+        data.replace_engine(cluster.replicate(data.engine))

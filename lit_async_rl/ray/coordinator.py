@@ -1,0 +1,117 @@
+"""The actor through which the command and the ranks that Ray has placed talk: the job, signals, output, and the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Stream = Literal["stdout", "stderr"]
+Said = tuple[int, Stream, str]  # rank, stream, text
+MAX_WAITING = 1 << 20  # characters that wait for the command; what is older is left out
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the process of a rank ended.
+
+    Args:
+        rank: of the run.
+        attempt: of the ranks' starts, from 0.
+        status: exit status; negative is the signal that killed it.
+        is_final: whether starting again would not help: it is done, was asked to stop, or made a mistake of its own.
+        where: node and process, for messages.
+        last_lines: of what it wrote to stderr.
+    """
+
+    rank: int
+    attempt: int
+    status: int
+    is_final: bool
+    where: str
+    last_lines: str
+
+
+class Coordinator:
+    """State of one run, in an actor that the command owns: it outlives the ranks, and ends with the command.
+
+    Args:
+        job: list with the reference of what a rank calls; not opened here.
+    """
+
+    def __init__(self, job: list[Any]) -> None:
+        self._job = job
+        self._attempt = -1
+        self._orders: list[int] = []
+        self._said: list[Said] = []
+        self._num_waiting = 0
+        self._folder: str | None = None
+        self._ended: list[Ended] = []
+        self._pids: dict[int, int] = {}
+        self._result: Any = None
+
+    def job(self) -> list[Any]:
+        """The reference of what each rank calls."""
+        return self._job
+
+    # -- from the command ---------------------------------------------------------------------------------------------
+
+    def order(self, signal_number: int) -> None:
+        """Has every rank receive a signal."""
+        self._orders.append(signal_number)
+
+    def take(self) -> tuple[list[Said], list[Ended]]:
+        """What was said since the last call, and all ends so far."""
+        said = self._said
+        self._said = []
+        self._num_waiting = 0
+        return said, self._ended
+
+    def result(self) -> Any:
+        """What rank 0 has returned; None before."""
+        return self._result
+
+    def folder(self) -> str | None:
+        """Folder of the run's checkpoints; None before training began."""
+        return self._folder
+
+    def pids(self) -> dict[int, int]:
+        """Processes of the ranks, by rank."""
+        return self._pids
+
+    # -- from the ranks -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> tuple[int, str | None]:
+        """Called by rank 0 of a new group: (number of the attempt, folder of the run's checkpoints)."""
+        self._attempt += 1
+        return self._attempt, self._folder
+
+    def started(self, rank: int, pid: int) -> None:
+        """Notes the process of a rank."""
+        self._pids[rank] = pid
+
+    def orders(self, num_known: int) -> list[int]:
+        """Signals after the first `num_known`."""
+        return self._orders[num_known:]
+
+    def say(self, said: list[Said]) -> None:
+        """Passes output on."""
+        self._said += said
+        self._num_waiting += sum(len(text) for _, _, text in said)
+        while self._num_waiting > MAX_WAITING and len(self._said) > 1:
+            self._num_waiting -= len(self._said.pop(0)[2])
+
+    def end(self, ended: Ended) -> None:
+        """Notes the end of a rank's process."""
+        self._ended.append(ended)
+
+    def has_final_end(self, attempt: int) -> bool:
+        """Whether a rank of this attempt ended for a reason that would come again, so that nothing starts again."""
+        return any(ended.is_final and ended.status != 0 for ended in self._ended if ended.attempt == attempt)
+
+    def tell_folder(self, folder: str) -> None:
+        """Notes the folder of the run's checkpoints."""
+        self._folder = folder
+
+    def give(self, result: Any) -> None:
+        """Takes what rank 0 returns: plain data."""
+        self._result = result

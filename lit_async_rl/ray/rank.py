@@ -1,0 +1,88 @@
+"""The process of one rank: it calls what the command has given, in its main thread, and ends with its worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lit_async_rl.errors import EngineError, RankError, StalledError
+from lit_async_rl.ray.supervise import ADDRESS, ANSWER_S, FINAL_STATUS, NAMESPACE_NAME, RESUME, RUN_ID
+
+PASSING_ERRORS = (RankError, StalledError, EngineError, ConnectionError)  # of other ranks and machines
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is among the others, and how it tells the command what only it knows.
+
+    Args:
+        num_local: ranks on this node: `trainer.devices`.
+        num_nodes: nodes with ranks: `trainer.num_nodes`.
+        resume_from: checkpoint of an earlier start of the same run; None at the first.
+        tell_folder: takes the folder of the run's checkpoints.
+        give: takes what the command gets back: plain data.
+    """
+
+    num_local: int
+    num_nodes: int
+    resume_from: str | None
+    tell_folder: Callable[[str], None]
+    give: Callable[[Any], None]
+
+
+def main() -> None:
+    """Entry point of `supervise.py`: everything else stands in the environment."""
+    watch = threading.Thread(target=_end_with_the_worker, args=(os.dup(0),), name="worker", daemon=True)
+    watch.start()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    place = Place(
+        num_local=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        resume_from=os.environ[RESUME] or None,
+        tell_folder=lambda folder: _coordinator("tell_folder", folder),
+        give=lambda result: _coordinator("give", result),
+    )
+    import ray
+
+    from lit_async_rl.ray.runtime import connect
+
+    connect(os.environ[ADDRESS], what="a trainer rank")
+    (job,) = _coordinator("job")
+    call = ray.get(job, timeout=ANSWER_S)
+    sys.argv[0] = sys.argv.pop(1)  # of the command: messages name it
+    try:
+        call(place)
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr, flush=True)
+        sys.exit(_status(end.__context__))
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(_status(error))
+
+
+def _status(error: BaseException | None) -> int:
+    """1 if another start may help, and `FINAL_STATUS` if the error would come again."""
+    is_of_torch = type(error).__module__.startswith("torch.distributed") or type(error) is RuntimeError
+    return 1 if is_of_torch or isinstance(error, PASSING_ERRORS) else FINAL_STATUS
+
+
+def _coordinator(method: str, *args: Any) -> Any:
+    import ray
+
+    actor = ray.get_actor(os.environ[RUN_ID], namespace=os.environ[NAMESPACE_NAME])
+    return ray.get(getattr(actor, method).remote(*args), timeout=ANSWER_S)
+
+
+def _end_with_the_worker(pipe: int) -> None:
+    """The worker holds the other end of stdin: when it is gone, whatever ended it, so is this process."""
+    while os.read(pipe, 1):
+        pass
+    os._exit(1)

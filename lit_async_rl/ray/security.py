@@ -1,0 +1,79 @@
+"""Who may reach Ray: its processes exchange pickles, so whoever reaches its ports runs code.
+
+On loopback that is every user of this machine who can read the token; anywhere else token authentication is required.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from typing import Any
+
+from lit_async_rl.errors import SetupError
+
+ANSWER_S = 60.0
+AUTH_MODE = "RAY_AUTH_MODE"
+ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; without clusters it binds to loopback alone
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, `HOST` or `HOST:PORT`, is of loopback."""
+    host = address.rpartition(":")[0] if address.count(":") == 1 else address
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind_to_loopback() -> None:
+    """Lets the Ray that this process starts bind its ports to loopback, and ask for a token; call it before `ray.init`.
+
+    Given 127.0.0.1 as its address, Ray resolves it to one that other machines reach, and listens on all interfaces. The
+    variable is its switch for machines whose firewalls ask; processes that Ray starts inherit it.
+    """
+    os.environ[ALL_INTERFACES] = "0"
+    if "ray" not in sys.modules:  # else it has read this already; without it Ray decides the same, with a warning
+        os.environ.setdefault(AUTH_MODE, "token")
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False  # where ray was imported before
+
+
+def check_access(ray: Any) -> None:
+    """Refuses a cluster that other machines reach without a token. Asks its nodes: this process may differ from them.
+
+    Args:
+        ray: the module, connected.
+
+    Raises:
+        SetupError: a node is not on loopback and asks for no token; says what to do.
+    """
+    reachable = [node for node in ray.nodes() if node["Alive"] and not is_loopback(node["NodeManagerAddress"])]
+    if not reachable:
+        return
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(num_cpus=0)(auth_mode)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in reachable]
+    try:
+        modes = ray.get([ask.options(scheduling_strategy=place).remote() for place in places], timeout=ANSWER_S)
+    except ray.exceptions.RayError as error:
+        raise SetupError(f"cluster: not every node has said whether it asks for a token: {error}") from error
+    for node, mode in zip(reachable, modes, strict=True):
+        if mode != "token":
+            raise SetupError(refusal(node["NodeManagerAddress"], mode))
+
+
+def auth_mode() -> str | None:
+    """`RAY_AUTH_MODE` of the Ray that this process belongs to."""
+    return os.environ.get(AUTH_MODE)
+
+
+def refusal(host: str, mode: str | None) -> str:
+    """Message about a node that asks for no token."""
+    return (
+        f"cluster: the node {host} is not on loopback, and its Ray asks for no token ({AUTH_MODE}={mode}): whoever "
+        f"reaches its ports runs code there. Set {AUTH_MODE}=token and the same token (`ray get-auth-token "
+        "--generate`, or RAY_AUTH_TOKEN) on every node before `ray start`; docs/ray.md"
+    )
