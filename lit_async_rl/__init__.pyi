@@ -151,6 +151,7 @@ from .prompts.sources import JsonlPrompts as JsonlPrompts
 from .prompts.sources import ParquetPrompts as ParquetPrompts
 from .prompts.sources import PromptSource as PromptSource
 from .prompts.sources import RecordPrompts as RecordPrompts
+from .ray.engine import RayEngine as RayEngine
 from .replay.buffer import RecencyReplay as RecencyReplay
 from .replay.buffer import ReplayBuffer as ReplayBuffer
 from .replay.buffer import ReplayWeighting as ReplayWeighting

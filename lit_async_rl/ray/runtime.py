@@ -1,0 +1,131 @@
+"""This process's connection to Ray: made once, shared by all who use it, and ended with the last of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from typing import Any
+
+from lit_async_rl.errors import SetupError
+from lit_async_rl.utils.guarded_calls import announced
+from lit_async_rl.utils.ports import LOOPBACK
+
+NAMESPACE = "lit_async_rl"
+RETRY_S = 2.0  # before the second and last try
+MISSING = (
+    "{what} runs its parts as Ray actors, and Ray is not installed here: pip install 'lit-async-rl[ray]'. "
+    "One engine, in this process or in its own (data.engine.own_process), needs no Ray"
+)
+log = logging.getLogger(__name__)
+
+
+class _Connection:
+    """State of this process: one for all users."""
+
+    lock = threading.RLock()
+    is_ours = False  # a local Ray that `connect` has started, and `release` ends
+    users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def import_ray(what: str) -> Any:
+    """The module `ray`.
+
+    Args:
+        what: needs it, for the message.
+
+    Raises:
+        SetupError: it is not installed; says how to install it.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's own default to come, and no warning
+    try:
+        import ray
+    except ImportError:
+        raise SetupError(MISSING.format(what=what)) from None
+    return ray
+
+
+def connect(
+    address: str | None = None, num_cpus: float | None = None, what: str = "RayEngine", user: object = None
+) -> Any:
+    """Connects to Ray unless this process is connected already, and returns the module `ray`.
+
+    Without an address Ray is started on this machine: on loopback, without dashboard, for this process, with which it
+    ends whatever ends that.
+
+    Args:
+        address: of a running cluster (`auto`, `HOST:PORT`); None starts one here, or takes that of `RAY_ADDRESS`.
+        num_cpus: CPUs that a local Ray gives away, at least those of the machine; they are counted, not reserved.
+        what: connects, for messages.
+        user: keeps the connection until `release(user)`.
+
+    Raises:
+        SetupError: Ray is not installed, or cannot be reached or started.
+    """
+    ray = import_ray(what)
+    with _Connection.lock:
+        if not ray.is_initialized():
+            _start(ray, address or os.environ.get("RAY_ADDRESS"), num_cpus)
+        if user is not None:
+            _Connection.users.add(user)
+    return ray
+
+
+def release(user: object) -> None:
+    """Ends a local Ray that `connect` has started when its last user is gone. Safe to call twice."""
+    with _Connection.lock:
+        was_used = user in _Connection.users
+        _Connection.users.discard(user)
+        if was_used and _Connection.is_ours and not _Connection.users:
+            import ray
+
+            _Connection.is_ours = False
+            ray.shutdown()
+
+
+def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
+    settings: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,  # the last lines of a process that failed are in its error
+        "logging_level": logging.WARNING,
+        "include_dashboard": False,
+    }
+    if address is None:
+        settings["num_cpus"] = max(os.cpu_count() or 1, int(-(-(num_cpus or 1) // 1)))
+        settings["_node_ip_address"] = LOOPBACK
+    else:
+        settings["address"] = address
+        del settings["include_dashboard"]  # the cluster's own choice
+    where = "on this machine" if address is None else f"at {address}"
+    for attempt in (1, 2):
+        try:
+            with announced(f"Ray {where}"), _sigterm_kept():
+                ray.init(**settings)
+            _Connection.is_ours = address is None
+            return
+        except Exception as error:  # of many kinds: its own, ConnectionError, RuntimeError, ValueError
+            ray.shutdown()
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            if attempt == 2:
+                raise SetupError(
+                    f"Ray {where} did not answer in two tries ({reason}). "
+                    + ("Is the machine very busy, or out of memory? " if address is None else "Does it run there? ")
+                    + "Its logs are in /tmp/ray/session_latest/logs"
+                ) from error
+            log.warning("Ray %s did not answer (%s); one more try in %g s", where, reason, RETRY_S)
+            time.sleep(RETRY_S)
+
+
+class _sigterm_kept:
+    """Keeps the handler of SIGTERM, which Ray replaces by one that ends the process at once."""
+
+    def __enter__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def __exit__(self, *error: object) -> None:
+        if threading.current_thread() is threading.main_thread() and self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
