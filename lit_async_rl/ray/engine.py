@@ -483,9 +483,7 @@ class RayEngine(EngineWrapper):
                 self._waiting[request.id] = part
                 continue
             self._num_assignments += 1
-            new = Assignment(
-                self._num_assignments, request, part.samples, oldest=self._version, unwanted=part.unwanted
-            )
+            new = Assignment(self._num_assignments, request, part.samples, oldest=self._version, unwanted=part.unwanted)
             number = self._placement.place(request.session, new.num_tokens)
             by_replica.setdefault(number, []).append(new)
         for number, assignments in by_replica.items():
@@ -695,9 +693,7 @@ class RayEngine(EngineWrapper):
         if any(is_proved):
             entry.num_failures = 0
 
-    def _unpacked(
-        self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False
-    ) -> list[Completion]:
+    def _unpacked(self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False) -> list[Completion]:
         """Completions of an answer, validated; loses the replica at the first that cannot be right."""
         tensors = {name: torch.from_numpy(value.copy()) for name, value in answer["tensors"].items()}
         found = list[Completion]()

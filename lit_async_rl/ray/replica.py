@@ -169,9 +169,7 @@ class Replica:
 
     @ray.method(concurrency_group="control")
     @guarded
-    def submit(
-        self, requests: Sequence[dict[str, Any]], assignments: Sequence[int], version: int
-    ) -> dict[str, Any]:
+    def submit(self, requests: Sequence[dict[str, Any]], assignments: Sequence[int], version: int) -> dict[str, Any]:
         """Submits packed requests once the engine has accepted the weights of `version`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._loaded >= version or self._failure, self._limit_s):
@@ -329,4 +327,3 @@ def tail(paths: Sequence[str], num_lines: int) -> str:
         except OSError:
             continue
     return "\n".join(line for line in lines if line and not line.startswith(":"))
-

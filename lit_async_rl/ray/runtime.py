@@ -26,9 +26,13 @@ log = logging.getLogger(__name__)
 class _Connection:
     """State of this process: one for all users."""
 
-    lock = threading.RLock()
-    is_ours = False  # a local Ray that `connect` has started, and `release` ends
-    users: weakref.WeakSet[Any] = weakref.WeakSet()
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_ours = False  # a local Ray that `connect` has started, and `release` ends
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_connection = _Connection()
 
 
 def import_ray(what: str) -> Any:
@@ -67,23 +71,23 @@ def connect(
         SetupError: Ray is not installed, or cannot be reached or started.
     """
     ray = import_ray(what)
-    with _Connection.lock:
+    with _connection.lock:
         if not ray.is_initialized():
             _start(ray, address or os.environ.get("RAY_ADDRESS"), num_cpus)
         if user is not None:
-            _Connection.users.add(user)
+            _connection.users.add(user)
     return ray
 
 
 def release(user: object) -> None:
     """Ends a local Ray that `connect` has started when its last user is gone. Safe to call twice."""
-    with _Connection.lock:
-        was_used = user in _Connection.users
-        _Connection.users.discard(user)
-        if was_used and _Connection.is_ours and not _Connection.users:
+    with _connection.lock:
+        was_used = user in _connection.users
+        _connection.users.discard(user)
+        if was_used and _connection.is_ours and not _connection.users:
             import ray
 
-            _Connection.is_ours = False
+            _connection.is_ours = False
             ray.shutdown()
 
 
@@ -105,7 +109,7 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
         try:
             with announced(f"Ray {where}"), _sigterm_kept():
                 ray.init(**settings)
-            _Connection.is_ours = address is None
+            _connection.is_ours = address is None
             return
         except Exception as error:  # of many kinds: its own, ConnectionError, RuntimeError, ValueError
             ray.shutdown()

@@ -102,7 +102,8 @@ class WeightStore:
             given = tensor
             tensor = _on_cpu(given, self._dtype)
             found = checksum(tensor)
-            place = Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), 0, 0)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            place = Place(name, dtype, tuple(tensor.shape), bucket=0, index=0)
             if old.sums.get(name) == found and old.places[name][1:3] == place[1:3]:
                 self._keep(name, old, new=new)
                 continue
@@ -207,4 +208,3 @@ class WeightReader:
 def is_factor(place: Place) -> bool:
     """Whether it is a factor of an adapter."""
     return place.name.endswith((LORA_A, LORA_B))
-
