@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.utils.guarded_calls import announced
-from lit_async_rl.utils.ports import LOOPBACK
 
 NAMESPACE = "lit_async_rl"
 RETRY_S = 2.0  # before the second and last try
@@ -99,17 +101,18 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
         "include_dashboard": False,
     }
     if address is None:
+        settings["address"] = "local"  # without it Ray takes any cluster that runs here
         settings["num_cpus"] = max(os.cpu_count() or 1, int(-(-(num_cpus or 1) // 1)))
-        settings["_node_ip_address"] = LOOPBACK
     else:
         settings["address"] = address
         del settings["include_dashboard"]  # the cluster's own choice
     where = "on this machine" if address is None else f"at {address}"
     for attempt in (1, 2):
         try:
-            with announced(f"Ray {where}"), _sigterm_kept():
+            with announced(f"Ray {where}"), _sigterm_kept(), _on_loopback(address is None):
                 ray.init(**settings)
             _connection.is_ours = address is None
+            _warn_if_reachable(ray, is_ours=address is None)
             return
         except Exception as error:  # of many kinds: its own, ConnectionError, RuntimeError, ValueError
             ray.shutdown()
@@ -124,12 +127,41 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
             time.sleep(RETRY_S)
 
 
-class _sigterm_kept:
+def _warn_if_reachable(ray: Any, is_ours: bool) -> None:
+    """Warns if a Ray that was started here listens where other machines reach it."""
+    for node in ray.nodes() if is_ours else []:
+        if not ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback:
+            log.warning(
+                "Ray listens on %s: whoever reaches its ports and has its token runs code as you",
+                node["NodeManagerAddress"],
+            )
+
+
+@contextmanager
+def _on_loopback(is_local: bool) -> Iterator[None]:
+    """Has a Ray that is started here listen on loopback only, as it does by itself on macOS and Windows.
+
+    `ray.init` offers no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all.
+    """
+    if not is_local:
+        yield
+        return
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
     """Keeps the handler of SIGTERM, which Ray replaces by one that ends the process at once."""
-
-    def __enter__(self) -> None:
-        self._handler = signal.getsignal(signal.SIGTERM)
-
-    def __exit__(self, *error: object) -> None:
-        if threading.current_thread() is threading.main_thread() and self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)

@@ -12,14 +12,14 @@ HEALTH = dict(initial_delay_ms=1000, period_ms=500, timeout_ms=500, failure_thre
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[object]:
-    """A cluster of one node on loopback, which this process is connected to."""
+    """A cluster of one node, which this process is connected to."""
     pytest.importorskip("ray")
     runtime.import_ray("the tests")
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
     os.environ |= {f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()}
-    head = dict(num_cpus=16, object_store_memory=200 << 20, include_dashboard=False, node_ip_address="127.0.0.1")
+    head = dict(num_cpus=16, object_store_memory=200 << 20, include_dashboard=False)
     cluster = Cluster(initialize_head=True, head_node_args=head)
     runtime.connect(cluster.address, what="the tests")
     yield cluster

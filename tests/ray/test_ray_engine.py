@@ -68,8 +68,8 @@ def test_with_one_replica_samples_random_states_and_aborts_are_those_of_the_engi
         found = sorted(gathered(engine, 9), key=key)
         engine.load_weights(1, ((n, UNCHANGED if "norm" in n else w) for n, w in lm.named_parameters()))
         engine.submit(requests_of([7], first_id=10, max_tokens=20, head=3))
-        states.append(engine.random_state())
         runs.append(found + sorted(gathered(engine, 3), key=key))
+        states.append(engine.random_state())
         engine.set_random_state(states[0])
         engine.submit(requests_of([5, 5], first_id=20, max_tokens=200))
         engine.abort([20, 21])
@@ -196,7 +196,9 @@ def test_a_process_that_stands_still_for_a_while_goes_on(ray_cluster, tmp_path):
     engine.close()
 
 
-def test_a_replica_that_fails_again_and_again_is_given_up_and_without_any_the_engine_fails(ray_cluster, tmp_path, caplog):
+def test_a_replica_that_fails_again_and_again_is_given_up_and_without_any_the_engine_fails(
+    ray_cluster, tmp_path, caplog
+):
     lm = endless()
     faults = tmp_path / "faults"
     faults.write_text("nonsense\n" * 20)
@@ -235,7 +237,7 @@ def test_weights_that_do_not_fit_are_refused_at_once(ray_cluster, tmp_path):
 def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_replica(ray_cluster, tmp_path, caplog):
     import ray
 
-    node = dict(num_cpus=1, object_store_memory=100 << 20, node_ip_address="127.0.0.1")
+    node = dict(num_cpus=1, object_store_memory=100 << 20)
     nodes = [ray_cluster.add_node(**node, resources={"engine": 1}) for _ in range(2)]
     ray_cluster.wait_for_nodes()
     lms = {0: endless(), 1: endless(1)}

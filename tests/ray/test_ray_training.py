@@ -93,9 +93,7 @@ def test_a_command_starts_ray_by_itself_and_leaves_nothing_behind_however_it_end
     logs = ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.max_steps", steps]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with open(tmp_path / "out", "w") as out:
-        process = subprocess.Popen(
-            [*COMMAND, *logs], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment
-        )
+        process = subprocess.Popen([*COMMAND, *logs], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment)
     children = {}
     deadline = time.monotonic() + 150
     while process.poll() is None:

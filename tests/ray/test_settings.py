@@ -15,7 +15,7 @@ from lit_async_rl.simulation.latency import Constant
 def test_settings_out_of_range_are_refused():
     for settings, words in (
         (dict(replicas=0), r"data\.engine\.replicas must be"),
-        (dict(num_cpus=-1), r"data\.engine\.num_cpus must be >= 0, got -1"),
+        (dict(num_cpus=-1.0), r"data\.engine\.num_cpus must be >= 0, got -1"),
         (dict(replicas=2, min_replicas=3), r"data\.engine\.min_replicas must be in \[1, 2\], got 3"),
         (dict(session_margin=-1.0), r"data\.engine\.session_margin must be >= 0"),
         (dict(engine=rl.RayEngine()), "must be a single engine, got RayEngine"),
