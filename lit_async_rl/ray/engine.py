@@ -13,7 +13,7 @@ any engine. It places requests, publishes weights, and brings replicas back that
         |  it died, hangs, answered what cannot be right, or its weights differ: `_lose`
         v
     STARTING   in a new process, which Ray makes; its unfinished samples are those of other replicas now
-        |  it was lost `MAX_FAILURES` times in a row without a finished sample in between
+        |  it was lost `MAX_FAILURES` times in a row without a finished sample in between, or did wrong so often
         v
     GIVEN_UP   the run goes on with the others; without any the engine fails, with the last reason
 
@@ -55,7 +55,8 @@ from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 
-MAX_FAILURES = 5  # of a replica in a row, without a finished sample in between
+MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
+NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
 RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
 STILL_S = 3.0
@@ -128,6 +129,15 @@ class Assignment:
         return Part(self.request, tuple(sample for n, sample in enumerate(self.samples) if n not in gone))
 
 
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A completion that has come, of number `position` of an assignment."""
+
+    assignment: Assignment
+    position: int
+    completion: Completion
+
+
 @dataclass(eq=False)
 class ReplicaEntry:
     """What the trainer's side knows of a replica."""
@@ -141,15 +151,16 @@ class ReplicaEntry:
     accepted: int = -1
     verified: int = -1  # newest version whose checksums it has reported
     sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
-    unverified: list[Completion] = field(default_factory=list)  # with tokens of newer versions than that
+    unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
     began: float = 0.0  # of its latest start
     heard: float = 0.0  # when it last answered, or finished a token while it held requests
-    num_failures: int = 0
+    num_failures: int = 0  # in a row, without a finished sample in between
+    num_wrong: int = 0  # of them, or between `NUM_GOOD` samples, those in which its process was there and did wrong
+    num_good: int = 0  # samples since then
     num_starts: int = 0
     busy_s: float = 0.0
     num_tokens: int = 0
     num_running: int = 0
-    before: tuple[float, int] = (0.0, 0)  # seconds and tokens of its earlier processes
     retry_at: float | None = None
     is_draining: bool = False
 
@@ -262,7 +273,8 @@ class RayEngine(EngineWrapper):
         self._num_assignments = 0
         self._error: Exception | None = None
         self._none_since: float | None = None  # since when no replica is ready, after the first weights
-        self._gone = (0.0, 0)  # seconds and tokens of replicas that were removed
+        self._busy_s = 0.0
+        self._num_tokens_before = 0  # of processes that are gone
         self._closed = False
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
@@ -283,14 +295,12 @@ class RayEngine(EngineWrapper):
     @property
     def busy_s(self) -> float:
         """Mean over the replicas."""
-        with self._lock:
-            total = self._gone[0] + sum(entry.before[0] + entry.busy_s for entry in self._entries)
-            return total / max(1, len(self._entries))
+        return self._busy_s
 
     @property
     def num_tokens(self) -> int:
         with self._lock:
-            return self._gone[1] + sum(entry.before[1] + entry.num_tokens for entry in self._entries)
+            return self._num_tokens_before + sum(entry.num_tokens for entry in self._entries)
 
     @property
     def num_running(self) -> int:
@@ -457,7 +467,7 @@ class RayEngine(EngineWrapper):
                 self._waiting.pop(request_id, None)
             self._finished = deque(c for c in self._finished if c.request_id not in gone)
             for entry in self._entries:
-                entry.unverified = [c for c in entry.unverified if c.request_id not in gone]
+                entry.unverified = [s for s in entry.unverified if s.completion.request_id not in gone]
                 if mine := sorted(gone & entry.held.keys()):
                     for request_id in mine:
                         self._placement.finish(entry.number, entry.held.pop(request_id).num_tokens)
@@ -469,7 +479,10 @@ class RayEngine(EngineWrapper):
             asked = [entry for entry in self._entries if entry.state is State.READY]
         for entry, answer in zip(asked, self._ask_all("partial_completions", entries=asked), strict=False):
             with self._lock:
-                found += self._unpacked(entry, answer, is_partial=True)
+                samples, problem = self._unpacked(entry, answer, is_partial=True)
+                found += [sample.completion for sample in samples]
+                if problem:
+                    self._lose(entry, problem, is_running=True)
         return found
 
     # -- placement ----------------------------------------------------------------------------------------------------
@@ -645,6 +658,8 @@ class RayEngine(EngineWrapper):
             return
         entry.state = State.READY
         self._has_been_ready = True
+        if entry.is_draining:
+            return
         self._placement.add(entry.number)
         self._none_since = None
         if entry.num_failures or entry.num_starts:
@@ -660,16 +675,19 @@ class RayEngine(EngineWrapper):
         has_progress = answer["num_tokens"] != entry.num_tokens or bool(answer["completions"]) or not entry.held
         if has_progress or entry.accepted < entry.sent:  # updates have a limit of their own
             entry.heard = now
-        entry.busy_s = float(answer["busy_s"])
+        busy_s = float(answer["busy_s"])
+        self._busy_s += max(0.0, busy_s - entry.busy_s) / max(1, len(self._entries))
+        entry.busy_s = busy_s
         entry.num_tokens = int(answer["num_tokens"])
         entry.num_running = int(answer["num_running"])
         for version, sums in answer["reports"]:
             if not self._verify(entry, version, sums):
                 return
-        completions = self._unpacked(entry, answer)
-        if entry.state not in (State.LOADING, State.READY):
-            return  # one of them was wrong
-        self._file(entry, completions)
+        samples, problem = self._unpacked(entry, answer)
+        self._file(entry, samples)  # those before one that is wrong are kept
+        if problem:
+            self._lose(entry, problem, is_running=True)
+            return
         self._call(entry, self._taken, "take", TAKE_S)
 
     def _verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> bool:
@@ -685,34 +703,40 @@ class RayEngine(EngineWrapper):
         self._readmit(entry)
         return True
 
-    def _file(self, entry: ReplicaEntry, completions: Sequence[Completion]) -> None:
-        pending = [*entry.unverified, *completions]
-        is_proved = [c.versions[-1] <= entry.verified for c in pending]
-        entry.unverified = [c for c, proved in zip(pending, is_proved, strict=True) if not proved]
-        self._finished += [c for c, proved in zip(pending, is_proved, strict=True) if proved]
-        if any(is_proved):
+    def _file(self, entry: ReplicaEntry, samples: Sequence[Sample]) -> None:
+        pending = [*entry.unverified, *samples]
+        proved = [sample for sample in pending if sample.completion.versions[-1] <= entry.verified]
+        entry.unverified = [sample for sample in pending if sample.completion.versions[-1] > entry.verified]
+        self._finished += [sample.completion for sample in proved]
+        entry.num_good += len(proved)
+        if proved:
             entry.num_failures = 0
 
-    def _unpacked(self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False) -> list[Completion]:
-        """Completions of an answer, validated; loses the replica at the first that cannot be right."""
+    def _unpacked(
+        self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False
+    ) -> tuple[list[Sample], str]:
+        """Validated completions of an answer up to the first that cannot be right, and what is wrong with that."""
         tensors = {name: torch.from_numpy(value.copy()) for name, value in answer["tensors"].items()}
-        found = list[Completion]()
         unpacked = unpack_completions(answer["completions"], tensors)
-        for number, completion in zip(answer["assignments"], unpacked, strict=True):
+        found = list[Sample]()
+        for number, completion in list(zip(answer["assignments"], unpacked, strict=True)):
             one = entry.held.get(completion.request_id)
             if one is None or one.number != number:
                 continue  # late: aborted, or another replica's now
-            problem = self._fault(entry, one, completion, is_partial=is_partial)
+            try:
+                problem = self._fault(entry, one, completion, is_partial=is_partial)
+            except (TypeError, ValueError, AttributeError) as error:
+                problem = f"cannot be read: {error}"
+            position = completion.sample_index
             if problem:
-                which = f"request {completion.request_id}, sample {completion.sample_index}"
-                self._lose(entry, f"returned a wrong completion: {which} {problem}", is_running=True)
-                return found
-            if completion.sample_index in one.unwanted or (is_partial and completion.sample_index in one.received):
+                which = f"request {completion.request_id}, sample {position}"
+                return found, f"returned a wrong completion: {which} {problem}"
+            if position in one.unwanted or (is_partial and position in one.received):
                 continue
             if not is_partial:
-                self._receive(entry, one, completion.sample_index)
-            found.append(replace(completion, sample_index=one.samples[completion.sample_index]))
-        return found
+                self._receive(entry, one, position)
+            found.append(Sample(one, position, replace(completion, sample_index=one.samples[position])))
+        return found, ""
 
     def _fault(self, entry: ReplicaEntry, one: Assignment, completion: Completion, is_partial: bool) -> str:
         sample = completion.sample_index
@@ -738,6 +762,47 @@ class RayEngine(EngineWrapper):
         if is_over:
             del entry.held[one.request.id]
 
+    # -- more or fewer replicas ---------------------------------------------------------------------------------------
+
+    def resize(self, replicas: int) -> None:
+        """Starts further replicas, or takes some out: they finish what they have, and are ended then.
+
+        Raises:
+            ValueError: there must be at least one.
+        """
+        check_range("RayEngine.resize", "integer positive", replicas=replicas)
+        with self._lock:
+            staying = [entry for entry in self._entries if not entry.is_draining]
+            for entry in [one for one in self._entries if one.is_draining][: max(0, replicas - len(staying))]:
+                entry.is_draining = False  # it is still there
+                if entry.state is State.READY:
+                    self._placement.add(entry.number, sum(one.num_tokens for one in entry.held.values()))
+                staying.append(entry)
+            for _ in range(replicas - len(staying)):
+                entry = ReplicaEntry(self._next_number())
+                self._entries.append(entry)
+                self._begin(entry)
+            # those that are not ready yet first, then those with the least to do
+            by_work = sorted(staying, key=lambda e: (e.state is State.READY, self._placement.load.get(e.number, 0)))
+            for entry in by_work[: max(0, len(staying) - replicas)]:
+                entry.is_draining = True
+                self._placement.remove(entry.number)
+            self.replicas = replicas
+            self.min_replicas = min(self.min_replicas, replicas)
+            log.info("%d replicas from now on", replicas)
+
+    def _next_number(self) -> int:
+        used = {entry.number for entry in self._entries}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _remove(self, entry: ReplicaEntry) -> None:
+        """Ends a replica that has finished what it had. The lock is held."""
+        self._entries.remove(entry)
+        self._num_tokens_before += entry.num_tokens
+        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
+            del self._calls[ref]
+        threading.Thread(target=self._stop, args=([entry],), name="stop-replica", daemon=True).start()
+
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _look_after(self, now: float) -> None:
@@ -747,6 +812,9 @@ class RayEngine(EngineWrapper):
         for entry in list(self._entries):
             if still_s > STILL_S:
                 entry.heard += still_s
+            if entry.is_draining and not entry.held and not entry.unverified:
+                self._remove(entry)
+                continue
             if entry.retry_at is not None and now >= entry.retry_at:
                 self._begin(entry)
             is_asked = entry.state is State.READY or (entry.state is State.LOADING and entry.sent >= 0)
@@ -773,13 +841,18 @@ class RayEngine(EngineWrapper):
             failure: error of its engine, as plain data.
         """
         was_in = entry.state in (State.READY, State.LOADING)
-        held = list(entry.held.values())
-        unverified = entry.unverified
+        held = dict(entry.held)
+        for sample in entry.unverified:  # of weights that were never proved right
+            sample.assignment.received.discard(sample.position)
+            held[sample.assignment.request.id] = sample.assignment
         entry.held = {}
         entry.unverified = []
         entry.num_failures += 1
+        if is_running:
+            entry.num_wrong = 1 if entry.num_good >= NUM_GOOD else entry.num_wrong + 1
+            entry.num_good = 0
         entry.num_starts += 1
-        entry.before = (entry.before[0] + entry.busy_s, entry.before[1] + entry.num_tokens)
+        self._num_tokens_before += entry.num_tokens
         entry.busy_s = entry.num_tokens = entry.num_running = 0
         entry.sent = entry.accepted = entry.verified = -1
         entry.sums = {}
@@ -788,11 +861,14 @@ class RayEngine(EngineWrapper):
         for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
             del self._calls[ref]
         message = f"{entry.where} {reason}" + self._log_of(entry)
-        is_over = entry.num_failures >= MAX_FAILURES or (failure is not None and not self._has_been_ready)
+        is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
+        is_over |= failure is not None and not self._has_been_ready
         self._kill(entry, is_for_good=is_over) if is_running or is_over else None
         if is_over:
             entry.state = State.GIVEN_UP
-            log.warning("%s; it is given up after %d failures", message, entry.num_failures)
+            log.warning("%s; it is given up after %d failures", message, max(entry.num_failures, entry.num_wrong))
+            if entry.is_draining:
+                self._entries.remove(entry)
         else:
             entry.state = State.STARTING
             entry.began = time.monotonic()
@@ -803,8 +879,7 @@ class RayEngine(EngineWrapper):
             return
         if was_in and not len(self._placement):
             self._none_since = self._none_since or time.monotonic()
-        _return_samples(held, unverified)
-        self._assign([one.again() for one in held])
+        self._assign([one.again() for one in held.values()])
 
     def _kill(self, entry: ReplicaEntry, is_for_good: bool) -> None:
         if entry.actor is not None:
@@ -853,10 +928,7 @@ class RayEngine(EngineWrapper):
             self._error = self._error or EngineError("the engine was closed")
             entries = self._entries
             self._entries = []
-            self._gone = (
-                self._gone[0] + sum(entry.before[0] + entry.busy_s for entry in entries) / max(1, len(entries)),
-                self._gone[1] + sum(entry.before[1] + entry.num_tokens for entry in entries),
-            )
+            self._num_tokens_before += sum(entry.num_tokens for entry in entries)
             self._calls = {}
             self._table_ref = None
             self._store = None
@@ -879,14 +951,6 @@ class RayEngine(EngineWrapper):
 
 
 _NOTHING: dict[str, Any] = {"assignments": [], "completions": [], "tensors": {}, "state": None}
-
-
-def _return_samples(held: Iterable[Assignment], unverified: Iterable[Completion]) -> None:
-    """Counts samples as missing that came from weights that were never proved right."""
-    by_request = {one.request.id: one for one in held}
-    for completion in unverified:
-        if (one := by_request.get(completion.request_id)) is not None:
-            one.received.discard(one.samples.index(completion.sample_index))
 
 
 def _check_inner(engine: RolloutEngine) -> None:

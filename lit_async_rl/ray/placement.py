@@ -31,10 +31,10 @@ class Placement:
     def __len__(self) -> int:
         return len(self.load)
 
-    def add(self, replica: int) -> None:
-        """Lets requests go to a replica, which has none yet."""
-        self.load[replica] = 0
-        heapq.heappush(self._heap, (0, replica))
+    def add(self, replica: int, num_tokens: int = 0) -> None:
+        """Lets requests go to a replica, which has so many tokens outstanding."""
+        self.load[replica] = num_tokens
+        heapq.heappush(self._heap, (num_tokens, replica))
 
     def remove(self, replica: int) -> None:
         """Lets no more requests go to a replica; what was placed there is the caller's to place again."""

@@ -1,4 +1,4 @@
-"""Training with replicas on Ray: the same run with one, every group once when one is killed, and nothing left behind."""
+"""Training with replicas: the same run with one, every group once when one is killed, and nothing left behind."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def test_with_one_replica_and_a_fixed_lag_the_weights_are_bit_for_bit_those_of_a
 
 
 class Kill(pl.Callback):
-    """Kills a replica's process after a step, while it samples; and another while it gets the weights of a later one."""
+    """Kills a replica after a step, while it samples, and another while it gets the weights of a later step."""
 
     def __init__(self) -> None:
         self.pids = set()
