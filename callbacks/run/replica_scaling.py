@@ -22,14 +22,15 @@ MARGIN = 0.15  # share of a step that fewer replicas must leave free; keeps a st
 def wanted_replicas(window: Intervals, replicas: int, low: int, high: int) -> int:
     """The number of replicas with which generation would just keep up with training.
 
-    Generating took E = replicas * T_gen seconds of replicas in the window, training T_train. With n of them a step takes
-    max(T_train, E / n): n rises to E / T_train when the engine is the bottleneck, at most doubling, because E is
+    Generating took E = replicas * T_gen seconds of replicas in the window, training T_train. With n of them a step
+    takes max(T_train, E / n): n rises to E / T_train when the engine is the bottleneck, at most doubling, because E is
     extrapolated; and it falls when the trainer is, to the fewest that leave `MARGIN` of T_train free.
 
     Args:
         window: of the run, with the present number.
         replicas: present number.
-        low, high: limits.
+        low: fewest.
+        high: most.
     """
     work_s = replicas * window.engine_busy_s
     side = diagnose(window, Settings()).side
@@ -44,9 +45,9 @@ def wanted_replicas(window: Intervals, replicas: int, low: int, high: int) -> in
 class ReplicaScaling(pl.Callback):
     """Starts and ends replicas of a `RayEngine` while a run goes on, so that neither side waits for the other.
 
-    Each window of `every_n_steps` steps is judged as `BottleneckVerdict` does. When the engine is the bottleneck, so many
-    replicas are added as would remove the wait; when the trainer is, those that it does not need are ended as soon as
-    they have finished what they had. The staleness bound does not depend on their number.
+    Each window of `every_n_steps` steps is judged as `BottleneckVerdict` does. When the engine is the bottleneck, so
+    many replicas are added as would remove the wait; when the trainer is, those that it does not need are ended as soon
+    as they have finished what they had. The staleness bound does not depend on their number.
 
     Logs `perf/replicas`.
 

@@ -442,9 +442,9 @@ class RayEngine(EngineWrapper):
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._check()
         for request in requests:  # here, where the caller gets the error; a replica would break
             check_request(request, self.max_model_len, self._vocab_size)
-        self._check()
         with self._lock:
             self._assign([Part(request, tuple(range(request.num_samples))) for request in requests])
 
@@ -555,7 +555,7 @@ class RayEngine(EngineWrapper):
             if entry.state is State.STARTING:
                 entry.retry_at = time.monotonic() + RETRY_S
                 if not self._may_still_start(entry, error):
-                    self._lose(entry, f"did not start: {_first_line(error)}", is_running=False)
+                    self._lose(entry, f"did not start: {_last_line(error)}", is_running=False)
                 return
             self._lose(entry, f"has ended ({_first_line(error)})", is_running=False)
             return
@@ -616,14 +616,14 @@ class RayEngine(EngineWrapper):
         return options.remote(Recipe.of(self.engine), number)
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
-        """Whether Ray may still bring a replica back; one that it has given up for good gets a new actor."""
-        if time.monotonic() - entry.began > self.startup_timeout_s:
-            return False
-        if isinstance(error, self._ray.exceptions.ActorDiedError) and time.monotonic() - entry.began > 2.0:
+        """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""
+        if isinstance(error, self._ray.exceptions.ActorDiedError):  # such as a class that cannot be imported there
             self._kill(entry, is_for_good=True)
             entry.actor = None
-            return entry.num_failures < MAX_FAILURES
-        return True
+            if not self._has_been_ready:
+                self._error = self._error or EngineError(f"{entry.where} did not start: {_last_line(error)}")
+            return False
+        return time.monotonic() - entry.began <= self.startup_timeout_s
 
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
@@ -972,6 +972,12 @@ def _check_inner(engine: RolloutEngine) -> None:
 def _first_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    """What Ray tells of an actor that could not be made ends with the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:400]}" if lines else type(error).__name__
 
 
 def _as_error(message: str, failure: Mapping[str, str] | None) -> Exception:

@@ -41,6 +41,8 @@ from lit_async_rl.utils.guarded_calls import FairLock
 
 POLL_S = 0.05  # an abort waits for at most this
 MAX_ERROR_CHARS = 4000
+MAX_LINE_CHARS = 300
+NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
@@ -323,7 +325,7 @@ def tail(paths: Sequence[str], num_lines: int) -> str:
     for path in paths:
         try:
             with open(path, errors="replace") as file:
-                lines += [line.rstrip() for line in file.readlines()[-num_lines:]]
+                lines += [line.rstrip()[:MAX_LINE_CHARS] for line in file.readlines()[-num_lines:]]
         except OSError:
             continue
-    return "\n".join(line for line in lines if line and not line.startswith(":"))
+    return "\n".join(line for line in lines if line and not line.startswith(NOT_OF_INTEREST))

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -141,19 +142,30 @@ def _warn_if_reachable(ray: Any, is_ours: bool) -> None:
 def _on_loopback(is_local: bool) -> Iterator[None]:
     """Has a Ray that is started here listen on loopback only, as it does by itself on macOS and Windows.
 
-    `ray.init` offers no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all.
+    `ray.init` offers no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all. The
+    processes that it starts import what this one can.
     """
     if not is_local:
         yield
         return
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get("PYTHONPATH")
     ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ["PYTHONPATH"] = search_path()
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        ray_constants.ENABLE_RAY_CLUSTER = before[0]
+        if before[1] is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before[1]
+
+
+def search_path() -> str:
+    """`PYTHONPATH` with which another process imports what this one can."""
+    return os.pathsep.join(path for path in sys.path if path)
 
 
 @contextmanager

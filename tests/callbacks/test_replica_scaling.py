@@ -1,5 +1,6 @@
 """The number of replicas follows what limits the run, reaches the best one, and stays there."""
 
+import itertools
 import random
 
 import pytest
@@ -42,7 +43,7 @@ def test_it_follows_a_load_that_grows_and_shrinks():
 @pytest.mark.parametrize("work_s", [2.5, 2.9, 3.3, 5.95])
 def test_a_steady_load_with_noise_moves_it_at_most_once_in_ten_windows(work_s):
     found = numbers([(1.0, work_s)] * 106, noise=0.06)[6:]
-    changes = sum(a != b for a, b in zip(found, found[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(found))
     assert changes <= 10
     assert max(found) - min(found) <= 1
 

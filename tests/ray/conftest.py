@@ -18,6 +18,7 @@ def ray_cluster() -> Iterator[object]:
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
+    os.environ["PYTHONPATH"] = runtime.search_path()
     os.environ |= {f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()}
     head = dict(num_cpus=16, object_store_memory=200 << 20, include_dashboard=False)
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -29,3 +30,4 @@ def ray_cluster() -> Iterator[object]:
     cluster.shutdown()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
+    os.environ.update(before)

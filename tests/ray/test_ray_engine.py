@@ -14,7 +14,7 @@ from tiny_models import save, tiny_llama
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.weights import UNCHANGED
-from lit_async_rl.ray.engine import MAX_FAILURES, RayEngine
+from lit_async_rl.ray.engine import RayEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -128,11 +128,8 @@ def test_killed_while_it_samples_and_while_it_updates_each_sample_comes_once_and
 FAULTS = {
     "old version": "older than version",
     "weight missing": "is not the one that was sent: their checksums differ",
-    "other weights": "is not the one that was sent: their checksums differ",
     "token": "not in the vocabulary of 64 tokens",
     "duplicate": "sample_index is a duplicate",
-    "nonsense": "has failed: AttributeError",
-    "future version": "newer than the policy's newest version",
     "submit fails": "has failed: RuntimeError: the scheduler is broken",
     "exits": "the driver of the accelerator has gone",
 }
@@ -206,7 +203,7 @@ def test_a_replica_that_fails_again_and_again_is_given_up_and_without_any_the_en
         if said(caplog, "it is given up"):
             break
         until(lambda: engine.num_ready == 2 or said(caplog, "it is given up"), engine)
-    assert engine.num_lost == MAX_FAILURES
+    assert engine.num_lost == 2
     engine.close()
     engine = engine.fresh()
     with pytest.raises(OSError, match=r"nowhere(.|\n)*last lines of its log"):
@@ -234,10 +231,10 @@ def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_re
     import ray
 
     node = dict(num_cpus=1, object_store_memory=100 << 20)
-    nodes = [ray_cluster.add_node(**node, resources={"engine": 1}) for _ in range(2)]
+    nodes = [ray_cluster.add_node(**node, resources={"engine": 1.0}) for _ in range(2)]
     ray_cluster.wait_for_nodes()
     lms = {0: endless(), 1: endless(1)}
-    engine = ray_engine(lms[0], tmp_path, replicas=2, resources={"engine": 1})
+    engine = ray_engine(lms[0], tmp_path, replicas=2, resources={"engine": 1.0})
     places = {entry.place["node"]: entry.number for entry in engine._entries}
     assert set(places) == {one.node_id for one in nodes}
     requests = requests_of([20, 9, 4, 3], max_tokens=100, num_samples=20)
@@ -254,7 +251,7 @@ def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_re
     assert_replayed(lms, requests, found, num_tokens=100, cache_cleared=False)
     assert said(caplog, f"replica {places[nodes[1].node_id]} (pid ")
     assert engine.num_ready == 1
-    nodes[1] = ray_cluster.add_node(**node, resources={"engine": 1})
+    nodes[1] = ray_cluster.add_node(**node, resources={"engine": 1.0})
     until(lambda: engine.num_ready == 2, engine)
     assert {entry.place["node"] for entry in engine._entries} == {one.node_id for one in nodes}
     engine.close()
