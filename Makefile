@@ -27,7 +27,8 @@ test: $(VENV)/installed  ## the tests, on the CPU
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray"; others=$$?; \
+	$(BIN)/python -m pytest -n 0 -m ray && exit $$others  # Ray in one process: it starts once
 
 test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short

@@ -15,6 +15,7 @@ from .monitors.step_monitor import ThroughputMonitor as ThroughputMonitor
 from .monitors.timeline import Timeline as Timeline
 from .run.evaluation import Evaluation as Evaluation
 from .run.progress import Progress as Progress
+from .run.replica_scaling import ReplicaScaling as ReplicaScaling
 from .run.rollout_tape import RolloutTape as RolloutTape
 from .run.sample_logger import SampleLogger as SampleLogger
 from .run.save_on_sigterm import LinkedCheckpoint as LinkedCheckpoint

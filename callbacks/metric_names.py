@@ -81,6 +81,9 @@ METRICS: dict[str, list[Metric]] = {
     "WeightSync": _metrics("""
         perf/weight_sync_s | s | the trainer published weights
     """),
+    "ReplicaScaling": _metrics("""
+        perf/replicas | replicas | that the engine has, or is about to have
+    """),
     "BottleneckVerdict": _metrics("""
         perf/overlap_efficiency | share | of the shorter side (generation, training) hidden behind the longer one
         perf/trainer_share | share | of the window in which the trainer did not wait

@@ -36,6 +36,7 @@ from .callbacks import LiveView as LiveView
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
+from .callbacks import ReplicaScaling as ReplicaScaling
 from .callbacks import RolloutMonitor as RolloutMonitor
 from .callbacks import RolloutTape as RolloutTape
 from .callbacks import RunSummary as RunSummary
@@ -155,6 +156,7 @@ from .prompts.sources import PromptSource as PromptSource
 from .prompts.sources import RecordPrompts as RecordPrompts
 from .ray.cluster import EngineReplicas as EngineReplicas
 from .ray.cluster import RayCluster as RayCluster
+from .ray.engine import RayEngine as RayEngine
 from .replay.buffer import RecencyReplay as RecencyReplay
 from .replay.buffer import ReplayBuffer as ReplayBuffer
 from .replay.buffer import ReplayWeighting as ReplayWeighting

@@ -22,6 +22,7 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.scheduling.admission import Bounded
@@ -124,6 +125,8 @@ def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: i
 def _engine_threads(engine: RolloutEngine) -> int:
     if isinstance(engine, EpisodeEngine):
         return 1 + _engine_threads(engine.engine)
+    if isinstance(engine, RayEngine):
+        return 0  # Ray counts their processors, perhaps on other machines
     threads = getattr(engine, "num_threads", 1)  # of vLLM: of each worker on a CPU
     return torch.get_num_threads() if threads is None else threads
 
@@ -136,6 +139,8 @@ def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) 
         prefix = "data.engine.init_args.engine.init_args"
         engine = engine.engine
         needs = ()
+    if isinstance(engine, RayEngine):
+        return Setting(name=f"{prefix}.replicas", present=engine.replicas, suggested=engine.replicas + 1)
     slots = getattr(engine, "num_slots", None)  # vLLM has none: its limit is the memory
     if slots is not None and unfinished * data.group_size > slots:  # some always wait for a slot
         return Setting(name=f"{prefix}.num_slots", present=slots, suggested=2 * slots, needs=needs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.tries import Work
 
 __all__ = ["Completion", "GenerationRequest", "RolloutEngine", "SamplingParams"]
+
+WeightReport = Callable[[int, Iterable[tuple[str, Tensor]]], None]  # called with a version and its weights
 
 
 class RolloutEngine(ABC):
@@ -173,6 +175,16 @@ class RolloutEngine(ABC):
         Called at the end of a run, after `close`. Safe to call twice.
         """
 
+    def watch_weights(self, report: WeightReport) -> bool:
+        """Has `report(version, weights)` called after each update, before the next token, with what was updated.
+
+        The weights are those that tokens are sampled from now, read back from where the engine keeps them.
+
+        Returns:
+            False if the engine cannot read them back; `report` is then never called.
+        """
+        return False
+
     def sleep(self) -> None:  # noqa: B027  (most have nothing to free)
         """Frees memory of the accelerator until the next `load_weights`, if it is set to, and nothing is running.
 
@@ -300,6 +312,9 @@ class EngineWrapper(RolloutEngine):
 
     def end(self) -> None:
         self.engine.end()
+
+    def watch_weights(self, report: WeightReport) -> bool:
+        return self.engine.watch_weights(report)
 
     def sleep(self) -> None:
         self.engine.sleep()

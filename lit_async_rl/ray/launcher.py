@@ -33,7 +33,7 @@ from lit_async_rl.ray.rank import Place
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
-from lit_async_rl.utils.guarded_calls import announced
+from lit_async_rl.utils.waiting import announced
 
 PAUSE_S = 0.2
 HOLD_S = 1.0  # how long a line of another rank waits for the same one of rank 0

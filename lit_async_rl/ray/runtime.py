@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.utils.guarded_calls import announced
-from lit_async_rl.utils.ports import LOOPBACK
+from lit_async_rl.utils.waiting import announced
 
 NAMESPACE = "lit_async_rl"
 RETRY_S = 2.0  # before the second and last try
@@ -26,9 +29,13 @@ log = logging.getLogger(__name__)
 class _Connection:
     """State of this process: one for all users."""
 
-    lock = threading.RLock()
-    is_ours = False  # a local Ray that `connect` has started, and `release` ends
-    users: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_ours = False  # a local Ray that `connect` has started, and `release` ends
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_connection = _Connection()
 
 
 def import_ray(what: str) -> Any:
@@ -67,23 +74,23 @@ def connect(
         SetupError: Ray is not installed, or cannot be reached or started.
     """
     ray = import_ray(what)
-    with _Connection.lock:
+    with _connection.lock:
         if not ray.is_initialized():
             _start(ray, address or os.environ.get("RAY_ADDRESS"), num_cpus)
         if user is not None:
-            _Connection.users.add(user)
+            _connection.users.add(user)
     return ray
 
 
 def release(user: object) -> None:
     """Ends a local Ray that `connect` has started when its last user is gone. Safe to call twice."""
-    with _Connection.lock:
-        was_used = user in _Connection.users
-        _Connection.users.discard(user)
-        if was_used and _Connection.is_ours and not _Connection.users:
+    with _connection.lock:
+        was_used = user in _connection.users
+        _connection.users.discard(user)
+        if was_used and _connection.is_ours and not _connection.users:
             import ray
 
-            _Connection.is_ours = False
+            _connection.is_ours = False
             ray.shutdown()
 
 
@@ -95,17 +102,18 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
         "include_dashboard": False,
     }
     if address is None:
+        settings["address"] = "local"  # without it Ray takes any cluster that runs here
         settings["num_cpus"] = max(os.cpu_count() or 1, int(-(-(num_cpus or 1) // 1)))
-        settings["_node_ip_address"] = LOOPBACK
     else:
         settings["address"] = address
         del settings["include_dashboard"]  # the cluster's own choice
     where = "on this machine" if address is None else f"at {address}"
     for attempt in (1, 2):
         try:
-            with announced(f"Ray {where}"), _sigterm_kept():
+            with announced(f"Ray {where}"), _sigterm_kept(), _on_loopback(address is None):
                 ray.init(**settings)
-            _Connection.is_ours = address is None
+            _connection.is_ours = address is None
+            _warn_if_reachable(ray, is_ours=address is None)
             return
         except Exception as error:  # of many kinds: its own, ConnectionError, RuntimeError, ValueError
             ray.shutdown()
@@ -120,12 +128,52 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
             time.sleep(RETRY_S)
 
 
-class _sigterm_kept:
+def _warn_if_reachable(ray: Any, is_ours: bool) -> None:
+    """Warns if a Ray that was started here listens where other machines reach it."""
+    for node in ray.nodes() if is_ours else []:
+        if not ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback:
+            log.warning(
+                "Ray listens on %s: whoever reaches its ports and has its token runs code as you",
+                node["NodeManagerAddress"],
+            )
+
+
+@contextmanager
+def _on_loopback(is_local: bool) -> Iterator[None]:
+    """Has a Ray that is started here listen on loopback only, as it does by itself on macOS and Windows.
+
+    `ray.init` offers no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all. The
+    processes that it starts import what this one can.
+    """
+    if not is_local:
+        yield
+        return
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get("PYTHONPATH")
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ["PYTHONPATH"] = search_path()
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[0]
+        if before[1] is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before[1]
+
+
+def search_path() -> str:
+    """`PYTHONPATH` with which another process imports what this one can."""
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
     """Keeps the handler of SIGTERM, which Ray replaces by one that ends the process at once."""
-
-    def __enter__(self) -> None:
-        self._handler = signal.getsignal(signal.SIGTERM)
-
-    def __exit__(self, *error: object) -> None:
-        if threading.current_thread() is threading.main_thread() and self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)

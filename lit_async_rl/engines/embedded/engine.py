@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, check_request, set_up
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, check_request, set_up
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
@@ -35,7 +35,7 @@ from lit_async_rl.engines.embedded.queue import RequestQueue, Room, Update
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
-from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode
+from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, stored_buffers
 from lit_async_rl.models.weights import apply_weights, receive_weights
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.spans import ENGINE, Lane, recorder
@@ -207,6 +207,7 @@ class DecodeLoop(RolloutEngine):
         self._version = 0  # of the weights that are used
         self._has_weights = True  # unless `setup` has built a model without any
         self._newest = NewestUpdate()
+        self._report: WeightReport | None = None
         self._room = Room(MAX_PENDING_UPDATES)
         limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
         # Slots and queue belong to whoever holds it: the thread that polls, for one step at a time, or a caller of
@@ -380,6 +381,19 @@ class DecodeLoop(RolloutEngine):
         self._version = update.version
         self._has_weights = True
         slots.invalidate_prompts()  # their keys and values are those of the weights before
+        if self._report is not None:
+            self._report(update.version, self._weights_in_use(update.weights))
+
+    def _weights_in_use(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        lm = self.slots.lm
+        own = dict(lm.named_parameters()) | dict(stored_buffers(lm))
+        for name in names:
+            packed = self.slots.packed.get(name)
+            yield name, own[name].detach() if packed is None else packed.dense()
+
+    def watch_weights(self, report: WeightReport) -> bool:
+        self._report = report
+        return True
 
     def random_state(self) -> Tensor:
         return self.slots.generator.get_state()

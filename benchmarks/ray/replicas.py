@@ -1,0 +1,115 @@
+"""Replicas on Ray against an engine in a process of its own: what a step costs, and what the run learns.
+
+    OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py overhead --output docs/measurements/ray_overhead.json
+    OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py accuracy --output docs/measurements/ray_accuracy.json
+
+Runs are ordinary commands, in turns; those of one round (a seed) are paired. Each result is kept in `--folder`, and a
+benchmark that was interrupted goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
+from benchmarks.common.process import csv_logger
+
+SKIPPED_STEPS = 10  # while the pipeline fills
+TIMEOUT_S = 900.0
+RAY = ("--data.engine", "RayEngine", "--data.engine.num_cpus", "0.5", "--data.engine.engine.class_path")
+SYSTEMS = {
+    "no Ray, own process": ("--data.engine", "EmbeddedEngine", "--data.engine.own_process", "true"),
+    "1 replica": (*RAY, "EmbeddedEngine", "--data.engine.replicas", "1"),
+    "2 replicas": (*RAY, "EmbeddedEngine", "--data.engine.replicas", "2"),
+    "4 replicas": (*RAY, "EmbeddedEngine", "--data.engine.replicas", "4"),
+}
+QUIET = ("--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "null")
+LENGTHS = {"overhead": ("--trainer.max_steps", "80", "--trainer.limit_val_batches", "0"), "accuracy": ()}
+
+
+def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
+    """Mean seconds of a step and of a publication, last validation accuracy, and largest staleness of a run."""
+    place = folder / f"{what}_{system.replace(' ', '_')}_{seed}"
+    done = place / "result.json"
+    if done.exists():
+        return json.loads(done.read_text())
+    place.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", *SYSTEMS[system], *QUIET]
+    command += [*LENGTHS[what], *csv_logger(place), "--seed_everything", str(seed)]
+    with (place / "log.txt").open("w") as log:
+        limits = {"check": True, "timeout": TIMEOUT_S, "stdin": subprocess.DEVNULL}
+        subprocess.run(command, stdout=log, stderr=log, **limits)
+    with (place / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def column(name: str) -> list[float]:
+        return [float(row[name]) for row in rows if row.get(name)]
+
+    found = {
+        "step_s": statistics.fmean(column("perf/step_s")[SKIPPED_STEPS:]),
+        "sync_s": statistics.fmean(column("perf/weight_sync_s")[SKIPPED_STEPS:]),
+        "staleness": max(column("sample/staleness_max")),
+        "accuracy": (column("val/pass@1") or [float("nan")])[-1],
+    }
+    done.write_text(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=list(LENGTHS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--folder", type=Path, default=Path("runs/ray_replicas"))
+    parser.add_argument("--machine", default="two cores, idle otherwise")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {system: [] for system in args.systems}
+    for seed in range(args.rounds):
+        for system in args.systems:
+            found[system].append(result(args.folder, args.what, system, seed=seed))
+            print(f"seed {seed}, {system}: {found[system][-1]}", flush=True)
+    names = {"overhead": ("step_s", "sync_s"), "accuracy": ("accuracy", "staleness")}[args.what]
+    rows = [
+        [system, *(round(statistics.median(one[name] for one in runs), 4) for name in names)]
+        for system, runs in found.items()
+    ]
+    base = found[args.systems[0]]
+    if args.what == "overhead":
+        compared = [b["step_s"] / a["step_s"] - 1 for a, b in zip(base, found["1 replica"], strict=True)]
+        unit = "of a step of the quick start that one replica on Ray costs beyond an engine in a process of its own"
+        columns = ["run", "seconds of a step", "seconds that the trainer waits for a publication"]
+    else:
+        last = found[args.systems[-1]]
+        compared = [b["accuracy"] - a["accuracy"] for a, b in zip(base, last, strict=True)]
+        unit = f"difference in final accuracy of the quick start, {args.systems[-1]} against {args.systems[0]}"
+        columns = ["run", "final accuracy", "largest staleness (bound 4)"]
+    write_measurement(
+        args.output,
+        measurement(
+            f"ray_{args.what}",
+            round(statistics.median(compared), 4),
+            unit,
+            columns=columns,
+            rows=rows,
+            command=f"python benchmarks/ray/replicas.py {args.what} --rounds {args.rounds}",
+            machine=f"{args.machine}; medians of {args.rounds} paired runs, the interval is the range; "
+            f"load {os.getloadavg()[0]:.1f} at the end",
+            interval=[round(min(compared), 4), round(max(compared), 4)],
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

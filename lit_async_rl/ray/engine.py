@@ -1,0 +1,987 @@
+"""Several engines as Ray actors behind the interface of one.
+
+`RayEngine` runs in the trainer's process, on the leading rank: admission, versions and the staleness bound are as with
+any engine. It places requests, publishes weights, and brings replicas back that were lost. The life of a replica:
+
+    STARTING   its process builds the engine; nothing else may be asked of it
+        |  `start` has answered: same model, and where it runs
+        v
+    LOADING    it reads the newest weights
+        |  it has accepted them, and their checksums are those of what was sent
+        v
+    READY      requests go to it
+        |  it died, hangs, answered what cannot be right, or its weights differ: `_lose`
+        v
+    STARTING   in a new process, which Ray makes; its unfinished samples are those of other replicas now
+        |  it was lost `MAX_FAILURES` times in a row without a finished sample in between, or did wrong so often
+        v
+    GIVEN_UP   the run goes on with the others; without any the engine fails, with the last reason
+
+| who | waits for | woken by |
+|---|---|---|
+| `poll` (producer's thread) | the next answer of any replica, at most its timeout | Ray |
+| `load_weights` in flight (trainer's thread) | replicas that have not accepted the weights before these | Ray |
+| `load_weights` otherwise, and the first one | all replicas, at most `update_timeout_s` | Ray |
+| `setup` | `min_replicas`, at most `startup_timeout_s` | Ray |
+
+All of these handle every answer that comes (`_turn`), whichever call it belongs to; `_lock` guards the state, and is
+never held while something is awaited.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, check_request
+from lit_async_rl.engines.completion_check import find_fault
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.own_process import from_json, pack_requests, unpack_completions
+from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.loading import base_of, load_config
+from lit_async_rl.ray import runtime
+from lit_async_rl.ray.placement import Placement
+from lit_async_rl.ray.weights import Table, WeightStore, find_difference
+from lit_async_rl.types import Completion, GenerationRequest
+from lit_async_rl.utils.checks import check_range
+
+MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
+NUM_GOOD = 1000
+TAKE_S = 0.5  # a replica that has nothing finished answers after it
+RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
+STILL_S = 3.0
+STOP_S = 5.0  # for an engine to close before its actor is killed
+LOG_LINES = 12
+LOG_S = 3.0  # to read the log of a process on another node
+log = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """Of a replica, see above."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    GIVEN_UP = "given up"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples of a request that are to be assigned; `unwanted` are positions among them."""
+
+    request: GenerationRequest
+    samples: tuple[int, ...]
+    unwanted: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Assignment:
+    """A request as one replica samples it.
+
+    Args:
+        number: unique; answers to earlier assignments of the same request are late.
+        request: as it was submitted.
+        samples: which of the request's samples it asks for, in the order of the replica's numbers.
+        oldest: version that its replica has at least.
+        unwanted, received: see there.
+    """
+
+    number: int
+    request: GenerationRequest
+    samples: tuple[int, ...]
+    oldest: int
+    unwanted: frozenset[int] = frozenset()  # of the replica's numbers: those that came before, sampled once more
+    received: set[int] = field(default_factory=set)  # of the replica's numbers
+
+    @property
+    def as_sent(self) -> GenerationRequest:
+        """The request for these samples."""
+        return replace(self.request, num_samples=len(self.samples))
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that it may still cost."""
+        return len(self.request.prompt_ids) + self.num_missing * self.request.sampling.max_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Samples that have not come."""
+        return len(self.samples) - len(self.unwanted) - len(self.received)
+
+    def again(self) -> Part:
+        """What is left of it to sample.
+
+        Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
+        """
+        gone = self.unwanted | self.received
+        if self.request.seed is not None:
+            return Part(self.request, self.samples, frozenset(gone))
+        return Part(self.request, tuple(sample for n, sample in enumerate(self.samples) if n not in gone))
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A completion that has come, of number `position` of an assignment."""
+
+    assignment: Assignment
+    position: int
+    completion: Completion
+
+
+@dataclass(eq=False)
+class ReplicaEntry:
+    """What the trainer's side knows of a replica."""
+
+    number: int
+    actor: Any = None
+    state: State = State.STARTING
+    held: dict[int, Assignment] = field(default_factory=dict)  # by request
+    place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
+    sent: int = -1  # newest version that it was given
+    accepted: int = -1
+    verified: int = -1  # newest version whose checksums it has reported
+    sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
+    unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
+    began: float = 0.0  # of its latest start
+    heard: float = 0.0  # when it last answered, or finished a token while it held requests
+    num_failures: int = 0  # in a row, without a finished sample in between
+    num_wrong: int = 0  # of them, or between `NUM_GOOD` samples, those in which its process was there and did wrong
+    num_good: int = 0  # samples since then
+    num_starts: int = 0
+    busy_s: float = 0.0
+    num_tokens: int = 0
+    num_running: int = 0
+    retry_at: float | None = None
+    is_draining: bool = False
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        if not self.place:
+            return f"replica {self.number}"
+        return f"replica {self.number} (pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]})"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a replica that has not answered."""
+
+    replica: ReplicaEntry
+    start: int  # of the replica, by number: answers to calls of earlier ones are ignored
+    handle: Callable[[ReplicaEntry, Any], None]
+
+
+class RayEngine(EngineWrapper):
+    """Replicas of any engine, each a Ray actor; on this machine, or wherever a Ray cluster has room.
+
+    Requests go to the replica with the fewest outstanding tokens, those of a session to the one that has its
+    beginning. What a replica has not finished when it dies, hangs, or answers something that cannot be right, others
+    sample; Ray starts it again, and it takes part as soon as it has proved to have the current weights.
+
+    With one replica, `in_flight_weight_updates` false and `FixedLag`, a run equals one without Ray to the bit.
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        engine = rl.RayEngine(rl.EmbeddedEngine(num_slots=32), replicas=4, num_cpus=2)
+        assert (engine.replicas, engine.num_slots) == (4, 128)
+        ```
+
+    Args:
+        engine: each replica makes one with the same arguments, and its number added to the seed; None is
+            `EmbeddedEngine()`.
+        replicas: how many.
+        num_cpus: of each replica, by which Ray counts where it fits.
+        num_gpus: of each replica, such as the engine's `tensor_parallel_size`; it sees only these.
+        resources: other resources of each, by name.
+        address: of a running Ray cluster; None is that of `RAY_ADDRESS`, or a Ray of this process on this machine.
+        min_replicas: training begins when so many are there, and others join later; None is all.
+        session_margin: a request leaves the replica that has its beginning when that has so many times the request's
+            own tokens more to do than the least loaded one.
+        spread: places replicas on different nodes where possible, rather than on few.
+
+    Attributes:
+        update_timeout_s: of the inner engine. A replica that takes longer for an update, or that holds requests and
+            gives no token for so long, counts as hung and is replaced.
+        startup_timeout_s: of the inner engine; also the longest time without any replica.
+        num_lost: replicas lost so far.
+
+    Raises:
+        ValueError: a setting is out of range, or the engine cannot be a replica.
+    """
+
+    takes_changes = True
+    records_spans = False
+    uses_probe = False
+    sleep_level = 0
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        replicas: int = 2,
+        num_cpus: float = 1.0,
+        num_gpus: float = 0.0,
+        resources: dict[str, float] | None = None,
+        *,
+        address: str | None = None,
+        min_replicas: int | None = None,
+        session_margin: float = 4.0,
+        spread: bool = True,
+    ) -> None:
+        check_range("data.engine", "integer positive", replicas=replicas)
+        check_range("data.engine", ">= 0", num_cpus=num_cpus, num_gpus=num_gpus, session_margin=session_margin)
+        check_range("data.engine", f"integer in [1, {replicas}]", min_replicas=min_replicas)
+        super().__init__(engine or EmbeddedEngine())
+        _check_inner(self.engine)
+        self.replicas = replicas
+        self.num_cpus = num_cpus
+        self.num_gpus = num_gpus
+        self.resources = resources
+        self.address = address
+        self.min_replicas = replicas if min_replicas is None else min_replicas
+        self.in_flight_weight_updates = self.engine.in_flight_weight_updates
+        self.num_lost = 0
+        self._spread = spread
+        self._ray: Any = None
+        self._model = ""
+        self._digest = ""
+        self._vocab_size = 0
+        self._max_model_len = 0
+        self._run = uuid.uuid4().hex[:8]
+        self._store: WeightStore | None = None
+        self._table_ref: Any = None
+        self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
+        self._has_been_ready = False
+        self._looked = time.monotonic()
+        self._lock = threading.RLock()  # guards all below
+        self._entries: list[ReplicaEntry] = []
+        self._placement = Placement(session_margin)
+        self._calls: dict[Any, Call] = {}
+        self._waiting: dict[int, Part] = {}  # requests that no replica samples, by request
+        self._finished: deque[Completion] = deque()
+        self._num_assignments = 0
+        self._error: Exception | None = None
+        self._none_since: float | None = None  # since when no replica is ready, after the first weights
+        self._busy_s = 0.0
+        self._num_tokens_before = 0  # of processes that are gone
+        self._closed = False
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        engine: Any = super().fresh(out_of_memory)
+        engine.engine = self.engine.fresh(out_of_memory)  # also where it was not given
+        return engine
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self.replicas * self.engine.num_slots
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def busy_s(self) -> float:
+        """Mean over the replicas."""
+        return self._busy_s
+
+    @property
+    def num_tokens(self) -> int:
+        with self._lock:
+            return self._num_tokens_before + sum(entry.num_tokens for entry in self._entries)
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return sum(entry.num_running for entry in self._entries)
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that requests go to."""
+        with self._lock:
+            return len(self._placement)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the replicas, as far as they are known."""
+        with self._lock:
+            return [entry.place["pid"] for entry in self._entries if entry.place]
+
+    @property
+    def _version(self) -> int:
+        return -1 if self._store is None else self._store.table.version
+
+    @property
+    def _hang_s(self) -> float:
+        return self.update_timeout_s or 600.0
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
+    def setup(self, model: str) -> None:
+        """Connects to Ray, starts the replicas, and waits until `min_replicas` have built their engines.
+
+        Raises:
+            SetupError: Ray is not installed, or not to be reached.
+            StalledError: too few replicas were there within `startup_timeout_s`.
+            EngineError: a replica's process ended. Errors of an engine are raised as they are.
+        """
+        self._ray = runtime.connect(self.address, self.replicas * self.num_cpus, user=self)
+        from lit_async_rl.ray.replica import model_digest
+
+        self._model = model
+        self._digest = model_digest(base_of(model))
+        self._vocab_size = int(load_config(base_of(model)).get_text_config().vocab_size)
+        with self._lock:
+            self._entries = [ReplicaEntry(number) for number in range(self.replicas)]
+            for entry in self._entries:
+                self._begin(entry)
+        deadline = time.monotonic() + self.startup_timeout_s
+        while (num := sum(entry.state is not State.STARTING for entry in self._entries)) < self.min_replicas:
+            self._turn(0.2)
+            self._check()
+            if time.monotonic() > deadline:
+                raise StalledError(
+                    f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
+                    f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._needs()}, and of that the "
+                    f"cluster has {self._ray.cluster_resources()} in all"
+                )
+        self.dtype = next(entry.place["dtype"] for entry in self._entries if entry.place)
+        dtype = getattr(torch, self.dtype, None)
+        self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None)
+
+    def _needs(self) -> str:
+        parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.resources or {})}
+        return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Puts the weights into the object store once, and has all replicas load them.
+
+        In flight the trainer does not wait for them: a replica samples no request that is submitted afterwards before
+        it has accepted these weights, and what it samples from them counts when its checksums have come.
+
+        Raises:
+            EngineError: the object store is full, or no replica is left.
+            StalledError: no replica has accepted the weights within `update_timeout_s`.
+            ValueError: names or shapes are not those of the engine's model, see `EmbeddedEngine`.
+        """
+        store = self._store
+        if store is None:
+            raise EngineError("the engine was used before its setup")
+        self._await_acceptance("the weights before these", self._hang_s)
+        is_first = self._version < 0
+        table = store.publish(version, weights)
+        self._check()
+        with self._lock:
+            self._table_ref = self._ray.put([tuple(place) for place in table.places.values()])
+            oldest = min((e.verified for e in self._entries if e.state is State.READY), default=version)
+            self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {version: table.sums}
+            self._none_since = self._none_since or time.monotonic()
+            for entry in self._entries:
+                if entry.state in (State.LOADING, State.READY):
+                    self._send_weights(entry, table)
+        if is_first or not self.in_flight_weight_updates:
+            self._await_acceptance(f"version {version}", self._hang_s)
+        if is_first:
+            deadline = time.monotonic() + self._hang_s
+            while self.num_ready < self.min_replicas and time.monotonic() < deadline:
+                self._turn(0.2)
+                self._check()
+            if not self.num_ready:
+                raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
+
+    def _await_acceptance(self, what: str, limit_s: float) -> None:
+        """Waits until every replica that requests go to has accepted what it was sent; loses those that take longer."""
+        deadline = time.monotonic() + limit_s
+
+        def late() -> list[ReplicaEntry]:
+            with self._lock:
+                loaders = (State.LOADING, State.READY)
+                return [e for e in self._entries if e.state in loaders and e.accepted < e.sent]
+
+        while late():
+            self._turn(0.2)
+            self._check()
+            if time.monotonic() > deadline:
+                with self._lock:
+                    for entry in late():
+                        reason = f"did not accept {what} within data.engine.engine.update_timeout_s={limit_s:g}"
+                        self._lose(entry, reason, is_running=True)
+
+    def random_state(self) -> Tensor | None:
+        """Of all replicas [replicas, bytes], of one alone as its engine has it; None unless all of them are there."""
+        found = self._ask_all("random_state")
+        if len(found) < self.replicas or any(answer["state"] is None for answer in found):
+            return None
+        states = [torch.from_numpy(answer["state"].copy()) for answer in found]
+        return states[0] if self.replicas == 1 else torch.stack(states)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Restores the states of as many replicas; those of another number of replicas are left out."""
+        states = [state] if state.dim() == 1 else list(state)
+        if len(states) != self.replicas:
+            log.warning("the checkpoint has random states of %d replicas, not %d", len(states), self.replicas)
+            return
+        self._ask_all("set_random_state", [(one.numpy(),) for one in states])
+
+    # -- producer's thread --------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._check()
+        for request in requests:  # here, where the caller gets the error; a replica would break
+            check_request(request, self.max_model_len, self._vocab_size)
+        with self._lock:
+            self._assign([Part(request, tuple(range(request.num_samples))) for request in requests])
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        deadline = time.monotonic() + timeout_s
+        while not self._finished and not self._closed:
+            self._check()
+            self._turn(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                break
+        with self._lock:
+            found = list(self._finished)
+            self._finished.clear()
+            return found
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        gone = set(request_ids)
+        with self._lock:
+            for request_id in gone:
+                self._waiting.pop(request_id, None)
+            self._finished = deque(c for c in self._finished if c.request_id not in gone)
+            for entry in self._entries:
+                entry.unverified = [s for s in entry.unverified if s.completion.request_id not in gone]
+                if mine := sorted(gone & entry.held.keys()):
+                    for request_id in mine:
+                        self._placement.finish(entry.number, entry.held.pop(request_id).num_tokens)
+                    self._call(entry, self._ignore, "abort", mine)
+
+    def partial_completions(self) -> list[Completion]:
+        found = list[Completion]()
+        with self._lock:
+            asked = [entry for entry in self._entries if entry.state is State.READY]
+        for entry, answer in zip(asked, self._ask_all("partial_completions", entries=asked), strict=False):
+            with self._lock:
+                samples, problem = self._unpacked(entry, answer, is_partial=True)
+                found += [sample.completion for sample in samples]
+                if problem:
+                    self._lose(entry, problem, is_running=True)
+        return found
+
+    # -- placement ----------------------------------------------------------------------------------------------------
+
+    def _assign(self, parts: Iterable[Part]) -> None:
+        """Sends requests for these samples to replicas, in one call to each. The lock is held."""
+        by_replica = dict[int, list[Assignment]]()
+        for part in parts:
+            request = part.request
+            if not len(self._placement):
+                self._waiting[request.id] = part
+                continue
+            self._num_assignments += 1
+            new = Assignment(self._num_assignments, request, part.samples, oldest=self._version, unwanted=part.unwanted)
+            number = self._placement.place(request.session, new.num_tokens)
+            by_replica.setdefault(number, []).append(new)
+        for number, assignments in by_replica.items():
+            entry = self._entry(number)
+            if not entry.held:
+                entry.heard = time.monotonic()
+            entry.held |= {one.request.id: one for one in assignments}
+            packed = pack_requests([one.as_sent for one in assignments])
+            numbers = [one.number for one in assignments]
+            self._call(entry, self._ignore, "submit", packed, numbers, self._version)
+
+    def _entry(self, number: int) -> ReplicaEntry:
+        return next(entry for entry in self._entries if entry.number == number)
+
+    def _assign_waiting(self) -> None:
+        waiting = list(self._waiting.values())
+        self._waiting = {}
+        self._assign(waiting)
+
+    # -- calls and their answers --------------------------------------------------------------------------------------
+
+    def _call(self, entry: ReplicaEntry, handle: Callable[[ReplicaEntry, Any], None], name: str, *args: Any) -> None:
+        """Calls a replica; `handle` gets the answer, with the lock held. The lock is held."""
+        try:
+            ref = getattr(entry.actor, name).remote(*args)
+        except Exception as error:  # Ray itself is gone
+            self._error = self._error or EngineError(f"Ray does not answer: {error}")
+            return
+        self._calls[ref] = Call(entry, entry.num_starts, handle)
+
+    def _ignore(self, entry: ReplicaEntry, answer: Any) -> None:
+        pass
+
+    def _turn(self, timeout_s: float) -> None:
+        """Handles the answers that are there; waits at most `timeout_s` for the first."""
+        with self._lock:
+            self._look_after(time.monotonic())
+            refs = list(self._calls)
+        if not refs:
+            time.sleep(min(timeout_s, 0.05))
+            return
+        self._ray.wait(refs, num_returns=1, timeout=timeout_s)
+        ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in ready:
+            with self._lock:
+                call = self._calls.pop(ref, None)
+                if call is None or call.start != call.replica.num_starts or self._closed:
+                    continue  # another thread was first, or the replica has been started anew since
+                self._handle(call, ref)
+
+    def _handle(self, call: Call, ref: Any) -> None:
+        entry = call.replica
+        try:
+            answer = self._ray.get(ref, timeout=self._hang_s)
+        except Exception as error:  # of many kinds: its process or node is gone, out of memory, not to be read
+            if entry.state is State.STARTING:
+                entry.retry_at = time.monotonic() + RETRY_S
+                if not self._may_still_start(entry, error):
+                    self._lose(entry, f"did not start: {_last_line(error)}", is_running=False)
+                return
+            self._lose(entry, f"has ended ({_first_line(error)})", is_running=False)
+            return
+        if not isinstance(answer, dict):
+            self._lose(entry, f"answered with {type(answer).__name__}", is_running=True)
+            return
+        try:
+            call.handle(entry, answer)
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            self._lose(entry, f"answered what cannot be read: {type(error).__name__}: {error}", is_running=True)
+            return
+        failure = answer.get("error")
+        if failure is not None and call.start == entry.num_starts:
+            self._lose(entry, f"has failed: {failure['type']}: {failure['message']}", is_running=True, failure=failure)
+
+    def _ask_all(
+        self, name: str, args: Sequence[tuple[Any, ...]] | None = None, entries: Sequence[ReplicaEntry] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answers of the replicas that are ready, as far as they come without an error."""
+        with self._lock:
+            asked = [e for e in self._entries if e.state is State.READY] if entries is None else entries
+            given = [()] * len(asked) if args is None else args
+            refs = [getattr(entry.actor, name).remote(*one) for entry, one in zip(asked, given, strict=False)]
+        answers = []
+        for ref in refs:
+            try:
+                answer = self._ray.get(ref, timeout=self._hang_s)
+            except Exception as error:
+                log.warning("%s: a replica did not answer: %s", name, _first_line(error))
+                answer = {"error": True}
+            answers.append(answer if "error" not in answer else _NOTHING | answer)
+        return [answer for answer in answers if args is None or "error" not in answer]
+
+    # -- start and readmission ----------------------------------------------------------------------------------------
+
+    def _begin(self, entry: ReplicaEntry) -> None:
+        """Makes the actor, if there is none, and asks it to build its engine. The lock is held."""
+        if entry.actor is None:
+            entry.actor = self._make_actor(entry.number)
+        entry.retry_at = None
+        entry.began = entry.began or time.monotonic()
+        self._call(entry, self._started, "start", base_of(self._model))
+
+    def _make_actor(self, number: int) -> Any:
+        from lit_async_rl.ray.replica import Recipe, Replica
+
+        ray = self._ray
+        kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1})(Replica)
+        options = kind.options(
+            name=f"lit_async_rl.{self._run}.replica{number}.{uuid.uuid4().hex[:4]}",
+            num_cpus=self.num_cpus,
+            num_gpus=self.num_gpus,
+            resources=self.resources,
+            max_restarts=-1,
+            max_task_retries=0,  # requests are placed again by us, with what is known to be missing
+            scheduling_strategy="SPREAD" if self._spread else "DEFAULT",
+        )
+        return options.remote(Recipe.of(self.engine), number)
+
+    def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
+        """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""
+        if isinstance(error, self._ray.exceptions.ActorDiedError):  # such as a class that cannot be imported there
+            self._kill(entry, is_for_good=True)
+            entry.actor = None
+            if not self._has_been_ready:
+                self._error = self._error or EngineError(f"{entry.where} did not start: {_last_line(error)}")
+            return False
+        return time.monotonic() - entry.began <= self.startup_timeout_s
+
+    def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
+        if "error" in answer:
+            return
+        if answer["digest"] != self._digest:
+            entry.place = answer
+            reason = f"has another model under the name {self._model!r}: their configurations differ"
+            self._lose(entry, reason, is_running=True, failure={"type": "EngineError", "traceback": ""})
+            return
+        entry.place = answer
+        entry.heard = time.monotonic()
+        entry.state = State.LOADING
+        known = [e.place["max_model_len"] for e in self._entries if e.place]
+        self._max_model_len = min(known)
+        self._call(entry, self._taken, "take", TAKE_S)
+        if self._version >= 0 and self._store is not None:
+            self._send_weights(entry, self._store.table)
+
+    def _send_weights(self, entry: ReplicaEntry, table: Table) -> None:
+        entry.sent = table.version
+        entry.heard = time.monotonic()
+        self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets))
+
+    def _accepted(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
+        if "error" not in answer:
+            entry.accepted = max(entry.accepted, int(answer["version"]))
+            self._readmit(entry)
+
+    def _readmit(self, entry: ReplicaEntry) -> None:
+        """Lets requests go to a replica that has accepted the newest weights and has proved to have them."""
+        if entry.state is not State.LOADING or not entry.accepted == entry.verified == self._version:
+            return
+        entry.state = State.READY
+        self._has_been_ready = True
+        if entry.is_draining:
+            return
+        self._placement.add(entry.number)
+        self._none_since = None
+        if entry.num_failures or entry.num_starts:
+            log.warning("%s is back, with the weights of version %d", entry.where, self._version)
+        self._assign_waiting()
+
+    # -- answers with completions -------------------------------------------------------------------------------------
+
+    def _taken(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
+        if "reports" not in answer:
+            return
+        now = time.monotonic()
+        has_progress = answer["num_tokens"] != entry.num_tokens or bool(answer["completions"]) or not entry.held
+        if has_progress or entry.accepted < entry.sent:  # updates have a limit of their own
+            entry.heard = now
+        busy_s = float(answer["busy_s"])
+        self._busy_s += max(0.0, busy_s - entry.busy_s) / max(1, len(self._entries))
+        entry.busy_s = busy_s
+        entry.num_tokens = int(answer["num_tokens"])
+        entry.num_running = int(answer["num_running"])
+        for version, sums in answer["reports"]:
+            if not self._verify(entry, version, sums):
+                return
+        samples, problem = self._unpacked(entry, answer)
+        self._file(entry, samples)  # those before one that is wrong are kept
+        if problem:
+            self._lose(entry, problem, is_running=True)
+            return
+        self._call(entry, self._taken, "take", TAKE_S)
+
+    def _verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> bool:
+        sent = self._sums.get(version)
+        if sent is None:
+            self._lose(entry, f"reports weights of version {version}, which it was not sent", is_running=True)
+            return False
+        entry.sums |= sums
+        if problem := find_difference(sent, entry.sums):
+            self._lose(entry, f"{problem} (version {version})", is_running=True)
+            return False
+        entry.verified = max(entry.verified, version)
+        self._readmit(entry)
+        return True
+
+    def _file(self, entry: ReplicaEntry, samples: Sequence[Sample]) -> None:
+        pending = [*entry.unverified, *samples]
+        proved = [sample for sample in pending if sample.completion.versions[-1] <= entry.verified]
+        entry.unverified = [sample for sample in pending if sample.completion.versions[-1] > entry.verified]
+        self._finished += [sample.completion for sample in proved]
+        entry.num_good += len(proved)
+        if proved:
+            entry.num_failures = 0
+
+    def _unpacked(
+        self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False
+    ) -> tuple[list[Sample], str]:
+        """Validated completions of an answer up to the first that cannot be right, and what is wrong with that."""
+        tensors = {name: torch.from_numpy(value.copy()) for name, value in answer["tensors"].items()}
+        unpacked = unpack_completions(answer["completions"], tensors)
+        found = list[Sample]()
+        for number, completion in list(zip(answer["assignments"], unpacked, strict=True)):
+            one = entry.held.get(completion.request_id)
+            if one is None or one.number != number:
+                continue  # late: aborted, or another replica's now
+            try:
+                problem = self._fault(entry, one, completion, is_partial=is_partial)
+            except (TypeError, ValueError, AttributeError) as error:
+                problem = f"cannot be read: {error}"
+            position = completion.sample_index
+            if problem:
+                which = f"request {completion.request_id}, sample {position}"
+                return found, f"returned a wrong completion: {which} {problem}"
+            if position in one.unwanted or (is_partial and position in one.received):
+                continue
+            if not is_partial:
+                self._receive(entry, one, position)
+            found.append(Sample(one, position, replace(completion, sample_index=one.samples[position])))
+        return found, ""
+
+    def _fault(self, entry: ReplicaEntry, one: Assignment, completion: Completion, is_partial: bool) -> str:
+        sample = completion.sample_index
+        if type(sample) is not int or not 0 <= sample < len(one.samples):
+            return f"has sample_index={sample!r}, must be an int from 0 to {len(one.samples) - 1}"
+        if sample in one.received and not is_partial:
+            return "has come already: sample_index is a duplicate"
+        return find_fault(
+            completion,
+            one.as_sent,
+            versions=(one.oldest, entry.sent),
+            vocab_size=self._vocab_size,
+            max_model_len=self.max_model_len,
+            scores=False,
+            is_partial=is_partial,
+        )
+
+    def _receive(self, entry: ReplicaEntry, one: Assignment, sample: int) -> None:
+        before = one.num_tokens
+        one.received.add(sample)
+        is_over = not one.num_missing
+        self._placement.finish(entry.number, before - (0 if is_over else one.num_tokens))
+        if is_over:
+            del entry.held[one.request.id]
+
+    # -- more or fewer replicas ---------------------------------------------------------------------------------------
+
+    def resize(self, replicas: int) -> None:
+        """Starts further replicas, or takes some out: they finish what they have, and are ended then.
+
+        Raises:
+            ValueError: there must be at least one.
+        """
+        check_range("RayEngine.resize", "integer positive", replicas=replicas)
+        with self._lock:
+            staying = [entry for entry in self._entries if not entry.is_draining]
+            for entry in [one for one in self._entries if one.is_draining][: max(0, replicas - len(staying))]:
+                entry.is_draining = False  # it is still there
+                if entry.state is State.READY:
+                    self._placement.add(entry.number, sum(one.num_tokens for one in entry.held.values()))
+                staying.append(entry)
+            for _ in range(replicas - len(staying)):
+                entry = ReplicaEntry(self._next_number())
+                self._entries.append(entry)
+                self._begin(entry)
+            # those that are not ready yet first, then those with the least to do
+            by_work = sorted(staying, key=lambda e: (e.state is State.READY, self._placement.load.get(e.number, 0)))
+            for entry in by_work[: max(0, len(staying) - replicas)]:
+                entry.is_draining = True
+                self._placement.remove(entry.number)
+            self.replicas = replicas
+            self.min_replicas = min(self.min_replicas, replicas)
+            log.info("%d replicas from now on", replicas)
+
+    def _next_number(self) -> int:
+        used = {entry.number for entry in self._entries}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _remove(self, entry: ReplicaEntry) -> None:
+        """Ends a replica that has finished what it had. The lock is held."""
+        self._entries.remove(entry)
+        self._num_tokens_before += entry.num_tokens
+        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
+            del self._calls[ref]
+        threading.Thread(target=self._stop, args=([entry],), name="stop-replica", daemon=True).start()
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def _look_after(self, now: float) -> None:
+        """Starts replicas anew that wait for it, and loses those that hang. The lock is held."""
+        still_s = now - self._looked  # nobody looked: this process stood still, or was not asked for tokens
+        self._looked = now
+        for entry in list(self._entries):
+            if still_s > STILL_S:
+                entry.heard += still_s
+            if entry.is_draining and not entry.held and not entry.unverified:
+                self._remove(entry)
+                continue
+            if entry.retry_at is not None and now >= entry.retry_at:
+                self._begin(entry)
+            is_asked = entry.state is State.READY or (entry.state is State.LOADING and entry.sent >= 0)
+            if is_asked and now - entry.heard > self._hang_s:
+                self._lose(
+                    entry,
+                    f"gave no token and no answer within data.engine.engine.update_timeout_s={self._hang_s:g}",
+                    is_running=True,
+                )
+        is_lacking = self._none_since is not None and not len(self._placement)
+        if is_lacking and now - (self._none_since or now) > self.startup_timeout_s:
+            limit = f"startup_timeout_s={self.startup_timeout_s:g}"
+            self._error = self._error or StalledError(f"no replica was ready within {limit}")
+
+    def _lose(
+        self, entry: ReplicaEntry, reason: str, is_running: bool, failure: Mapping[str, str] | None = None
+    ) -> None:
+        """Takes a replica out; others sample what it has not finished, and Ray starts it again. The lock is held.
+
+        Args:
+            entry: the replica.
+            reason: completes "replica 3 ...".
+            is_running: its process may still run, and is killed.
+            failure: error of its engine, as plain data.
+        """
+        was_in = entry.state in (State.READY, State.LOADING)
+        held = dict(entry.held)
+        for sample in entry.unverified:  # of weights that were never proved right
+            sample.assignment.received.discard(sample.position)
+            held[sample.assignment.request.id] = sample.assignment
+        entry.held = {}
+        entry.unverified = []
+        entry.num_failures += 1
+        if is_running:
+            entry.num_wrong = 1 if entry.num_good >= NUM_GOOD else entry.num_wrong + 1
+            entry.num_good = 0
+        entry.num_starts += 1
+        self._num_tokens_before += entry.num_tokens
+        entry.busy_s = entry.num_tokens = entry.num_running = 0
+        entry.sent = entry.accepted = entry.verified = -1
+        entry.sums = {}
+        self.num_lost += 1
+        self._placement.remove(entry.number)
+        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
+            del self._calls[ref]
+        message = f"{entry.where} {reason}" + self._log_of(entry)
+        is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
+        is_over |= failure is not None and not self._has_been_ready
+        self._kill(entry, is_for_good=is_over) if is_running or is_over else None
+        if is_over:
+            entry.state = State.GIVEN_UP
+            log.warning("%s; it is given up after %d failures", message, max(entry.num_failures, entry.num_wrong))
+            if entry.is_draining:
+                self._entries.remove(entry)
+        else:
+            entry.state = State.STARTING
+            entry.began = time.monotonic()
+            entry.retry_at = entry.began + RETRY_S
+            log.warning("%s; %d requests go to other replicas, and it is started again", message, len(held))
+        if all(one.state is State.GIVEN_UP for one in self._entries) or (is_over and not self._has_been_ready):
+            self._error = self._error or _as_error(message, failure)
+            return
+        if was_in and not len(self._placement):
+            self._none_since = self._none_since or time.monotonic()
+        self._assign([one.again() for one in held.values()])
+
+    def _kill(self, entry: ReplicaEntry, is_for_good: bool) -> None:
+        if entry.actor is not None:
+            try:
+                self._ray.kill(entry.actor, no_restart=is_for_good)
+            except Exception as error:  # it is gone already
+                log.debug("%s: %s", entry.where, error)
+
+    def _log_of(self, entry: ReplicaEntry) -> str:
+        """The last lines that a replica's process has written, for a message."""
+        if not entry.place:
+            return ""
+        from lit_async_rl.ray.replica import tail
+
+        paths = list(entry.place["logs"])
+        if entry.place["node"] == self._ray.get_runtime_context().get_node_id():
+            text = tail(paths, LOG_LINES)
+        else:
+            text = self._remote_log(entry.place["node"], paths)
+        return f". The last lines of its log:\n{text}" if text else ""
+
+    def _remote_log(self, node: str, paths: Sequence[str]) -> str:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from lit_async_rl.ray.replica import tail
+
+        there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        reader = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(tail)
+        try:
+            return str(self._ray.get(reader.remote(list(paths), LOG_LINES), timeout=LOG_S))
+        except Exception as error:  # the node is gone, too
+            return f"(on node {node[:8]}, which does not answer: {type(error).__name__})"
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the replicas and unblocks `poll` and `load_weights`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._error = self._error or EngineError("the engine was closed")
+            entries = self._entries
+            self._entries = []
+            self._num_tokens_before += sum(entry.num_tokens for entry in entries)
+            self._calls = {}
+            self._table_ref = None
+            self._store = None
+        self._stop(entries)
+
+    def _stop(self, entries: Sequence[ReplicaEntry]) -> None:
+        """Has engines end their own processes, and then ends the actors."""
+        if self._ray is None or not self._ray.is_initialized():
+            return
+        stops = [entry.actor.stop.remote() for entry in entries if entry.state in (State.LOADING, State.READY)]
+        if stops:
+            self._ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
+        for entry in entries:
+            self._kill(entry, is_for_good=True)
+
+    def end(self) -> None:
+        """Ends a Ray that was started here, unless another engine of this process uses it."""
+        runtime.release(self)
+        super().end()
+
+
+_NOTHING: dict[str, Any] = {"assignments": [], "completions": [], "tensors": {}, "state": None}
+
+
+def _check_inner(engine: RolloutEngine) -> None:
+    name = type(engine).__name__
+    if engine.scores:
+        raise ValueError(
+            f"data.engine.engine must be an engine without an environment, got {name}: "
+            "put RayEngine into it, EpisodeEngine(RayEngine(...), ...)"
+        )
+    if isinstance(engine, RayEngine):
+        raise ValueError("data.engine.engine must be a single engine, got RayEngine")
+    if engine.sleep_level:
+        raise ValueError(
+            f"data.engine.engine.sleep_level must be 0 with RayEngine, whose replicas share no GPU with the trainer, "
+            f"got {engine.sleep_level}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    """What Ray tells of an actor that could not be made ends with the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:400]}" if lines else type(error).__name__
+
+
+def _as_error(message: str, failure: Mapping[str, str] | None) -> Exception:
+    """The error of a replica's engine as that engine would raise it here, with what is known of the replica."""
+    if failure is None:
+        return EngineError(message)
+    return from_json({**failure, "message": message})

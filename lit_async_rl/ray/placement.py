@@ -1,0 +1,75 @@
+"""Which replica samples a request: the one with the fewest outstanding tokens, or the one that knows the beginning."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+
+NUM_SESSIONS = 65536  # remembered, the latest
+
+
+class Placement:
+    """Counts the outstanding tokens of each replica and chooses among those that are in. No thread, clock or actor.
+
+    Requests of one session (parts of a group, turns of a conversation) go to the same replica, where their beginning
+    is cached, until it has so much more to do than the least loaded one that reading the beginning anew is quicker.
+
+    Args:
+        session_margin: how many times the tokens of a request its session's replica may have outstanding beyond
+            those of the least loaded one.
+
+    Attributes:
+        load: outstanding tokens by replica.
+    """
+
+    def __init__(self, session_margin: float) -> None:
+        self.session_margin = session_margin
+        self.load: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []  # (load, replica); those whose load has changed since are skipped
+        self._sessions: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.load)
+
+    def add(self, replica: int, num_tokens: int = 0) -> None:
+        """Lets requests go to a replica, which has so many tokens outstanding."""
+        self.load[replica] = num_tokens
+        heapq.heappush(self._heap, (num_tokens, replica))
+
+    def remove(self, replica: int) -> None:
+        """Lets no more requests go to a replica; what was placed there is the caller's to place again."""
+        self.load.pop(replica, None)
+
+    def place(self, session: int | None, num_tokens: int) -> int:
+        """Chooses a replica for a request of at most `num_tokens`, and adds them to its load.
+
+        Raises:
+            IndexError: no replica is in.
+        """
+        least_load, replica = self._least()
+        if session is not None:
+            known = self._sessions.pop(session, replica)
+            excess = self.load.get(known, float("inf")) - least_load
+            replica = known if excess <= self.session_margin * num_tokens else replica
+            self._sessions[session] = replica
+            if len(self._sessions) > NUM_SESSIONS:
+                self._sessions.popitem(last=False)
+        self._change(replica, num_tokens)
+        return replica
+
+    def finish(self, replica: int, num_tokens: int) -> None:
+        """Takes tokens off a replica's load; ignored for one that is not in."""
+        if replica in self.load:
+            self._change(replica, -num_tokens)
+
+    def _change(self, replica: int, num_tokens: int) -> None:
+        self.load[replica] += num_tokens
+        heapq.heappush(self._heap, (self.load[replica], replica))
+        if len(self._heap) > 8 * len(self.load) + 64:  # of entries that are out of date
+            self._heap = [(load, number) for number, load in self.load.items()]
+            heapq.heapify(self._heap)
+
+    def _least(self) -> tuple[int, int]:
+        while self.load.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0]

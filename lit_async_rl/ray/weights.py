@@ -1,0 +1,210 @@
+"""Weights on their way to the replicas: put into Ray's object store once, read there by all replicas of a node.
+
+The sender keeps a table of all weights: where in the object store each is, and its checksum. A weight that has not
+changed keeps its place, so that only the others travel, and whoever comes late (a replica that was restarted) reads
+all of them from the same table. A node's store receives one copy, however many replicas read it.
+
+After an update a replica reports the checksums of the weights that it samples from now; `find_difference` names the
+first one that is not as it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from lit_async_rl.errors import EngineError
+from lit_async_rl.models.weights import LORA_A, LORA_B, UNCHANGED
+
+BUCKET_BYTES = 2**28
+
+
+class Place(NamedTuple):
+    """Where a weight is, as plain data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    index: int  # within the bucket
+
+
+@dataclass
+class Table:
+    """All weights of one version.
+
+    Attributes:
+        version: of the policy.
+        places: by name, in the order in which the policy streams them.
+        sums: checksums of the tensors' bytes, by name.
+        buckets: references into the object store, by number: those that `places` needs.
+    """
+
+    version: int = -1
+    places: dict[str, Place] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)
+    buckets: dict[int, Any] = field(default_factory=dict)
+
+
+def find_difference(sent: Mapping[str, int], found: Mapping[str, int]) -> str:
+    """Describes the first weight that a replica has not as it was sent, by checksums; empty if there is none."""
+    for name, expected in sent.items():
+        if name not in found:
+            return f"weight {name!r} was not loaded"
+        if found[name] != expected:
+            return f"weight {name!r} is not the one that was sent: their checksums differ"
+    return ""
+
+
+class WeightStore:
+    """The sender: puts new weights into the object store, one version after the other.
+
+    Args:
+        ray: the module, connected.
+        dtype: floating-point weights are sent in it; None sends them as they are.
+        bucket_bytes: of one object, at least one weight.
+
+    Attributes:
+        table: of the newest version.
+        num_bytes: put into the object store so far.
+    """
+
+    def __init__(self, ray: Any, dtype: torch.dtype | None, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._ray = ray
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._num_buckets = 0
+        self.table = Table()
+        self.num_bytes = 0
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Table:
+        """Puts what has changed into the object store; the table of all weights of this version.
+
+        Raises:
+            EngineError: the object store is full; or a weight that was never sent is said to be unchanged.
+        """
+        old = self.table
+        new = Table(version)
+        bucket: list[np.ndarray] = []
+        size = 0
+        for name, tensor in weights:
+            if tensor is UNCHANGED:
+                if name not in old.places:
+                    raise EngineError(f"weight {name!r} was never sent, and is said to be unchanged")
+                self._keep(name, old, new=new)
+                continue
+            given = tensor
+            tensor = _on_cpu(given, self._dtype)
+            found = checksum(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            place = Place(name, dtype, tuple(tensor.shape), bucket=0, index=0)
+            if old.sums.get(name) == found and old.places[name][1:3] == place[1:3]:
+                self._keep(name, old, new=new)
+                continue
+            if bucket and size + tensor.nbytes > self._bucket_bytes:
+                self._put(bucket, new)
+                bucket = []
+                size = 0
+            new.places[name] = place._replace(bucket=self._num_buckets, index=len(bucket))
+            new.sums[name] = found
+            # a gathered shard is valid only until the next one is asked for; a live weight until this returns
+            lasts = tensor is not given or isinstance(given, nn.Parameter)
+            bucket.append(as_bytes(tensor) if lasts else as_bytes(tensor).copy())
+            size += tensor.nbytes
+        if bucket:
+            self._put(bucket, new)
+        self.table = new
+        return new
+
+    def _keep(self, name: str, old: Table, new: Table) -> None:
+        place = old.places[name]
+        new.places[name] = place
+        new.sums[name] = old.sums[name]
+        new.buckets[place.bucket] = old.buckets[place.bucket]
+
+    def _put(self, bucket: list[np.ndarray], table: Table) -> None:
+        try:
+            table.buckets[self._num_buckets] = self._ray.put(bucket)
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(
+                f"Ray's object store has no room for {sum(part.nbytes for part in bucket) / 2**20:.0f} MiB of weights "
+                f"({type(error).__name__}): start Ray with a larger --object-store-memory"
+            ) from error
+        self.num_bytes += sum(part.nbytes for part in bucket)
+        self._num_buckets += 1
+
+
+def _on_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    kept = dtype if tensor.is_floating_point() else None
+    if tensor.device.type == "cpu" and (kept is None or tensor.dtype == kept) and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().to("cpu", kept).contiguous()
+
+
+def as_bytes(tensor: Tensor) -> np.ndarray:
+    """Bytes of a contiguous tensor on the CPU, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def checksum(tensor: Tensor) -> int:
+    """XXH3 of a tensor's bytes, 64 bits."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    return xxhash.xxh3_64_intdigest(as_bytes(tensor).data)
+
+
+# -- The replica's side -----------------------------------------------------------------------------------------------
+
+
+class WeightReader:
+    """Reads the weights of a table, and remembers which of them its engine has.
+
+    Args:
+        get: reads a bucket, given its reference.
+        takes_changes: whether the engine accepts `UNCHANGED` for weights that it has.
+    """
+
+    def __init__(self, get: Any, takes_changes: bool) -> None:
+        self._get = get
+        self._takes_changes = takes_changes
+        self._has: dict[str, Place] = {}
+
+    def stream(
+        self, places: Iterable[Place], buckets: Mapping[int, Any], received: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) of all weights, `UNCHANGED` for those that the engine has already.
+
+        Tensors share the memory of the object store: they are read, copied and never written. A layer with adapters
+        comes whole, for the engine to add them to.
+
+        Args:
+            places: of all weights, in order.
+            buckets: references by number.
+            received: filled with the tensors yielded, by name.
+        """
+        has: dict[str, Place] = {}
+        opened: dict[int, list[np.ndarray]] = {}
+        adapted = {name.removesuffix(LORA_A) for name in (place.name for place in places) if name.endswith(LORA_A)}
+        for place in places:
+            has[place.name] = place
+            is_adapted = place.name.removesuffix(".weight") in adapted
+            if self._takes_changes and not is_adapted and self._has.get(place.name) == place and not is_factor(place):
+                yield place.name, UNCHANGED
+                continue
+            if place.bucket not in opened:
+                opened[place.bucket] = self._get(buckets[place.bucket])
+            data = torch.from_numpy(opened[place.bucket][place.index])
+            tensor = data.view(getattr(torch, place.dtype)).view(place.shape)
+            received[place.name] = tensor
+            yield place.name, tensor
+        self._has = has
+
+
+def is_factor(place: Place) -> bool:
+    """Whether it is a factor of an adapter."""
+    return place.name.endswith((LORA_A, LORA_B))

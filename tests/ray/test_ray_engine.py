@@ -1,0 +1,286 @@
+"""Replicas as Ray actors: the same samples, every sample once whatever happens, and nothing left behind."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from hostile_replicas import HostileReplica
+from processes import wait_for_the_end_of
+from replays import assert_replayed, key, own_engine, requests_of
+from tiny_models import save, tiny_llama
+
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.weights import UNCHANGED
+from lit_async_rl.ray.engine import RayEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+
+
+def endless(seed=0):
+    lm = tiny_llama(seed=seed)
+    lm.generation_config.eos_token_id = []
+    return lm
+
+
+def ray_engine(lm, tmp_path, engine=None, **settings):
+    inner = engine or EmbeddedEngine(num_slots=4, device="cpu", update_timeout_s=60.0)
+    made = RayEngine(inner, **{"num_cpus": 0.1, **settings})
+    made.setup(save(lm, tmp_path))
+    made.load_weights(0, lm.named_parameters())
+    return made
+
+
+def gathered(engine, number, timeout_s=120.0):
+    """Exactly so many completions: a few more turns bring none."""
+    found = []
+    deadline = time.monotonic() + timeout_s
+    while len(found) < number:
+        assert time.monotonic() < deadline, f"{len(found)} of {number}"
+        found += engine.poll(0.5)
+    return found + engine.poll(0.3)
+
+
+def until(condition, engine, timeout_s=120.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        assert engine.poll(0.2) == []
+
+
+def said(caplog, text):
+    return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+def test_with_one_replica_samples_random_states_and_aborts_are_those_of_the_engine_itself(ray_cluster, tmp_path):
+    lm = tiny_llama()
+    runs, states = [], []
+    requests = requests_of([4, 9, 1], max_tokens=20, head=3, top_p=0.9)
+    for is_on_ray in (False, True):
+        inner = dict(num_slots=4, device="cpu", in_flight_weight_updates=False, seed=3)
+        if is_on_ray:
+            engine = ray_engine(lm, tmp_path, EmbeddedEngine(**inner), replicas=1)
+        else:
+            engine = own_engine(lm, tmp_path, **inner)
+        engine.submit(requests)
+        found = sorted(gathered(engine, 9), key=key)
+        engine.load_weights(1, ((n, UNCHANGED if "norm" in n else w) for n, w in lm.named_parameters()))
+        engine.submit(requests_of([7], first_id=10, max_tokens=20, head=3))
+        runs.append(found + sorted(gathered(engine, 3), key=key))
+        states.append(engine.random_state())
+        engine.set_random_state(states[0])
+        engine.submit(requests_of([5, 5], first_id=20, max_tokens=200))
+        engine.abort([20, 21])
+        engine.submit(requests_of([6], first_id=20, max_tokens=3))  # the number is free again
+        assert all(len(c.token_ids) <= 3 for c in gathered(engine, 3))
+        assert engine.num_tokens > 0
+        assert engine.busy_s > 0
+        with pytest.raises(ValueError, match="vocabulary has only 64"):
+            engine.submit([requests_of([2])[0].__class__(**{**vars(requests[0]), "prompt_ids": (64,)})])
+        engine.close()
+        engine.close()
+        assert engine.poll(0.0) == []
+    assert runs[0] == runs[1]
+    assert {v for c in runs[1][9:] for v in c.versions} == {1}
+    assert torch.equal(*states)
+
+
+def test_killed_while_it_samples_and_while_it_updates_each_sample_comes_once_and_nothing_is_left(
+    ray_cluster, tmp_path, caplog
+):
+    lms = {0: endless()}
+    engine = ray_engine(lms[0], tmp_path, replicas=2)
+    pids = set(engine.pids)
+    requests = requests_of([20, 9, 4, 3], max_tokens=100, num_samples=30)
+    engine.submit(requests)
+    found = []
+    for version, during_update in ((1, False), (2, True)):
+        while len(found) < 30 * version:
+            found += engine.poll(0.5)
+        victim = engine.pids[version % 2]
+        lms[version] = endless(version)
+        if not during_update:
+            os.kill(victim, signal.SIGKILL)
+        before = engine.num_lost
+        engine.load_weights(version, lms[version].named_parameters())
+        if during_update:
+            os.kill(victim, signal.SIGKILL)
+        requests += requests_of([5], max_tokens=100, first_id=100 * version, num_samples=20)
+        engine.submit(requests[-1:])
+        while engine.num_lost == before or engine.num_ready < 2:
+            found += engine.poll(0.5)
+        pids |= set(engine.pids)
+    found += gathered(engine, 160 - len(found))
+    assert sorted(map(key, found)) == sorted((r.id, n) for r in requests for n in range(r.num_samples))
+    assert_replayed(lms, requests, found, num_tokens=100, cache_cleared=False)
+    for version in (1, 2):
+        assert min(v for c in found if c.request_id == 100 * version for v in c.versions) >= version
+    assert len(pids) == 4
+    assert engine.num_lost == 2
+    lost = said(caplog, "requests go to other replicas")
+    assert all("(pid " in line and "node " in line for line in lost), lost
+    engine.close()
+    wait_for_the_end_of(*pids)
+
+
+FAULTS = {
+    "old version": "older than version",
+    "weight missing": "is not the one that was sent: their checksums differ",
+    "token": "not in the vocabulary of 64 tokens",
+    "duplicate": "sample_index is a duplicate",
+    "submit fails": "has failed: RuntimeError: the scheduler is broken",
+    "exits": "the driver of the accelerator has gone",
+}
+
+
+def test_what_a_replica_does_wrong_is_named_and_the_others_do_its_work(ray_cluster, tmp_path, caplog):
+    lms = {0: endless()}
+    faults = tmp_path / "faults"
+    faults.write_text("\n".join(FAULTS))
+    inner = HostileReplica(str(faults), num_slots=4, device="cpu", update_timeout_s=60.0)
+    engine = ray_engine(lms[0], tmp_path, inner, replicas=2)
+    for number, (fault, words) in enumerate(FAULTS.items(), start=1):
+        lms[number] = endless(number % 3)
+        engine.load_weights(number, lms[number].named_parameters())
+        requests = requests_of([4, 6, 3, 8], max_tokens=9, first_id=10 * number)
+        engine.submit(requests)
+        found = gathered(engine, 12)
+        assert sorted(map(key, found)) == [(10 * number + n, k) for n in range(4) for k in range(3)], fault
+        assert_replayed(lms, requests, found, num_tokens=9, cache_cleared=False)
+        if fault == "weight missing":  # loaded once, so that there is something to leave out
+            until(lambda: engine.num_ready == 2, engine)
+        until(lambda n=number: engine.num_lost >= n, engine)
+        (line,) = [text for text in said(caplog, "replica 1 (pid") if words in text][-1:]
+        assert "node" in line
+        engine._entries[1].num_wrong = 0
+        until(lambda: engine.num_ready == 2, engine)
+    engine.close()
+
+
+def test_a_replica_that_hangs_is_replaced_after_the_engines_own_limit(ray_cluster, tmp_path, caplog):
+    lm = endless()
+    faults = tmp_path / "faults"
+    faults.write_text("hangs\nupdate hangs")
+    inner = HostileReplica(str(faults), num_slots=4, device="cpu", update_timeout_s=3.0)
+    engine = ray_engine(lm, tmp_path, inner, replicas=2)
+    engine.load_weights(1, lm.named_parameters())
+    engine.submit(requests_of([4, 6, 3, 8], max_tokens=9))
+    assert len(gathered(engine, 12)) == 12
+    until(lambda: engine.num_lost == 2 and engine.num_ready == 2, engine)  # then in its first update
+    assert len(said(caplog, "gave no token and no answer within data.engine.engine.update_timeout_s=3")) == 2
+    engine.close()
+
+
+def test_a_process_that_stands_still_for_a_while_goes_on(ray_cluster, tmp_path):
+    lm = endless()
+    engine = ray_engine(lm, tmp_path, replicas=2)
+    engine.submit(requests_of([4, 6, 3, 8], max_tokens=60, num_samples=20))
+    found = engine.poll(1.0)
+    os.kill(engine.pids[0], signal.SIGSTOP)
+    engine.load_weights(1, lm.named_parameters())  # the trainer does not wait
+    for _ in range(4):
+        found += engine.poll(0.5)
+    os.kill(engine.pids[0], signal.SIGCONT)
+    found += gathered(engine, 80 - len(found))
+    assert len(set(map(key, found))) == len(found) == 80
+    assert engine.num_lost == 0
+    engine.close()
+
+
+def test_a_replica_that_fails_again_and_again_is_given_up_and_without_any_the_engine_fails(
+    ray_cluster, tmp_path, caplog
+):
+    lm = endless()
+    faults = tmp_path / "faults"
+    faults.write_text("nonsense\n" * 20)
+    engine = ray_engine(lm, tmp_path, HostileReplica(str(faults), device="cpu", num_slots=4), replicas=2)
+    engine.load_weights(1, lm.named_parameters())
+    for number in range(100):
+        engine.submit(requests_of([4, 6, 3, 8], max_tokens=9, first_id=10 * number))
+        assert len(gathered(engine, 12)) == 12
+        if said(caplog, "it is given up"):
+            break
+        until(lambda: engine.num_ready == 2 or said(caplog, "it is given up"), engine)
+    assert engine.num_lost == 2
+    engine.close()
+    engine = engine.fresh()
+    with pytest.raises(OSError, match=r"nowhere(.|\n)*last lines of its log"):
+        engine.setup(str(tmp_path / "nowhere"))
+    engine.close()
+
+
+def test_weights_that_do_not_fit_are_refused_at_once(ray_cluster, tmp_path):
+    lm = tiny_llama()
+    engine = RayEngine(EmbeddedEngine(num_slots=2, device="cpu"), replicas=1, num_cpus=0.1)
+    engine.setup(save(lm, tmp_path))
+    with pytest.raises(ValueError, match="lack what the engine's model has"):
+        engine.load_weights(0, list(lm.named_parameters())[1:])
+    engine.close()
+    engine = RayEngine(replicas=1, num_cpus=0.1, resources={"unobtainium": 1.0})
+    engine.startup_timeout_s = 2.0
+    with pytest.raises(StalledError, match=r"only 0 of data.engine.min_replicas=1 .*unobtainium=1"):
+        engine.setup(save(lm, tmp_path))
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit(requests_of([3]))
+
+
+def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_replica(ray_cluster, tmp_path, caplog):
+    import ray
+
+    node = dict(num_cpus=1, object_store_memory=100 << 20)
+    nodes = [ray_cluster.add_node(**node, resources={"engine": 1.0}) for _ in range(2)]
+    ray_cluster.wait_for_nodes()
+    lms = {0: endless(), 1: endless(1)}
+    engine = ray_engine(lms[0], tmp_path, replicas=2, resources={"engine": 1.0})
+    places = {entry.place["node"]: entry.number for entry in engine._entries}
+    assert set(places) == {one.node_id for one in nodes}
+    requests = requests_of([20, 9, 4, 3], max_tokens=100, num_samples=20)
+    engine.submit(requests)
+    found = engine.poll(30.0)
+    ray_cluster.remove_node(nodes[1], allow_graceful=False)
+    until_lost = time.monotonic() + 60
+    while not engine.num_lost:
+        assert time.monotonic() < until_lost
+        found += engine.poll(0.5)
+    engine.load_weights(1, lms[1].named_parameters())
+    found += gathered(engine, 80 - len(found))
+    assert len(set(map(key, found))) == len(found) == 80
+    assert_replayed(lms, requests, found, num_tokens=100, cache_cleared=False)
+    assert said(caplog, f"replica {places[nodes[1].node_id]} (pid ")
+    assert engine.num_ready == 1
+    nodes[1] = ray_cluster.add_node(**node, resources={"engine": 1.0})
+    until(lambda: engine.num_ready == 2, engine)
+    assert {entry.place["node"] for entry in engine._entries} == {one.node_id for one in nodes}
+    engine.close()
+    for one in nodes:
+        ray_cluster.remove_node(one)
+    assert ray.is_initialized()
+
+
+def test_more_and_fewer_replicas_while_it_samples_cost_no_sample(ray_cluster, tmp_path):
+    lms = {0: endless(), 1: endless(1)}
+    engine = ray_engine(lms[0], tmp_path, replicas=1)
+    requests = requests_of([20, 9, 4, 3], max_tokens=60, num_samples=10)
+    engine.submit(requests)
+    engine.resize(3)
+    engine.load_weights(1, lms[1].named_parameters())
+    found = []
+    while engine.num_ready < 3:
+        found += engine.poll(0.5)
+    pids = engine.pids
+    requests += requests_of([5] * 6, max_tokens=60, first_id=10, num_samples=5)
+    engine.submit(requests[4:])
+    assert all(entry.held for entry in engine._entries)
+    engine.resize(1)
+    found += gathered(engine, 70 - len(found))
+    assert sorted(map(key, found)) == sorted((r.id, n) for r in requests for n in range(r.num_samples))
+    assert_replayed(lms, requests, found, num_tokens=60, cache_cleared=False)
+    assert len(engine.pids) == 1
+    assert engine.num_tokens >= 70 * 60
+    wait_for_the_end_of(*(set(pids) - set(engine.pids)))
+    engine.submit(requests_of([5], max_tokens=5, first_id=50))
+    assert len(gathered(engine, 3)) == 3
+    engine.close()

@@ -1,0 +1,86 @@
+"""Settings of RayEngine, and a package that never needs Ray for anything else."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lit_async_rl as rl
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.ray import runtime
+from lit_async_rl.simulation.environment import Sleeping
+from lit_async_rl.simulation.latency import Constant
+
+
+def test_settings_out_of_range_are_refused():
+    for settings, words in (
+        (dict(replicas=0), r"data\.engine\.replicas must be"),
+        (dict(num_cpus=-1.0), r"data\.engine\.num_cpus must be >= 0, got -1"),
+        (dict(replicas=2, min_replicas=3), r"data\.engine\.min_replicas must be in \[1, 2\], got 3"),
+        (dict(session_margin=-1.0), r"data\.engine\.session_margin must be >= 0"),
+        (dict(engine=rl.RayEngine()), "must be a single engine, got RayEngine"),
+        (dict(engine=rl.EpisodeEngine(EmbeddedEngine(), Sleeping(Constant(0.0)))), r"EpisodeEngine\(RayEngine"),
+        (dict(engine=rl.VLLMEngine(sleep_level=1)), "sleep_level must be 0 with RayEngine"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rl.RayEngine(**settings)
+
+
+def test_it_has_the_abilities_and_limits_of_its_engine():
+    engine = rl.RayEngine(EmbeddedEngine(num_slots=3, update_timeout_s=7.0, in_flight_weight_updates=False), replicas=4)
+    assert (engine.num_slots, engine.update_timeout_s, engine.in_flight_weight_updates) == (12, 7.0, False)
+    assert engine.records_heads
+    assert engine.takes_adapters
+    again = engine.fresh(out_of_memory=True)
+    assert (again.num_slots, again.replicas) == (4, 4)
+    assert rl.RayEngine(replicas=2).fresh(out_of_memory=True).num_slots == 64
+
+
+def test_the_recipe_of_an_engine_makes_the_same_again_with_other_random_numbers():
+    pytest.importorskip("ray")
+    from lit_async_rl.ray.replica import Recipe
+
+    engine = EmbeddedEngine(3, seed=5, max_model_len=17)
+    for number in (0, 2):
+        made = Recipe.of(engine).make(number)
+        assert (made.num_slots, made.seed, made.engine.settings.max_model_len) == (3, 5 + number, 17)
+    halved = engine.fresh(out_of_memory=True)
+    assert Recipe.of(halved).make(0).num_slots == 1
+
+
+ALONE = """
+import sys
+import lit_async_rl as rl
+engine = rl.RayEngine(replicas=2)
+rl.EmbeddedEngine, rl.RolloutDataModule, rl.PolicyModule, rl.fit
+assert "ray" not in sys.modules, "ray was imported"
+sys.modules["ray"] = None
+try:
+    engine.setup("nothing")
+except rl.errors.SetupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_ray_is_not_imported_before_it_is_used_and_its_absence_is_explained():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'lit-async-rl[ray]'" in done.stdout
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch):
+    ray = pytest.importorskip("ray")
+    if ray.is_initialized():
+        pytest.skip("connected already")
+    monkeypatch.setattr(runtime, "RETRY_S", 0.0)
+    tries = []
+
+    def init(**settings):
+        tries.append(settings["address"])
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(runtime.SetupError, match=r"Ray at 10\.0\.0\.1:6379 did not answer .*Could not find any"):
+        runtime.connect("10.0.0.1:6379")
+    assert len(tries) == 2
