@@ -19,10 +19,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engine, uses_gpus
-from lit_async_rl.api.run_config import SaveSettings, comparable
+from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
@@ -38,7 +39,7 @@ from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
-from lit_async_rl.training.wandb_runs import sync_command
+from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved

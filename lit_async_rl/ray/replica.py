@@ -37,7 +37,7 @@ from lit_async_rl.models.loading import load_config
 from lit_async_rl.models.weights import LORA_A, LORA_B
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
 from lit_async_rl.types import Completion
-from lit_async_rl.utils.guarded_calls import FairLock
+from lit_async_rl.utils.waiting import FairLock
 
 POLL_S = 0.05  # an abort waits for at most this
 MAX_ERROR_CHARS = 4000

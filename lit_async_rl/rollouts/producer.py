@@ -248,7 +248,7 @@ class Producer:
                 scoring_cpu_share=self.scorer.cpu_share,
                 dropped_tokens=dict(self.intake.dropped_tokens),
                 trained_tokens=self.intake.trained_tokens,
-                threshold=self.intake.threshold,
+                threshold=self.intake.success.threshold,
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
