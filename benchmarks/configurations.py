@@ -59,7 +59,7 @@ class Cell:
         overlay = [] if self.overlay == RECIPE else ["--config", str(CONFIGS / f"{self.overlay}.yaml")]
         more = TWO_RANKS if self.overlay.startswith("strategies/") else ()
         more += FSDP2_SIZES if self.overlay == "strategies/fsdp2" else ()
-        seeds = ["--seed_everything", str(self.seed), "--data.intake.seed", str(self.seed)]
+        seeds = ["--seed_everything", str(self.seed), "--data.seed", str(self.seed)]
         steps = ["--trainer.max_steps", str(self.steps)]
         return ["--config", str(CONFIGS / "quickstart.yaml"), *overlay, *more, *seeds, *steps]
 

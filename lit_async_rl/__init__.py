@@ -12,5 +12,13 @@ import warnings
 import lazy_loader
 
 __version__ = "0.1.0"
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_public_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    if name == "Intake":
+        raise AttributeError("lit_async_rl.Intake is now arguments of RolloutDataModule (docs/migration.md)")
+    return _public_name(name)
+
+
 warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here

@@ -174,7 +174,6 @@ from .rewards.functions import share_correct as share_correct
 from .rewards.references import grades as grades
 from .rollouts.intake import DynamicSampling as DynamicSampling
 from .rollouts.intake import GroupFilter as GroupFilter
-from .rollouts.intake import Intake as Intake
 from .rollouts.intake import OverlongFilter as OverlongFilter
 from .rollouts.intake import OverlongPenalty as OverlongPenalty
 from .scheduling.admission import AdmissionPolicy as AdmissionPolicy

@@ -25,7 +25,6 @@ from lit_async_rl.assets import asset
 from lit_async_rl.callbacks import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine, no_reward
 from lit_async_rl.tasks import SortDigits
@@ -65,7 +64,7 @@ def step_s(args: argparse.Namespace, train_s: float, stream: bool) -> float:
         reward=no_reward,
         engine=SimulatedEngine(Constant(args.latency_s), num_slots=args.num_slots),
         max_staleness=0,
-        intake=Intake(stream_groups=stream),
+        stream_groups=stream,
         groups_per_step=args.groups_per_step,
         group_size=args.group_size,
         micro_batches_per_step=args.groups_per_step,

@@ -75,7 +75,7 @@ class Run:
             "trainer.logger": json.dumps(logger),
             "trainer.max_steps": self.num_steps,
             "seed_everything": self.seed or 0,
-            "data.intake.seed": self.seed or 0,
+            "data.seed": self.seed or 0,
             "trainer.enable_progress_bar": "false",
             "trainer.val_check_interval": self.val_steps * self.data_setting("micro_batches_per_step"),
         }

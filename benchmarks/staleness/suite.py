@@ -63,7 +63,7 @@ class Cell:
         return [
             *arguments,
             *("--model.learning_rate", f"{learning_rate:g}", "--data.max_staleness", str(self.lag)),
-            *("--seed_everything", str(self.seed), "--data.intake.seed", str(self.seed)),
+            *("--seed_everything", str(self.seed), "--data.seed", str(self.seed)),
         ]
 
 

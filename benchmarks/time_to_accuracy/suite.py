@@ -85,7 +85,7 @@ class Cell:
         system = systems()[self.system]
         configs = [part for path in (*workload.configs, *system.configs) for part in ("--config", path)]
         steps = ["--trainer.max_steps", str(self.num_steps), "--seed_everything", str(self.seed)]
-        seeds = ["--data.intake.seed", str(self.seed)]
+        seeds = ["--data.seed", str(self.seed)]
         arguments = [*configs, *system.arguments, *workload.arguments, *steps, *seeds]
         return [argument.replace("SEED", str(self.seed)) for argument in arguments]
 

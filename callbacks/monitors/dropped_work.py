@@ -51,7 +51,7 @@ def dropped_sentence(stats: ProducerStats, before: ProducerStats | None = None) 
 def remedy(cause: str, stats: ProducerStats, before: ProducerStats | None = None) -> str:
     """What would drop less. Prompts without a signal are too easy, or too hard, as their rewards are."""
     if cause != "DynamicSampling":
-        return REMEDIES.get(cause, "look at data.intake.filters")
+        return REMEDIES.get(cause, "look at data.filters")
     then = before or ProducerStats.zero()
     number = max(1, stats.num_sampled - then.num_sampled)
     return TOO_EASY if (stats.sampled_reward - then.sampled_reward) / number >= stats.threshold else TOO_HARD

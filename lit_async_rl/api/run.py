@@ -42,6 +42,7 @@ from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.config_files import load_config
+from lit_async_rl.utils.renamed_keys import new_name
 from lit_async_rl.utils.saving import check_last_is_saved
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def fit(
         if name not in known:
             if is_module and name in MODULE_SETTINGS:
                 raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
-            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
+            renamed = new_name(f"data.{name}") or new_name(f"model.{name}")
+            raise TypeError(renamed or f"fit has no setting {name!r}{meant(name, known)}")
     if not is_module:
         settings = with_recipe(recipe, settings)
     if cluster is not None:

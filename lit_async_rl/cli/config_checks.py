@@ -18,7 +18,8 @@ from jsonargparse import Namespace
 
 from lit_async_rl.prompts.sources import source_class
 from lit_async_rl.utils.checks import meant, with_home
-from lit_async_rl.utils.config_files import with_bases, without_base
+from lit_async_rl.utils.config_files import own_settings, with_bases
+from lit_async_rl.utils.renamed_keys import moved_flag
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
         elif FILE_IN_WORD.match(word):
             files.append(FILE_IN_WORD.sub("", word))
         else:
-            flags.append(word)
+            flags.append(moved_flag(word))
     return [Path(file).expanduser() for file in files], flags
 
 
@@ -245,7 +246,7 @@ def _class_names(callbacks: Any) -> list[str]:
 
 def _settings_of(file: Path) -> dict[str, Any]:
     """Full names and values of the settings of a file and its bases."""
-    trees = [yaml.safe_load(without_base(part.read_text(encoding="utf-8"))) for part in with_bases(file)]
+    trees = [yaml.safe_load(own_settings(part.read_text(encoding="utf-8"))) for part in with_bases(file)]
     return {name: value for tree in trees for name, value in _leaves(tree)}
 
 

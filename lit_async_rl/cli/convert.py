@@ -290,9 +290,9 @@ class Conversion:
         else:
             data["aggregation"] = {"class_path": AGGREGATIONS.get(self._kind, "TokenMean")}
         if self.get("mask_truncated_completions", False):
-            data["intake"] = {"filters": [{"class_path": "OverlongFilter"}]}
+            data["filters"] = [{"class_path": "OverlongFilter"}]
         if not self.get("shuffle_dataset", True):
-            self.note("left out: shuffle_dataset: False (the order of prompts is drawn with data.intake.seed)")
+            self.note("left out: shuffle_dataset: False (the order of prompts is drawn with data.seed)")
         if self.get("eval_strategy", "no") != "no":
             data["validation"] = {"prompts": self._prompts(self.get("dataset_test_split", "test"))}
         if engine := self._engine():

@@ -40,7 +40,8 @@ from lit_async_rl.errors import (
     describe,
 )
 from lit_async_rl.utils.checks import closest, meant
-from lit_async_rl.utils.config_files import without_base
+from lit_async_rl.utils.config_files import own_settings
+from lit_async_rl.utils.renamed_keys import new_name
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Parser(LightningArgumentParser):
         paths the home folder for `~/`.
         """
         if path:
-            content = with_combined_reward(with_prompt_classes(with_home_folders(without_base(content))))
+            content = with_combined_reward(with_prompt_classes(with_home_folders(own_settings(content))))
         return super().parse_string(content, path, *args, **kwargs)
 
     def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:
@@ -226,10 +227,10 @@ def explain(message: str, types: Mapping[str, Any]) -> str:
     """
     if match := re.match(r"(?i)unrecognized arguments: (\S+)|Option '(\S+)' is not accepted\s*$", message):
         name = (match[1] or match[2]).lstrip("-").split("=")[0]
-        return f"there is no setting {name}{_suggested_setting(name, types)}"
+        return new_name(name) or f"there is no setting {name}{_suggested_setting(name, types)}"
     if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
         name = f"{match[1]}.{match[2]}"
-        return f"there is no setting {name}{_suggested_setting(name, types)}"
+        return new_name(name) or f"there is no setting {name}{_suggested_setting(name, types)}"
     if match := re.match(r"argument \S+ --> (\S+):", message):
         return f"{match[1]} cannot be given here: it follows model.model"
     if match := re.match(r"Unexpected config: (\w+):\s*$", message):

@@ -238,7 +238,7 @@ def check_streamable(
     """
     if micro_batches_per_step > groups_per_step:
         raise ValueError(
-            f"data.intake.stream_groups with data.micro_batches_per_step={micro_batches_per_step}: a micro-batch needs "
+            f"data.stream_groups with data.micro_batches_per_step={micro_batches_per_step}: a micro-batch needs "
             f"a group at least, and data.groups_per_step={groups_per_step}"
         )
     rewards = [[0.0, 1.0, 3.0], [5.0, 5.0, 4.0]]
@@ -246,7 +246,7 @@ def check_streamable(
     apart = [advantage([group], [tokens])[0] for group, tokens in zip(rewards, lengths, strict=True)]
     if advantage(rewards, lengths) != apart:
         raise ValueError(
-            f"data.intake.stream_groups with data.advantage={type(advantage).__name__}: the advantages of a group "
+            f"data.stream_groups with data.advantage={type(advantage).__name__}: the advantages of a group "
             "depend on other groups of the step, which are not there yet. Use one of single groups: GroupMeanStd."
         )
     aggregation.divisor(lengths[0], [len(lengths[0])])

@@ -14,7 +14,7 @@ from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.combined import CombinedReward
-from lit_async_rl.rollouts.intake import GroupFilter, Intake, OverlongPenalty
+from lit_async_rl.rollouts.intake import GroupFilter, OverlongPenalty
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
@@ -128,7 +128,7 @@ def check_parts(advantage: AdvantageEstimator, reward: object, filters: Sequence
         raise ValueError(f"data.advantage.weights names {', '.join(unknown)}, but data.reward has {', '.join(known)}")
 
 
-def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> None:
+def check_sleep(engine: RolloutEngine, max_staleness: int, stream_groups: bool) -> None:
     """Checks that the engine has nothing to do while the trainer trains, if it is to sleep then.
 
     Raises:
@@ -142,11 +142,13 @@ def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> No
             f"{name} with data.max_staleness={max_staleness}: the engine samples while the trainer trains, and would "
             "never sleep. Use max_staleness=0, or sleep_level=0."
         )
-    if intake.stream_groups:
-        raise ValueError(f"{name} with data.intake.stream_groups: training begins while the engine is still awake")
+    if stream_groups:
+        raise ValueError(f"{name} with data.stream_groups: training begins while the engine is still awake")
 
 
-def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -> None:
+def check_groups(
+    filters: Sequence[GroupFilter], admission: AdmissionPolicy, stream_groups: bool, has_replay: bool
+) -> None:
     """Checks filters, replay and streaming against the admission policy.
 
     Raises:
@@ -154,20 +156,18 @@ def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -
             streaming.
     """
     name = type(admission).__name__
-    dropping = [group_filter for group_filter in intake.filters if group_filter.drops]
+    dropping = [group_filter for group_filter in filters if group_filter.drops]
     if (
         dropping and admission.in_order and not isinstance(admission, FromTape)
     ):  # whose groups were filtered when it was recorded
         raise ValueError(
-            f"data.admission={name} with data.intake.filters holding {type(dropping[0]).__name__}: which groups are "
+            f"data.admission={name} with data.filters holding {type(dropping[0]).__name__}: which groups are "
             "dropped, and when others take their place, depends on timing. Use data.admission=Bounded."
         )
     if has_replay and isinstance(admission, FromTape):
         raise ValueError(f"data.replay with data.admission={name}: a tape holds whole steps. Leave one of them out.")
-    if has_replay and intake.stream_groups:
-        raise ValueError(
-            "data.intake.stream_groups with data.replay: a step is mixed when all its new groups are there"
-        )
+    if has_replay and stream_groups:
+        raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
 
 
 def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
@@ -212,7 +212,11 @@ def check_micro_batches(num_micro_batches: int, num_groups: int, group_size: int
 
 
 def check_step(
-    advantage: AdvantageEstimator, aggregation: Aggregation, intake: Intake, num_groups: int, num_micro_batches: int
+    advantage: AdvantageEstimator,
+    aggregation: Aggregation,
+    stream_groups: bool,
+    num_groups: int,
+    num_micro_batches: int,
 ) -> None:
     """Checks that advantage, aggregation and streaming of a step go together.
 
@@ -226,7 +230,7 @@ def check_step(
             "gradients that grow with the length of a rollout, which SequenceMean divides out. Use TokenMean, "
             "FixedLength or GroupMean."
         )
-    if intake.stream_groups:
+    if stream_groups:
         check_streamable(advantage, aggregation, num_groups, micro_batches_per_step=num_micro_batches)
 
 

@@ -28,6 +28,7 @@ from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.curriculum import Curriculum
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
@@ -37,7 +38,7 @@ from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
 from lit_async_rl.rewards.scorer import Reward, Scorer, score_all
 from lit_async_rl.rewards.success import Success, SuccessWatch
-from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
@@ -74,13 +75,19 @@ class RolloutDataModule(pl.LightningDataModule):
         groups_per_step: prompts of one optimizer step.
         group_size: completions of each prompt.
         micro_batches_per_step: forward-backward passes of one optimizer step.
+        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
         weight_sync_steps: optimizer steps between publications of the weights.
+        seed: of the order of the prompts.
+        shuffle: False takes prompts in the order of their source, in every epoch.
+        curriculum: which prompts are skipped; None skips none.
+        filters: applied in turn to a group that has its rewards; each may change or drop it.
         sampling: sampling parameters of training completions.
+        replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
+            place or at one time (ROLL Flash, arXiv:2510.11345).
         advantage: estimates advantages from the rewards of a group; None is `GroupMeanStd()`.
         aggregation: weight of each token in the average over the step; None is `TokenMean()`.
         scoring: worker threads, timeout and tries of the reward.
         validation: held-out prompts, and how they are sampled and scored.
-        intake: order of the prompts, curriculum, group filters and streaming; None keeps every group.
         replay: mixes earlier groups into each step; `max_staleness` then bounds fresh groups only.
         limits: timeouts, and engine restarts before the run ends with an error.
 
@@ -105,13 +112,18 @@ class RolloutDataModule(pl.LightningDataModule):
         groups_per_step: int = 16,
         group_size: int = 8,
         micro_batches_per_step: int = 1,
+        stream_groups: bool = False,
         weight_sync_steps: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        curriculum: Curriculum | None = None,
+        filters: list[GroupFilter] | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        replicate_prompts: bool = False,
         advantage: AdvantageEstimator | None = None,
         aggregation: Aggregation | None = None,
         scoring: Scoring = Scoring(),  # noqa: B008  frozen
         validation: Validation = Validation(),  # noqa: B008  frozen
-        intake: Intake | None = None,
         replay: ReplayBuffer | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
@@ -128,10 +140,12 @@ class RolloutDataModule(pl.LightningDataModule):
             reward = as_reward_function(reward)
             name_answers(reward, getattr(self.prompts, "answer_field", None))
         check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
-        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
+        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, curriculum=curriculum)
         check_objects("data", replay=replay, limits=limits)
         self.admission = admission or Bounded()
-        self.intake = intake or Intake()
+        self.intake = Intake(filters, curriculum, scoring.success_reward)
+        self.stream_groups = stream_groups
+        self.replicate_prompts = replicate_prompts
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         sampling = compatibility.with_support(sampling, engine)
         self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
@@ -146,6 +160,7 @@ class RolloutDataModule(pl.LightningDataModule):
         check_range("data", "integer positive", groups_per_step=groups_per_step, group_size=group_size)
         check_range("data", "integer positive", micro_batches_per_step=micro_batches_per_step)
         check_range("data", "integer positive", weight_sync_steps=weight_sync_steps)
+        check_range("data", "integer", seed=seed)
         self.advantage = advantage or GroupMeanStd()
         self.aggregation = aggregation or TokenMean()
         self.sampling = sampling
@@ -156,21 +171,21 @@ class RolloutDataModule(pl.LightningDataModule):
         self.keep_groups_whole = False
         compatibility.check_max_staleness(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling=sampling)
-        engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
+        engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
         compatibility.check_limits(reward, scoring.timeout_s)
         compatibility.check_parts(self.advantage, reward, self.intake.filters)
-        compatibility.check_sleep(engine, max_staleness, self.intake)
-        compatibility.check_intake(self.intake, self.admission, replay is not None)
+        compatibility.check_sleep(engine, max_staleness, stream_groups)
+        compatibility.check_groups(self.intake.filters, self.admission, stream_groups, has_replay=replay is not None)
         compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
         compatibility.check_step(
             self.advantage,
             self.aggregation,
-            self.intake,
+            stream_groups,
             num_groups=groups_per_step,
             num_micro_batches=micro_batches_per_step,
         )
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self.stream = PromptStream(self.prompts, seed=self.intake.seed, shuffle=self.intake.shuffle)
+        self.stream = PromptStream(self.prompts, seed=seed, shuffle=shuffle)
         self.configured_bound = max_staleness
         self._empty_replay = None if replay is None else replay.state_dict()
         self._reference_check = ReferenceCheck(None)
@@ -199,7 +214,7 @@ class RolloutDataModule(pl.LightningDataModule):
             groups_per_step=self.groups_per_step,
             fresh_per_step=self.fresh_per_step,
             micro_batches_per_step=self.micro_batches_per_step,
-            streams=self.intake.stream_groups,
+            streams=self.stream_groups,
             replay=self.replay,
             limits=self.limits,
         )
@@ -219,6 +234,7 @@ class RolloutDataModule(pl.LightningDataModule):
             sampling=self.sampling,
             timeout_s=self.limits.rollout_timeout_s,
             intake=self.intake,
+            replicate_prompts=self.replicate_prompts,
         )
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:

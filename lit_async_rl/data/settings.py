@@ -24,6 +24,8 @@ class Scoring:
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
             ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
+        success_reward: a rollout with at least this reward counts as a success in the pass rates of prompts, before
+            filters change rewards; None is full marks of a reward that declares itself a grader, and 0.5 for any other.
         special_tokens: special tokens in the text that rewards, environments, validation and samples get. `tags`: those
             that structure an answer, such as `<think>`, and none that end, begin or pad a text. `none`: no special
             token. `all`: every token, the end token included.
@@ -39,11 +41,13 @@ class Scoring:
     timeout_s: float = 60.0
     tries: int | None = None
     backoff_s: float = 0.0
+    success_reward: float | None = None
     special_tokens: SpecialTokens = "tags"
     resume_rewards: Literal["anew", "keep"] = "anew"
 
     def __post_init__(self) -> None:
         check_range("data.scoring", "integer positive", workers=self.workers)
+        check_range("data.scoring", "finite", success_reward=self.success_reward)
         TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
         if self.special_tokens not in SPECIAL_TOKENS:
             names = ", ".join(SPECIAL_TOKENS)

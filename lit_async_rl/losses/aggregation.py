@@ -36,13 +36,13 @@ class Aggregation(ABC):
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float | None:
         """Normaliser of the weights, additive over groups; None where it is a constant.
 
-        Used by `data.intake.stream_groups`, where the total is only known at the end of the step.
+        Used by `data.stream_groups`, where the total is only known at the end of the step.
 
         Raises:
             ValueError: the aggregation has no additive normaliser.
         """
         raise ValueError(
-            f"data.intake.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up "
+            f"data.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up "
             "over the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
         )
 
@@ -181,7 +181,7 @@ class TokenBudget(Aggregation):
             ValueError: `fill` needs all groups of the step before it selects tokens.
         """
         if self.fill:
-            raise ValueError("data.intake.stream_groups with TokenBudget.fill=true: the budget applies to whole steps")
+            raise ValueError("data.stream_groups with TokenBudget.fill=true: the budget applies to whole steps")
 
 
 @dataclass(frozen=True)

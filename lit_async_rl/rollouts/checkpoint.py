@@ -165,7 +165,7 @@ _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": 
 def _settings(producer: Producer) -> dict[str, Any]:
     usable = producer.stream.usable
     return {
-        "data.intake.seed": producer.stream.seed,
+        "data.seed": producer.stream.seed,
         "number of data.prompts": len(producer.stream.source),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
@@ -184,7 +184,8 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     Raises:
         ValueError: a setting changed that the order of prompts depends on.
     """
-    for name in ("data.intake.seed", "number of data.prompts"):
+    saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
+    for name in ("data.seed", "number of data.prompts"):
         if saved[name] != now[name]:
             raise ValueError(
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "

@@ -1,4 +1,4 @@
-"""Data policies of a run: order and selection of prompts, group filters, and totals by fate."""
+"""Data policies of a run: selection of prompts, group filters, and totals by fate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_async_rl.types import Rollout, RolloutGroup
 from lit_async_rl.utils.checks import check_range
 
 # -- Post-scoring group filters: keep, modify, or drop ----------------------------------------------------------------
-# `data.intake.filters` is a list applied to each group in order. A dropped group returns its slot at once, and the next
+# `data.filters` is a list applied to each group in order. A dropped group returns its slot at once, and the next
 # prompt is submitted in the same call, so the engine does not idle; the new group is admitted at that time, so the
 # staleness bound holds for it as for any other.
 
@@ -161,20 +161,14 @@ class FateTotals:
 
 
 class Intake:
-    """Settings `data.intake` (order of prompts, filters, streaming, replication), and what became of each group.
+    """Selects prompts and finished groups, and counts what became of each group.
 
     All methods are called with the producer's lock held.
 
     Args:
         filters: applied in turn to a group that has its rewards; each may change or drop it.
         curriculum: which prompts are skipped; None skips none.
-        seed: order of the prompts.
-        success_reward: a rollout with at least this reward is a success, before filters change rewards; None is full
-            marks of a reward that declares itself a grader, and 0.5 for any other.
-        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
-        replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
-            place or at one time (ROLL Flash, arXiv:2510.11345).
-        shuffle: False takes prompts in the order of their source, in every epoch.
+        success_reward: `data.scoring.success_reward`.
 
     Attributes:
         dropped_tokens: sampled tokens that nothing is trained on, by what dropped or masked them: the class of a filter
@@ -187,20 +181,10 @@ class Intake:
         self,
         filters: list[GroupFilter] | None = None,
         curriculum: Curriculum | None = None,
-        seed: int = 0,
         success_reward: float | None = None,
-        stream_groups: bool = False,
-        replicate_prompts: bool = False,
-        shuffle: bool = True,
     ) -> None:
-        check_range("data.intake", "integer", seed=seed)
-        self.shuffle = shuffle
         self.filters = tuple(filters or ())
         self.curriculum = curriculum
-        self.seed = seed
-        self.stream_groups = stream_groups
-        self.replicate_prompts = replicate_prompts
-        check_range("data.intake", "finite", success_reward=success_reward)
         self.success_reward = success_reward
         self.success = Success.by(success_reward, None)
         self.reset()
@@ -219,7 +203,7 @@ class Intake:
         self.sampled_reward = 0.0
         self.dropped_tokens: Counter[str] = Counter()
         self.trained_tokens = 0
-        self._watch = SuccessWatch("data.intake.success_reward", "pass rates of prompts", self.success_reward is None)
+        self._watch = SuccessWatch("data.scoring.success_reward", "pass rates of prompts", self.success_reward is None)
         self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
 
     def next_position(self, stream: PromptStream) -> int:

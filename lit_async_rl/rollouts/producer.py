@@ -94,6 +94,7 @@ class Producer:
         sampling: sampling parameters.
         timeout_s: seconds without a new token or reward, while the trainer waits, before `StalledError`.
         intake: selection of prompts and groups; None keeps all.
+        replicate_prompts: one request per completion.
 
     Attributes:
         listener: owns the engine and its failure.
@@ -112,13 +113,14 @@ class Producer:
         sampling: SamplingParams,
         timeout_s: float,
         intake: Intake | None = None,
+        replicate_prompts: bool = False,
     ) -> None:
         self.stream = stream
         self.scorer = scorer
         self.admission = admission
         self.intake = intake or Intake()
         self.version = 0
-        self.book = GroupBook(codec, group_size, sampling, replicate_prompts=self.intake.replicate_prompts)
+        self.book = GroupBook(codec, group_size, sampling, replicate_prompts=replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_scored = 0

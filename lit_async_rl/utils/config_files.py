@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from lit_async_rl.utils.renamed_keys import move_keys
+
 BASE = "base"
 MAX_BYTES = 10_000_000
 MAX_NODES = 1_000_000  # with aliases expanded: nested aliases grow exponentially, and omegaconf expands them
@@ -45,12 +47,13 @@ def with_bases(file: Path, chain: Sequence[Path] = ()) -> list[Path]:
     return [*bases, file]
 
 
-def without_base(text: str) -> str:
-    """The text of a configuration file without the key `base`."""
+def own_settings(text: str) -> str:
+    """The text of a configuration file without the key `base`, and with all keys under their present names."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if not isinstance(root, yaml.MappingNode) or all(key.value != BASE for key, _ in root.value):
+    if not isinstance(root, yaml.MappingNode):
         return text
     root.value = [(key, value) for key, value in root.value if key.value != BASE]
+    move_keys(root)
     return yaml.serialize(root)
 
 
@@ -61,9 +64,8 @@ def load_config(file: Path) -> dict[str, Any]:
         ValueError: see `with_bases`.
         OSError: the file cannot be read.
     """
-    merged = OmegaConf.merge(*(OmegaConf.load(part) for part in with_bases(file)))
+    merged = OmegaConf.merge(*(OmegaConf.create(own_settings(part.read_text())) for part in with_bases(file)))
     content: Any = OmegaConf.to_container(merged)
-    content.pop(BASE, None)
     return {str(name): value for name, value in content.items()}
 
 

@@ -52,7 +52,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses import PPOClip, Reinforce, TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
 from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.rollouts.intake import GroupFilter, Intake
+from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.optimizer import Linear
 from lit_async_rl.training.trackers import CSVLog
@@ -326,7 +326,7 @@ def record(name: str) -> Run:
     trainer: dict[str, Any] = {}
     if name == "stale":
         loss = partial(clipped_loss, kl=KL, bonus=ENTROPY)
-        data |= dict(max_staleness=2, intake=Intake(success_reward=SUCCESS))
+        data |= dict(max_staleness=2, reward_success=SUCCESS)
         module |= dict(kl_coefficient=KL, entropy_coefficient=ENTROPY)
         alarm = CollapseAlarm(min_ess_ratio=None, max_kl=None, max_cosine=1.0)  # an alarm would forget the gradient
         adaptive = AdaptiveStaleness(target_ess_ratio=1.0, band=0.0, smoothing=0.5)
@@ -334,7 +334,7 @@ def record(name: str) -> Run:
         callbacks += [GradientClipping(max_norm=MAX_NORM)]
     elif name == "fresh":
         loss = reinforce_loss
-        data |= dict(intake=Intake(filters=[counts], success_reward=SUCCESS))
+        data |= dict(filters=[counts], reward_success=SUCCESS)
         data |= dict(val_prompts=SortDigits(6, size=6, split="held_out"), num_val_samples=3, success_reward=SUCCESS)
         data |= dict(val_sampling=SamplingParams(max_tokens=8, temperature=2.0))
         module |= dict(loss=Reinforce(), proximal=CurrentProximal(), correction=TokenTruncatedIS(cap=CAP))

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
 
-from lit_async_rl import DynamicSampling, Intake
+from lit_async_rl import DynamicSampling
 from lit_async_rl.callbacks import Progress, RolloutMonitor
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
@@ -25,7 +25,7 @@ def make_reward():
 @pytest.mark.parametrize("filters", [[], [DynamicSampling()]])
 def test_the_reward_of_all_samples_and_the_share_that_filters_dropped_are_logged(filters):
     engine = SimulatedEngine(Constant(0.001), num_slots=16)
-    data = make_data(engine=engine, reward=make_reward(), intake=Intake(filters=filters))
+    data = make_data(engine=engine, reward=make_reward(), filters=filters)
     steps = Steps()
     fit(make_module(), data, 4, callbacks=[RolloutMonitor(), steps])
     assert len(steps.logged) == 4

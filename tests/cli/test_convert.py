@@ -96,7 +96,7 @@ def test_what_is_left_out_of_the_file_has_the_defaults_of_trl():
         ({"max_staleness": 7, "weight_sync_steps": 2}, "data.weight_sync_steps", 2),
         ({"use_vllm": True}, "data.engine.init_args.gpu_memory_utilization", 0.3),
         ({"use_peft": True, "lora_r": 8}, "model.lora.rank", 8),
-        ({"mask_truncated_completions": True}, "data.intake.filters", [{"class_path": "OverlongFilter"}]),
+        ({"mask_truncated_completions": True}, "data.filters", [{"class_path": "OverlongFilter"}]),
         ({"reward_funcs": ["accuracy_reward"]}, "data.reward", "lit_async_rl.rewards.MathVerify"),
         ({"reward_funcs": ["a.b", "a.c"], "reward_weights": [1, 0.5]}, "data.reward.init_args.weights.c", 0.5),
         ({"reward_funcs": ["a.b", "a.c"]}, "data.reward.init_args.rewards", {"b": "a.b", "c": "a.c"}),

@@ -30,7 +30,6 @@ from lit_async_rl.losses import (
 )
 from lit_async_rl.losses.aggregation import FixedLength, PromptMean, SequenceMean, SourceMean, TokenMean
 from lit_async_rl.replay.tape_source import NoEngine
-from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.training.compatibility import check_compatibility, check_data_compatibility
 
 PROXIMALS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
@@ -170,7 +169,7 @@ def test_senseless_combinations_are_refused_by_name(
 
 
 def test_a_length_weighted_baseline_is_refused_where_length_is_divided_out() -> None:
-    step: dict[str, Any] = dict(intake=Intake(), num_groups=4, num_micro_batches=1)
+    step: dict[str, Any] = dict(stream_groups=False, num_groups=4, num_micro_batches=1)
     with pytest.raises(ValueError, match=r"LengthWeighted.*SequenceMean"):
         check_step(LengthWeighted(), SequenceMean(), **step)
     with pytest.raises(ValueError, match=r"LengthWeighted.*SourceMean: .*SequenceMean divides out"):

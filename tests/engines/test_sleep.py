@@ -128,7 +128,7 @@ def test_settings_that_cannot_work_are_refused_by_name(monkeypatch):
         VLLMEngine(engine_args={"enable_sleep_mode": True})
     with pytest.raises(ValueError, match=r"sleep_level=1 with data\.max_staleness=2: the engine samples while"):
         make_data(engine=Drowsy(), max_staleness=2)
-    with pytest.raises(ValueError, match=r"sleep_level=1 with data\.intake\.stream_groups"):
+    with pytest.raises(ValueError, match=r"sleep_level=1 with data\.stream_groups"):
         make_data(engine=Drowsy(), max_staleness=0, stream_groups=True)
 
 

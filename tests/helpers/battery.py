@@ -20,7 +20,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
 from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.rollouts.intake import Intake, OverlongFilter
+from lit_async_rl.rollouts.intake import OverlongFilter
 from lit_async_rl.tasks import SortDigits
 
 BASES = {StepMonitor}
@@ -152,7 +152,7 @@ class NaNs(pl.Callback):
 
 SITUATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "nothing trains": dict(sampling=SamplingParams(max_tokens=2), intake=Intake(filters=[OverlongFilter()])),
+    "nothing trains": dict(sampling=SamplingParams(max_tokens=2), filters=[OverlongFilter()]),
     "one token": dict(sampling=SamplingParams(max_tokens=1)),
     "one rollout": dict(groups_per_step=1, group_size=1, advantage=Raw()),
     "micro-batches without rollouts": dict(groups_per_step=1, group_size=4, micro_batches_per_step=4),

@@ -15,7 +15,6 @@ from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.functions import exact_match
-from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.admission import Bounded, FixedLag, FromTape
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.module import PolicyModule
@@ -24,12 +23,12 @@ MODEL = asset("sort_policy")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-SHORT = {"reward_workers": "workers", "reward_timeout_s": "timeout_s", "reward_tries": "tries"}
-SHORT |= {"val_prompts": "prompts", "num_val_samples": "num_samples", "val_sampling": "sampling"}
+SCORING = {"reward_workers": "workers", "reward_timeout_s": "timeout_s", "reward_tries": "tries"}
+SCORING |= {"reward_success": "success_reward"}
+SHORT = SCORING | {"val_prompts": "prompts", "num_val_samples": "num_samples", "val_sampling": "sampling"}
 NAMES = {
     "admission": {"async_ratio", "redundant_groups"},
-    "intake": {"stream_groups", "replicate_prompts", "seed"},
-    "scoring": {"reward_workers", "reward_timeout_s", "reward_tries", "resume_rewards", "special_tokens"},
+    "scoring": {*SCORING, "resume_rewards", "special_tokens"},
     "validation": {"val_prompts", "num_val_samples", "val_sampling", "success_reward"},
     "limits": {"rollout_timeout_s", "rank_timeout_s", "engine_restarts"},
 }
@@ -51,9 +50,8 @@ def make_data(**changes: Any) -> RolloutDataModule:
         settings["admission"] = FromTape(settings.pop("tape"))
     if "schedule" in settings:
         settings["admission"] = {"free": Bounded, "fixed_lag": FixedLag}[settings.pop("schedule")]()
-    for part, kind in {"admission": Bounded, "intake": Intake}.items():
-        if given := {name: settings.pop(name) for name in NAMES[part].intersection(settings)}:
-            settings[part] = kind(**given)
+    if given := {name: settings.pop(name) for name in NAMES["admission"].intersection(settings)}:
+        settings["admission"] = Bounded(**given)
     for part, kind in {"scoring": Scoring, "validation": Validation, "limits": Limits}.items():
         given = {name: settings.pop(name) for name in NAMES[part].intersection(settings)}
         settings[part] = kind(**{SHORT.get(name, name): value for name, value in given.items()})

@@ -199,7 +199,7 @@ def test_the_checkpoint_of_another_model_is_refused_by_name():
 def test_settings_that_cannot_go_on_are_refused_and_others_sample_anew(tmp_path, caplog):
     fit(make_module(), make_data(groups_per_step=2, max_staleness=0), 1, [saving(tmp_path)], enable_checkpointing=True)
     path = str(tmp_path / "step=1.ckpt")
-    with pytest.raises(ValueError, match=r"data\.intake\.seed is 5, and was 0"):
+    with pytest.raises(ValueError, match=r"data\.seed is 5, and was 0"):
         fit(make_module(), make_data(groups_per_step=2, max_staleness=0, seed=5), 2, ckpt_path=path)
     watch = Watch()
     changed = make_data(groups_per_step=2, max_staleness=0, group_size=3)

@@ -7,7 +7,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.prompts.curriculum import DifficultyWindow, HardestFirst, Learnability, PassRates
 from lit_async_rl.prompts.stream import PromptStream
-from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.tasks import SortDigits
 
 
@@ -57,9 +56,11 @@ def test_pass_rates_follow_the_newest_groups_and_survive_a_checkpoint():
 
 def test_a_curriculum_is_repeated_to_the_bit_also_over_a_resume(tmp_path):
     def run(callbacks=None, **trainer):
-        intake = Intake(curriculum=Learnability(floor=0.05))
+        curriculum = Learnability(floor=0.05)
         source = SortDigits(8, size=24)
-        data = make_data(prompts=source, intake=intake, schedule="fixed_lag", max_staleness=1, engine=barrier_engine())
+        data = make_data(
+            prompts=source, curriculum=curriculum, schedule="fixed_lag", max_staleness=1, engine=barrier_engine()
+        )
         module = make_module(learning_rate=3e-4)
         fit(module, data, 12, callbacks, **trainer)
         return module, data

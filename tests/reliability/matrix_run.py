@@ -109,7 +109,7 @@ def _config(combo: Combo, folder: Path, steps: int) -> dict[str, Any]:
         "group_size": GROUP_SIZE,
         "micro_batches_per_step": combo.micro_batches,
         "weight_sync_steps": combo.weight_sync_steps,
-        "intake": {"stream_groups": combo.source == "streamed"},
+        "stream_groups": combo.source == "streamed",
         "limits": {"rollout_timeout_s": ROLLOUT_TIMEOUT_S, "rank_timeout_s": RANK_TIMEOUT_S},
     }
     if combo.source == "replay buffer":

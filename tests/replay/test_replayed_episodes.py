@@ -10,7 +10,7 @@ from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
-from lit_async_rl.rollouts.intake import DynamicSampling, Intake
+from lit_async_rl.rollouts.intake import DynamicSampling
 from lit_async_rl.tasks import Addition
 from lit_async_rl.tasks.calculator import Calculator
 
@@ -50,7 +50,7 @@ def test_filters_that_drop_groups_may_stay_in_the_settings_of_a_replay(tmp_path)
     """They have dropped what they drop, and are not applied again; their refusal named the admission of another run."""
     recorded, replayed = make_module(), make_module()
     settings = dict(max_staleness=1, groups_per_step=2)
-    data = make_data(**settings, intake=Intake(filters=[DynamicSampling()]))
+    data = make_data(**settings, filters=[DynamicSampling()])
     fit(recorded, data, 2, [RolloutTape(str(tmp_path))])
-    fit(replayed, make_data(**settings, intake=Intake(filters=[DynamicSampling()]), tape=str(tmp_path)), 2)
+    fit(replayed, make_data(**settings, filters=[DynamicSampling()], tape=str(tmp_path)), 2)
     assert torch.equal(parameters(replayed), parameters(recorded))

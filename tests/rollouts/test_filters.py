@@ -80,7 +80,7 @@ def test_overlong_penalty_is_the_papers(length, buffer, extra, factor):
 
 
 def test_cut_off_rollouts_do_not_train_and_stay_in_the_baseline():
-    module, data = make_module(), make_data(intake=Intake([OverlongFilter()]), sampling=SamplingParams(max_tokens=8))
+    module, data = make_module(), make_data(filters=[OverlongFilter()], sampling=SamplingParams(max_tokens=8))
     fit(module, data, max_steps=1)  # eight digits and no end: hardly any is finished
     rollouts = [rollout for one in data.last_step_groups for rollout in one.rollouts]
     finished = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]

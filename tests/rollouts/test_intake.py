@@ -45,7 +45,7 @@ def test_the_monitor_logs_what_was_lost_and_warns_of_a_bias():
             logged.update(found := super().compute(trainer, pl_module))
             return found
 
-    fit(make_module(), make_data(intake=Intake([DynamicSampling()])), max_steps=4, callbacks=[Listener()])
+    fit(make_module(), make_data(filters=[DynamicSampling()]), max_steps=4, callbacks=[Listener()])
     assert logged["intake/trained_share"] + logged["intake/no_signal_share"] == pytest.approx(1.0)
     assert logged["intake/trained_length"] > 0
     assert logged["intake/no_signal_s"] > 0
@@ -63,8 +63,8 @@ def test_the_monitor_logs_what_was_lost_and_warns_of_a_bias():
 
 
 def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
-    with pytest.raises(ValueError, match=r"data.admission=FixedLag with data.intake.filters holding DynamicSampling"):
-        make_data(intake=Intake([DynamicSampling()]), schedule="fixed_lag")
+    with pytest.raises(ValueError, match=r"data.admission=FixedLag with data.filters holding DynamicSampling"):
+        make_data(filters=[DynamicSampling()], schedule="fixed_lag")
     for make, message in (
         (lambda: DynamicSampling(max_in_a_row=0), "max_in_a_row must be >= 1, got 0"),
         (lambda: OverlongPenalty(4, 5), "buffer_tokens must be in \\[1, 4\\], got 5"),

@@ -237,7 +237,7 @@ def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> 
     if temperature and num_samples > max_samples:
         raise ValueError(
             f"vLLM takes at most {max_samples} samples of a prompt in one request, got {num_samples}: lower "
-            "data.group_size, set data.intake.replicate_prompts, or set the environment variable VLLM_MAX_N_SEQUENCES"
+            "data.group_size, set data.replicate_prompts, or set the environment variable VLLM_MAX_N_SEQUENCES"
         )
 
 

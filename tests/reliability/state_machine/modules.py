@@ -366,7 +366,7 @@ class VirtualData(RolloutDataModule):
         self.micro_batches_per_step = settings.micro_batches
         self.weight_sync_steps = settings.sync_steps
         self._slots = settings.admission()
-        self.intake = Intake(replicate_prompts=settings.replicates)
+        self.intake = Intake()
         self.stream = PromptStream(NumberedPrompts(11), seed=3)
         self.scorer = VirtualScorer(settings.reward_tries)
         self.tape = None
@@ -398,6 +398,7 @@ class VirtualData(RolloutDataModule):
             sampling=SamplingParams(max_tokens=8),
             timeout_s=1.0,
             intake=self.intake,
+            replicate_prompts=self.settings.replicates,
         )
 
 
