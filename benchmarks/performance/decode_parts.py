@@ -24,9 +24,9 @@ from benchmarks.common.meter import Meter
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded import llama
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.forward import CachedForward, PackedProducts, PlainProducts
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.llama import CachedForward, PackedProducts, PlainProducts
-from lit_async_rl.engines.embedded.rows import RowState
+from lit_async_rl.engines.embedded.sampling import RowState
 from lit_async_rl.models.loading import load_policy
 
 NUM_TOKENS = 30

@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
-from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.data.setting_checks import check_ends
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.prompts.sources import Records, as_source

@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
-from lit_async_rl.data.compatibility import check_signal
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.data.setting_checks import check_signal
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
-from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
-from lit_async_rl.training.compatibility import check_data_compatibility
+from lit_async_rl.rollouts.resume import START_ANEW, is_producer_state
+from lit_async_rl.training.combination_checks import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import make_probe
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer

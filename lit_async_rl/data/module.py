@@ -16,10 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
-from lit_async_rl.data import compatibility
+from lit_async_rl.data import setting_checks
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
+from lit_async_rl.data.setting_checks import check_ends
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine
@@ -147,8 +147,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.stream_groups = stream_groups
         self.replicate_prompts = replicate_prompts
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
-        sampling = compatibility.with_support(sampling, engine)
-        self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
+        sampling = setting_checks.with_support(sampling, engine)
+        self.tape = setting_checks.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
@@ -169,15 +169,15 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replay = replay
         self.validation = validation
         self.keep_groups_whole = False
-        compatibility.check_max_staleness(self.admission, max_staleness)
-        compatibility.check_engine(engine, reward, self.admission, sampling=sampling)
+        setting_checks.check_max_staleness(self.admission, max_staleness)
+        setting_checks.check_engine(engine, reward, self.admission, sampling=sampling)
         engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
-        compatibility.check_limits(reward, scoring.timeout_s)
-        compatibility.check_parts(self.advantage, reward, self.intake.filters)
-        compatibility.check_sleep(engine, max_staleness, stream_groups)
-        compatibility.check_groups(self.intake.filters, self.admission, stream_groups, has_replay=replay is not None)
-        compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
-        compatibility.check_step(
+        setting_checks.check_limits(reward, scoring.timeout_s)
+        setting_checks.check_parts(self.advantage, reward, self.intake.filters)
+        setting_checks.check_sleep(engine, max_staleness, stream_groups)
+        setting_checks.check_groups(self.intake.filters, self.admission, stream_groups, has_replay=replay is not None)
+        setting_checks.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
+        setting_checks.check_step(
             self.advantage,
             self.aggregation,
             stream_groups,
@@ -197,7 +197,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def replace_engine(self, engine: RolloutEngine) -> None:
         """Lets another engine sample, before the first fit: one around the configured engine, say."""
-        compatibility.check_engine(engine, self.reward, self.admission, sampling=self.sampling)
+        setting_checks.check_engine(engine, self.reward, self.admission, sampling=self.sampling)
         self._make_source(engine)
 
     def _make_source(self, engine: RolloutEngine) -> None:
@@ -311,7 +311,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound during training; groups already admitted keep theirs."""
-        compatibility.check_new_max_staleness(self.admission, max_staleness)
+        setting_checks.check_new_max_staleness(self.admission, max_staleness)
         if max_staleness != self.max_staleness:
             self.feed.set_max_staleness(max_staleness)
 
@@ -365,7 +365,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._reference_check.start((name, sample_prompts(source)) for name, source in sources)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.checkpoint`."""
+        """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.resume`."""
         return self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -150,7 +150,10 @@ class Progress:
     # -- watch thread -------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """The current state; call it at intervals below `MAX_GAP_S`, longer ones count as a stopped process."""
+        """The current state; call it at intervals below `MAX_GAP_S`, longer ones count as a stopped process.
+
+        Not a `Wait`: the thread that waits is another one, and rank 0 compares the seconds of all ranks.
+        """
         now = time.monotonic()
         seen = (self._place, self._num_reports)
         phase, limit_s = self._phase

@@ -209,7 +209,7 @@ class StepScatter:
         return mine
 
     def _wait(self, work: Any) -> None:
-        """Waits for a collective by polling, because a wait inside torch cannot be interrupted; bounded by `watch`."""
+        """Waits for a collective by polling: a wait inside torch cannot be interrupted. Bounded by `watch`."""
         began = time.monotonic()
         while not work.is_completed():
             self.watch.check()
@@ -350,6 +350,7 @@ def _wait_for_all_ranks(limit_s: float, settings: Mapping[str, str]) -> None:
 
 
 def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
+    # Not a `Wait`: torch's store waits by itself, and its error says which key is missing.
     for other in range(dist.get_world_size()):
         try:
             store.wait([f"{other}{suffix}"], timedelta(seconds=max(0.1, ends_at - time.monotonic())))

@@ -511,6 +511,7 @@ class TapeWriter:
         self._lock.release()
 
     def _wait_for_space(self, timeout_s: float) -> None:
+        # Not a `Wait`: it waits for nobody, but tries again and again, and its error is that of the disk.
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._rows or self._unlisted:

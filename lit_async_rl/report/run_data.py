@@ -20,7 +20,7 @@ from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.replay.tape import Tape, TapeStep
 from lit_async_rl.report.samples import MAX_ROLLOUT_BYTES, Samples, as_group, evenly, parsed, shortened
 from lit_async_rl.report.tail import Tail
-from lit_async_rl.report.timeline import Timeline
+from lit_async_rl.report.trace_files import Timeline
 from lit_async_rl.types import RolloutGroup
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ they drop groups that become too old. What else may happen to a group:
 | it is due but redundant (`Bounded`) | dropped in `_drop_lost` | free in `advance` | left out |
 | it falls out of the buffer (`Ring`) | dropped in `_drop_lost` | free since it finished | left out |
 | the engine fails or hangs | what it lacks is sampled again | kept, with its deadline | the same |
-| the run is resumed | the same, see `checkpoint.py` | kept if the bound allows | the same; else `again` |
+| the run is resumed | the same, see `resume.py` | kept if the bound allows | the same; else `again` |
 
 A prompt in `again` is sampled before new ones, in a new group. Only one thread waits for groups:
 

@@ -38,7 +38,7 @@ from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
 from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_same_model
-from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
+from lit_async_rl.training.combination_checks import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import (

@@ -20,7 +20,7 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
-from lit_async_rl.training.compatibility import check_compatibility
+from lit_async_rl.training.combination_checks import check_compatibility
 from lit_async_rl.types import RolloutBatch, known_support, log_mass
 from lit_async_rl.utils.checks import check_token_shape
 

@@ -15,7 +15,7 @@ from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import PPOClip, Reinforce
 from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
-from lit_async_rl.training.compatibility import check_norms
+from lit_async_rl.training.combination_checks import check_norms
 
 floats = st.floats(-3, 3, width=32)
 samples = st.lists(st.tuples(st.floats(-5, 5, width=32), floats), min_size=2, max_size=8)

@@ -65,7 +65,7 @@ data:
   groups_per_step: 4
   group_size: 4
   sampling: {max_tokens: 10, head: 2}
-  intake: {curriculum: Learnability}
+  curriculum: Learnability
   validation: {prompts: {class_path: SortDigits, init_args: {num_digits: 6, size: 16, split: held_out}}, batch_size: 16}
 trainer:
   max_steps: 5

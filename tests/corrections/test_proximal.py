@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
 from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
-from lit_async_rl.data.compatibility import check_step
+from lit_async_rl.data.setting_checks import check_step
 from lit_async_rl.losses import (
     CISPO,
     GSPO,
@@ -30,7 +30,7 @@ from lit_async_rl.losses import (
 )
 from lit_async_rl.losses.aggregation import FixedLength, PromptMean, SequenceMean, SourceMean, TokenMean
 from lit_async_rl.replay.tape_source import NoEngine
-from lit_async_rl.training.compatibility import check_compatibility, check_data_compatibility
+from lit_async_rl.training.combination_checks import check_compatibility, check_data_compatibility
 
 PROXIMALS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
 

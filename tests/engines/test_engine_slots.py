@@ -6,8 +6,8 @@ from tiny_models import EOS, save, tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.forward import CachedForward
 from lit_async_rl.engines.embedded.kv_cache import BLOCK_POSITIONS
-from lit_async_rl.engines.embedded.llama import CachedForward
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 64])

@@ -124,7 +124,7 @@ def limit_s():
 
 @pytest.mark.parametrize("where", HANGS)
 def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, limit_s, caplog, monkeypatch):
-    monkeypatch.setattr("lit_async_rl.data.rollout_source.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.data.engine_restarts.CLOSE_S", 0.2)
     engine = hostile(hangs=[where])
     began = time.monotonic()
     attack(engine, rollout_timeout_s=limit_s)
@@ -144,7 +144,7 @@ def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sam
 
 @pytest.mark.parametrize("where", ["partial_completions", "random_state"])
 def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, limit_s, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("lit_async_rl.data.rollout_source.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.data.engine_restarts.CLOSE_S", 0.2)
     engine, keep = hostile(hangs=[where]), ModelCheckpoint(tmp_path, every_n_train_steps=2)
     attack(engine, 8, callbacks=[keep], enable_checkpointing=True, rollout_timeout_s=limit_s)
     assert engine.hangs == []
@@ -153,7 +153,7 @@ def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, lim
 
 
 def test_a_run_ends_though_its_engine_does_not_close(caplog, monkeypatch):
-    monkeypatch.setattr("lit_async_rl.data.rollout_source.STOP_S", 0.3)
+    monkeypatch.setattr("lit_async_rl.data.engine_restarts.STOP_S", 0.3)
     began = time.monotonic()
     attack(hostile(hangs=["close"]))
     assert time.monotonic() - began < 30

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.engines.embedded.rows import RowParams, RowState, draw, parts, processed_logprobs
+from lit_async_rl.engines.embedded.sampling import RowParams, RowState, draw, parts, processed_logprobs
 
 
 def row_params(n, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> RowParams:

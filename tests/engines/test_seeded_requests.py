@@ -12,7 +12,7 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.own_process import pack_requests, unpack_requests
-from lit_async_rl.engines.embedded.rows import stream_uniform
+from lit_async_rl.engines.embedded.sampling import stream_uniform
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec

@@ -13,7 +13,7 @@ from tiny_models import save, tiny_qwen3_moe
 
 from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.callbacks import RolloutTape
-from lit_async_rl.data.compatibility import check_engine
+from lit_async_rl.data.setting_checks import check_engine
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
@@ -21,7 +21,7 @@ from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.scheduling.admission import Bounded
-from lit_async_rl.training.compatibility import check_data_compatibility
+from lit_async_rl.training.combination_checks import check_data_compatibility
 from lit_async_rl.types import Prompt
 
 TRUNCATED = SamplingParams(max_tokens=10, top_p=0.9, head=16)

@@ -215,7 +215,7 @@ class Reluctant(EmbeddedEngine):
 
 
 def test_the_old_engine_is_closed_without_waiting_for_it_and_the_new_one_has_the_same_weights(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.data.rollout_source.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.data.engine_restarts.CLOSE_S", 0.2)
     kind = type("Reluctant", (Reluctant,), {"calls": []})
     data = make_data(engine=(old := kind()), groups_per_step=2, max_staleness=2)
     fit(make_module(), data, 8)

@@ -18,7 +18,7 @@ browser = pytest.importorskip("browser", reason="selenium is not installed")
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 from lit_async_rl.report import write_report  # noqa: E402
-from lit_async_rl.report.timeline import Spans  # noqa: E402
+from lit_async_rl.report.trace_files import Spans  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not browser.is_there and not browser.IS_NEEDED, reason=browser.MISSING),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from made_runs import BEGAN, event, step_events, write_timeline
 
-from lit_async_rl.report.timeline import MAX_SPANS, Spans, Timeline
+from lit_async_rl.report.trace_files import MAX_SPANS, Spans, Timeline
 
 
 def spans(*pairs: tuple[float, float]) -> Spans:

@@ -18,10 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.embedded.packed_linear import PackedLinear
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.loading import body
-from lit_async_rl.models.policy import CausalPolicy
 
 BLOCK_POSITIONS = 32  # M is a multiple of it
 
@@ -239,48 +237,3 @@ class RowCaches:
         """Sets the length of the longest row; the caches grow on their own."""
         self.max_len = length
         return False
-
-
-class RowwiseForward:
-    """Hidden states of new tokens, with one forward pass of transformers per row.
-
-    Args:
-        lm: the model.
-        caches: caches of the rows; updated by the forward passes.
-        argument: name of the cache argument of the model's forward pass.
-    """
-
-    reads_ranges = False
-
-    def __init__(self, lm: PreTrainedModel, caches: RowCaches, argument: str) -> None:
-        self._lm = lm
-        self._caches = caches
-        self._argument = argument
-        self._policy = CausalPolicy(lm)
-        self.packed: dict[str, PackedLinear] = {}
-
-    def logits(self, features: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Applies the output head."""
-        return self._policy.logits(features)
-
-    def __call__(self, input_ids: Int[Tensor, "n t"], position_ids: Tensor, mask: Tensor) -> Float[Tensor, "n t H"]:
-        """Last hidden states; 0 for padding and free rows. Positions and mask follow from the caches."""
-        lengths = self._caches.prompt_lengths
-        caches = self._caches.caches
-        states_of: dict[int, Tensor] = {}  # by row
-        for row, ids in enumerate(input_ids):
-            if lengths is None and caches[row] is None:
-                continue
-            cache = None if lengths is not None else caches[row]
-            new = ids[None] if lengths is None else ids[None, : lengths[row]]
-            output = body(self._lm)(input_ids=new, use_cache=True, **{self._argument: cache})
-            if output.get(self._argument) is None:
-                raise ValueError(f"its forward pass returns no {self._argument}")
-            states_of[row] = output.last_hidden_state[0]
-            if lengths is not None:
-                self._caches.prompts.append(output[self._argument])
-        first = next(iter(states_of.values()))
-        hidden = first.new_zeros(*input_ids.shape, first.shape[-1])
-        for row, states in states_of.items():
-            hidden[row, : len(states)] = states
-        return hidden

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_async_rl.engines.embedded.forward import cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.llama import cache_and_forward
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.rows import RowState
+from lit_async_rl.engines.embedded.sampling import RowState
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.routers import check_routers, record_in, routers_of
 from lit_async_rl.models.tokenizer import StopStrings

@@ -1,8 +1,10 @@
-"""Decoding forward pass of Llama-like models: the arithmetic of transformers with a quarter of the operations.
+"""Forward passes of the embedded engine: our own of Llama-like models, and those of transformers.
 
-Python and kernel launches dominate the time per token of a small model, so everything a decoder does not need (mask
-construction, repeated heads, output objects, hooks) is left out. Uses the module's own parameters, so that weight
-updates need no copy. n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
+Ours is the arithmetic of transformers with a quarter of the operations. Python and kernel launches dominate the time
+per token of a small model, so everything a decoder does not need (mask construction, repeated heads, output objects,
+hooks) is left out. It uses the module's own parameters, so that weight updates need no copy.
+
+n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lit_async_rl.engines.embedded.kv_cache import RowCaches, RowwiseForward, SlotCache, cache_argument
+from lit_async_rl.engines.embedded.kv_cache import RowCaches, SlotCache, cache_argument
 from lit_async_rl.engines.embedded.packed_linear import PackedLinear
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.attention import ignored_setting
@@ -299,7 +301,7 @@ def _is_fast_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _FAST_DTYPES and not torch.is_autocast_enabled("cpu")
 
 
-# -- Forward passes of an embedded engine's model over its KV cache ---------------------------------------------------
+# -- Forward passes of any model over its cache -----------------------------------------------------------------------
 
 
 class CachedForward:
@@ -363,6 +365,51 @@ class CachedForward:
             use_cache=True,
         )
         return output.last_hidden_state
+
+
+class RowwiseForward:
+    """Hidden states of new tokens, with one forward pass of transformers per row.
+
+    Args:
+        lm: the model.
+        caches: caches of the rows; updated by the forward passes.
+        argument: name of the cache argument of the model's forward pass.
+    """
+
+    reads_ranges = False
+
+    def __init__(self, lm: PreTrainedModel, caches: RowCaches, argument: str) -> None:
+        self._lm = lm
+        self._caches = caches
+        self._argument = argument
+        self._policy = CausalPolicy(lm)
+        self.packed: dict[str, PackedLinear] = {}
+
+    def logits(self, features: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        """Applies the output head."""
+        return self._policy.logits(features)
+
+    def __call__(self, input_ids: Int[Tensor, "n t"], position_ids: Tensor, mask: Tensor) -> Float[Tensor, "n t H"]:
+        """Last hidden states; 0 for padding and free rows. Positions and mask follow from the caches."""
+        lengths = self._caches.prompt_lengths
+        caches = self._caches.caches
+        states_of: dict[int, Tensor] = {}  # by row
+        for row, ids in enumerate(input_ids):
+            if lengths is None and caches[row] is None:
+                continue
+            cache = None if lengths is not None else caches[row]
+            new = ids[None] if lengths is None else ids[None, : lengths[row]]
+            output = body(self._lm)(input_ids=new, use_cache=True, **{self._argument: cache})
+            if output.get(self._argument) is None:
+                raise ValueError(f"its forward pass returns no {self._argument}")
+            states_of[row] = output.last_hidden_state[0]
+            if lengths is not None:
+                self._caches.prompts.append(output[self._argument])
+        first = next(iter(states_of.values()))
+        hidden = first.new_zeros(*input_ids.shape, first.shape[-1])
+        for row, states in states_of.items():
+            hidden[row, : len(states)] = states
+        return hidden
 
 
 def cache_and_forward(

@@ -1,4 +1,7 @@
-"""Per-row state of the embedded engine as tensors: S slots, C columns for completion tokens."""
+"""Sampling of the embedded engine: its distributions, draws and records, and the state of each row as tensors.
+
+S slots, C columns for completion tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,159 @@
+"""An engine that hangs or fails is replaced by a fresh one with the current weights.
+
+Apart from `rollout_source.py`, its only importer, because it knows nothing of steps, ranks and checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import traceback
+from collections import deque
+from collections.abc import Iterator
+
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from torch import Tensor
+
+from lit_async_rl.data.settings import Limits
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import base_of
+from lit_async_rl.rollouts.engine_listener import EngineCalls
+from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.utils.waiting import announced
+
+CLOSE_S = 10.0  # limit of `close` for an engine that failed
+STOP_S = 30.0  # limit of `close` for an engine that works, at the end of a run
+RESTARTS_TO_WARN = 3  # restarts, with fewer than STEPS_BETWEEN steps between them, that a warning names together
+STEPS_BETWEEN = 10
+MAX_ERROR_CHARS = 200
+
+Weights = Iterator[tuple[str, Tensor]]
+log = logging.getLogger(__name__)
+
+
+class ReplaceableEngine:
+    """The engine in use, set up with its first weights, and replaced by a fresh one when it hangs or fails.
+
+    Args:
+        engine: not set up.
+        model: argument of its `setup`.
+        limits: replacements in a row, without a step in between, and timeout of calls.
+
+    Attributes:
+        engine: the one in use.
+        num_restarts: replacements since the run began.
+        last_error: why the last one was replaced; empty if none was.
+    """
+
+    def __init__(self, engine: RolloutEngine, model: str | None, limits: Limits) -> None:
+        self.engine = engine
+        self.model = model
+        self.max_restarts = limits.engine_restarts
+        self.num_restarts = 0
+        self.last_error = ""
+        self._is_set_up = False
+        self._timeout_s = limits.rollout_timeout_s
+        self._restarts_in_a_row = 0
+        self._recent_restarts: deque[int] = deque(maxlen=RESTARTS_TO_WARN)  # number of steps before each
+        self._num_steps = 0
+
+    @property
+    def calls(self) -> EngineCalls:
+        """Calls of the engine, with timeouts."""
+        return EngineCalls(self.engine, self._timeout_s)
+
+    def set_up(self) -> None:
+        """Sets the engine up, unless it is."""
+        if not self._is_set_up:
+            self._set_up(self.calls)
+            self._is_set_up = True
+
+    def _set_up(self, calls: EngineCalls) -> None:
+        if self.model is None:
+            raise SetupError("data.model is not set")
+        self.engine.is_used = True
+        with announced(f"{calls.name} to start: it loads the model, and may compile"):
+            calls.setup(base_of(self.model))  # weights come with the first publication, an adapter's changes among them
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether restarts remain; logs a warning when they are exhausted."""
+        if self._restarts_in_a_row < self.max_restarts:
+            return True
+        if self.max_restarts:
+            log.warning("the engine fails still after data.limits.engine_restarts=%d in a row", self.max_restarts)
+        return False
+
+    def note_step(self) -> None:
+        """Resets the count of restarts in a row, after the groups of a step or part have come."""
+        self._restarts_in_a_row = 0
+        self._num_steps += 1
+
+    def restart(self, producer: Producer, error: Exception, weights: Weights) -> None:
+        """Replaces the engine after an error; its groups that lack completions are sampled again.
+
+        If the new one does not start, its error is the producer's next.
+        """
+        self._restarts_in_a_row += 1
+        self.num_restarts += 1
+        self.last_error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_CHARS]
+        self._warn_if_frequent()
+        is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
+        self._discard(error)
+        try:
+            before = self.engine.num_slots
+            self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
+            if (slots := self.engine.num_slots) < before:
+                log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, before)
+            calls = self.calls
+            self._set_up(calls)
+            calls.load_weights(producer.version, weights)
+        except Exception as failure:
+            producer.listener.engine_error = failure
+            log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)
+            return
+        num_groups = producer.replace_engine(self.engine)
+        log.warning(
+            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row), with the weights of version %d; "
+            "%d groups are sampled again, finished ones are kept. %s: %s",
+            self._restarts_in_a_row,
+            self.max_restarts,
+            producer.version,
+            num_groups,
+            type(error).__name__,
+            error,
+        )
+
+    def _warn_if_frequent(self) -> None:
+        """Warns of a run that restarts its engine every few steps, which `max_restarts` does not end."""
+        self._recent_restarts.append(self._num_steps)
+        num_steps = self._num_steps - self._recent_restarts[0]
+        if len(self._recent_restarts) == RESTARTS_TO_WARN and num_steps <= RESTARTS_TO_WARN * STEPS_BETWEEN:
+            log.warning(
+                "the engine was restarted %d times within %d steps (%d times in this run): groups are sampled again, "
+                "and training waits for them. The last error: %s",
+                RESTARTS_TO_WARN,
+                num_steps,
+                self.num_restarts,
+                self.last_error,
+            )
+            self._recent_restarts.clear()
+
+    def _discard(self, error: Exception) -> None:
+        """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""
+        traceback.clear_frames(error.__traceback__)  # their local variables hold what filled the memory
+        with contextlib.suppress(Exception):  # it has failed already
+            self.calls.close(CLOSE_S)
+        gc.collect()
+        garbage_collection_cuda()
+
+    def close(self) -> None:
+        """Closes the engine. Safe to call twice."""
+        self.calls.close(STOP_S)
+        self._is_set_up = False
+
+    def end(self) -> None:
+        """Closes what all engines of the run shared, such as an environment. Safe to call twice."""
+        self.calls.end(STOP_S)
