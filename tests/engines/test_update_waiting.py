@@ -56,3 +56,25 @@ def test_an_engine_that_broke_lets_nobody_wait(tmp_path):
     with pytest.raises(RuntimeError, match="no memory left"):
         engine.load_weights(3, lm.named_parameters())
     assert time.monotonic() - began < 5.0
+
+
+def test_a_closed_engine_lets_nobody_wait(tmp_path):
+    lm = tiny_qwen3()
+    engine = engine_without_room(lm, tmp_path)
+    ends: list[BaseException | None] = []
+
+    def load() -> None:
+        try:
+            engine.load_weights(3, lm.named_parameters())
+            ends.append(None)
+        except Exception as error:  # that it was closed, if it gets so far
+            ends.append(error)
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    engine.close()
+    thread.join(30)
+    assert len(ends) == 1
+    assert not isinstance(ends[0], StalledError)

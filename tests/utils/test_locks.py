@@ -1,4 +1,4 @@
-"""Nobody is kept waiting by a busy loop, by something full for ever, or by something that broke."""
+"""Nobody is kept waiting by a busy loop, or by who gave up."""
 
 import itertools
 import threading
@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from lit_async_rl.engines.embedded.queue import Room
 from lit_async_rl.errors import StalledError
 from lit_async_rl.utils.waiting import FairLock
 
@@ -58,33 +57,3 @@ def test_who_gave_up_waiting_or_failed_keeps_nobody_out():
         assert time.monotonic() - began < 5
     with lock.hold(0.1):
         pass
-
-
-def test_room_is_waited_for_until_there_is_some_or_the_time_is_up():
-    room = Room(2)
-    room.add(1)
-    assert room.wait(0.0)
-    room.add(1)
-    assert not room.wait(0.05)
-    assert woken_by(lambda: room.add(-1), lambda: room.wait(10.0))
-
-
-def test_nobody_waits_for_what_is_closed_or_broken():
-    room = Room(1)
-    room.add(1)
-    assert woken_by(room.close, lambda: room.wait(10.0))
-    with pytest.raises(MemoryError), room.closed_by_errors():
-        raise MemoryError("none left")
-    room.close()
-    with pytest.raises(RuntimeError, match="none left") as error:
-        room.wait(10.0)
-    assert isinstance(error.value.__cause__, MemoryError)
-
-
-def woken_by(event, wait):
-    """What `wait` returns, in time."""
-    began = time.monotonic()
-    threading.Timer(0.05, event).start()
-    result = wait()
-    assert time.monotonic() - began < 5
-    return result

@@ -31,7 +31,7 @@ from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import DecodeProcess
-from lit_async_rl.engines.embedded.queue import RequestQueue, Room, Update
+from lit_async_rl.engines.embedded.queue import RequestQueue, Update
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
@@ -208,7 +208,11 @@ class DecodeLoop(RolloutEngine):
         self._has_weights = True  # unless `setup` has built a model without any
         self._newest = NewestUpdate()
         self._report: WeightReport | None = None
-        self._room = Room(MAX_PENDING_UPDATES)
+        self._error: BaseException | None = None  # of `poll`, which then uses no update any more
+        # `load_weights` waits for it; not set while `MAX_PENDING_UPDATES` are queued. The loop sets it when it uses one of
+        # them, under the lock, and for good when it breaks.
+        self._has_room = threading.Event()
+        self._has_room.set()
         limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
         # Slots and queue belong to whoever holds it: the thread that polls, for one step at a time, or a caller of
         # another method. It is fair: the loop would otherwise take it again before a waiting caller wakes up.
@@ -296,8 +300,13 @@ class DecodeLoop(RolloutEngine):
         while not self._closed:
             # Held for one step, so that requests and weights of other threads wait for one token at most. An error of
             # the step also ends the wait of `load_weights` for room, which this loop will never make again.
-            with self._lock.hold(), self._room.closed_by_errors():
-                finished = [] if self._closed else self.step()
+            with self._lock.hold():
+                try:
+                    finished = [] if self._closed else self.step()
+                except BaseException as error:
+                    self._error = self._error or error
+                    self._has_room.set()
+                    raise
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
                 return finished
@@ -315,7 +324,7 @@ class DecodeLoop(RolloutEngine):
         while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
             if isinstance(barrier, Update):
                 self._use(barrier)
-                self._room.add(-1)
+                self._has_room.set()
             else:
                 slots.begin_batch(barrier.seed)
         began = time.monotonic()
@@ -359,15 +368,19 @@ class DecodeLoop(RolloutEngine):
         """
         # Waits before it copies: each update that is pending is a whole copy of the weights.
         if not self.in_flight_weight_updates:
-            Wait(self.update_timeout_s, self._unused_updates).until(self._room.wait)
+            wait = Wait(self.update_timeout_s, self._unused_updates)
+            wait.until(lambda seconds: self._closed or self._has_room.wait(seconds))
+            if self._error is not None:
+                raise RuntimeError(f"the embedded engine broke: {self._error}") from self._error
         update = Update(version, receive_weights(self.slots.lm, weights))
         if self.in_flight_weight_updates and self._has_weights:
             self._newest.put(update)  # the trainer waits neither for the lock nor for the merging of adapters
             return
         with self._lock.hold():
             if not self.in_flight_weight_updates and (self._queue or self.slots.num_active):
-                self._room.add(1)
                 self._queue.push_barrier(update)
+                if self._queue.num_updates >= MAX_PENDING_UPDATES and self._error is None:
+                    self._has_room.clear()
                 self._work.set()
             else:
                 self._use(update)
@@ -414,7 +427,7 @@ class DecodeLoop(RolloutEngine):
         """Unblocks `poll` and `load_weights` and releases the model."""
         self._closed = True
         self._work.set()
-        self._room.close()
+        self._has_room.set()
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
             self._slots = None

@@ -1,12 +1,10 @@
-"""FIFO request queue with priorities and barriers (not thread-safe: the engine's lock is held), and its room."""
+"""FIFO request queue with priorities and barriers (not thread-safe: the engine's lock is held)."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,6 +55,11 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that are not reached yet."""
+        return sum(isinstance(item, Update) for item in self._items)
 
     def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
         """Queues all samples of these requests, behind all others of at least their priority.
@@ -122,55 +125,3 @@ class RequestQueue:
                 return not isinstance(item, Pending)
             free -= item.num_samples
         return True
-
-
-# -- Room for updates in the queue: each is a copy of the weights -----------------------------------------------------
-
-
-class Room:
-    """Bounded counter of pending items; adders wait while it is full. An error or `close` unblocks all waiters.
-
-    Args:
-        size: maximum count.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._num_inside = 0
-        self._error: BaseException | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until there is room; False on timeout.
-
-        Raises:
-            RuntimeError: `close` was called with an error, which is the cause.
-        """
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: self._num_inside < self.size or self._closed, timeout_s)
-            if self._error is not None:
-                raise RuntimeError(f"the embedded engine broke: {self._error}") from self._error
-            return in_time
-
-    def add(self, number: int) -> None:
-        """Counts an item as added (1) or used (-1)."""
-        with self._changed:
-            self._num_inside += number
-            self._changed.notify_all()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Unblocks all waiters, now and later."""
-        with self._changed:
-            self._closed = True
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    @contextmanager
-    def closed_by_errors(self) -> Iterator[None]:
-        """Context in which an exception closes the counter with it."""
-        try:
-            yield
-        except BaseException as error:
-            self.close(error)
-            raise
