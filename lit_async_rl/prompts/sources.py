@@ -43,10 +43,10 @@ class Records(Protocol):
 
 
 def field_text(value: Any) -> str:
-    """A text or number of a record as text: whole, without the exponent of small and large floats.
+    """A string or number of a record as text; floats are written without an exponent.
 
     Raises:
-        ValueError: it is neither, is missing (None, NaN, pandas' NA), or is infinite.
+        ValueError: the value is of another type, missing (None, NaN, pandas' NA), or infinite.
     """
     if isinstance(value, str):
         return str(value)
@@ -72,16 +72,16 @@ def answer_texts(value: Any) -> tuple[str, ...]:
 
 
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
-    """Fills the fields of a prompt's template: `{prompt}`, and others of the record by name; `{{name}}` is `{name}`.
+    """Fills the placeholders of a template: `{prompt}`, and fields of the record by name; `{{name}}` is `{name}`.
 
     Args:
-        template: with placeholders.
+        template: text with placeholders.
         prompt: text of `{prompt}`.
         others: fields of the record.
-        hidden: field of the reference answer, which no prompt may hold.
+        hidden: field of the reference answer, which must not appear in a prompt.
 
     Raises:
-        ValueError: a placeholder names the reference answer, no field, or one without text or number.
+        ValueError: a placeholder names the reference answer, an unknown field, or a field without text or number.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -237,10 +237,10 @@ def load_dataset(path: str, name: str | None, split: str) -> Records:
         go_offline_if_unreachable()
     where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
     try:
-        if (folder / "state.json").is_file():  # one split, whatever its name
+        if (folder / "state.json").is_file():  # a single split written by `save_to_disk`
             return datasets.load_from_disk(folder)
         return datasets.load_dataset(str(folder) if folder.is_dir() else path, name, split=split)
-    except OSError as error:  # what the hub and the file system raise
+    except OSError as error:  # includes errors of the hub
         raise FileNotFoundError(f"{where}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -342,7 +342,7 @@ class RecordPrompts(PromptSource):
         if len(records) == 0:
             raise ValueError(f"{origin} holds no prompts")
         if on_bad_prompt == "error":
-            self[0]  # a wrong field is an error now, not in the middle of a run
+            self[0]  # raises for a wrong field now instead of in the middle of a run
 
     def __len__(self) -> int:
         return len(self._records)
@@ -609,10 +609,10 @@ class HuggingFacePrompts(RecordPrompts):
 
 
 def _field(record: Mapping[str, Any], field: str) -> Any:
-    """A field by its name, or by a path of nested ones, such as `reward_model.ground_truth`.
+    """A field by its name, or by a path of nested fields, such as `reward_model.ground_truth`.
 
     Raises:
-        KeyError: there is none; its argument is the list of those that are there.
+        KeyError: there is no such field; its argument is the list of existing fields.
     """
     if field in record:
         return record[field]
@@ -643,7 +643,7 @@ def check_template(template: str) -> None:
     """Checks that a template has the placeholder `{prompt}`.
 
     Raises:
-        ValueError: it has no placeholder.
+        ValueError: the placeholder is missing.
     """
     if "{prompt}" not in template:
         raise ValueError(f"template must contain {{prompt}}, got {template!r}")
@@ -712,7 +712,7 @@ class InMemoryPrompts(RecordPrompts):
             as_chat=as_chat,
             chat_template_kwargs=chat_template_kwargs,
         )
-        # a data set may be large, and is checked where it is used
+        # not a `datasets.Dataset`: it may be large, and its records are checked on first use
         if on_bad_prompt == "error" and isinstance(records, Sequence):
             for index in range(len(records)):
                 self[index]
@@ -722,7 +722,7 @@ class InMemoryPrompts(RecordPrompts):
             raise IndexError(index)
         try:
             record = self._records[index]
-        except KeyError:  # of a pandas DataFrame, which is indexed by its columns
+        except KeyError:  # raised by a pandas DataFrame, which is indexed by its columns
             given = f"got a {type(self._records).__name__} without record {index}"
             raise ValueError(f"{self.origin} must be {WANTED}, {given}; prompts.to_dict('records') is a list") from None
         if isinstance(record, Prompt):
@@ -773,7 +773,7 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
         setting: name of the argument, for messages.
 
     Raises:
-        ValueError: it is None or something else, or one of a list is bad.
+        ValueError: `prompts` is None or of another type, or a record of a list is bad.
     """
     if isinstance(prompts, PromptSource):
         return prompts
