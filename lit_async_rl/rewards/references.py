@@ -59,14 +59,15 @@ def grades(completion: Callable[[Prompt], str | None], full_marks: float = 1.0, 
 
 
 def any_accepted(reward: R) -> R:
-    """Decorator of a reward that compares with `prompt.answer`: of several accepted answers the best counts."""
+    """Decorator of a function or method that compares with `prompt.answer`: its maximum over all accepted answers."""
 
     @functools.wraps(reward)
     def best(*args: Any) -> float:
-        *me, prompt, completion = args  # `me` is the object of a method
+        *instance, prompt, completion = args  # `instance` has one item for a method, and none for a function
         if len(prompt.answers) < 2:
             return reward(*args)  # type: ignore[no-any-return]
-        return max(reward(*me, replace(prompt, answer=one, other_answers=()), completion) for one in prompt.answers)
+        variants = [replace(prompt, answer=answer, other_answers=()) for answer in prompt.answers]
+        return max(reward(*instance, variant, completion) for variant in variants)
 
     return best  # type: ignore[return-value]
 
