@@ -67,7 +67,7 @@ gpu-rehearsal: $(VENV)/installed  ## what a machine with a GPU has to pass, as f
 lint: $(VENV)/installed layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/lint_style.py lit_async_rl callbacks scripts examples
+	$(BIN)/python scripts/lint_style.py lit_async_rl callbacks scripts examples benchmarks tests/helpers
 
 layers: $(VENV)/installed  ## imports point one way, see [tool.importlinter] in pyproject.toml
 	$(BIN)/lint-imports

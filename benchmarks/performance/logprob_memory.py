@@ -48,8 +48,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("logprob_memory.json"))
     args = parser.parse_args()
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    lm = LlamaForCausalLM(LlamaConfig(vocab_size=args.vocab_size, tie_word_embeddings=True, **sizes)).to(args.device)
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    lm = LlamaForCausalLM(config).to(args.device)
     results = []
     print(f"{'chunk':>7} {'one chunk MB':>13}" + "".join(f"{f'N = {n}':>22}" for n in args.tokens))
     for chunk in args.chunks:

@@ -52,8 +52,16 @@ def make_batch(rows: int, prompt: int, completion: int, group_size: int = 8) -> 
 def make_large() -> str:
     """Configuration of a Llama with 110M parameters."""
     folder = tempfile.mkdtemp()
-    sizes = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
-    LlamaConfig(vocab_size=32_000, tie_word_embeddings=True, pad_token_id=0, **sizes).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    config.save_pretrained(folder)
     return folder
 
 

@@ -53,8 +53,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    sizes = dict(hidden_size=args.hidden, intermediate_size=4 * args.hidden, num_hidden_layers=args.layers)
-    lm = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=2**16, **sizes))
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        max_position_embeddings=2**16,
+    )
+    lm = LlamaForCausalLM(config)
     padded = CausalPolicy(lm.to(args.device))  # type: ignore[arg-type]
     packed = CausalPolicy(lm, packing=SharedPromptPacking())
     table: dict[str, dict[str, float]] = {}

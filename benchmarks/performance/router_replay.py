@@ -42,10 +42,22 @@ CASES = {
 def make_policy(seed: int) -> PreTrainedModel:
     """4 layers of 32 experts, 4 for each token, with weights large enough for distributions that are not uniform."""
     torch.manual_seed(seed)
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, moe_intermediate_size=64)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4)
-    experts = dict(num_experts=32, num_experts_per_tok=4, norm_topk_prob=True)
-    lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, eos_token_id=None, pad_token_id=0))
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    lm = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in lm.parameters():
             if parameter.dim() > 1:
@@ -92,8 +104,14 @@ def sample(before: PreTrainedModel, after: PreTrainedModel, dtype: str, num_toke
         )
         for n, ids in enumerate(prompts)
     ]
-    settings = dict(advantage=GroupMean(), aggregation=TokenMean(), num_micro_batches=1, pad_token_id=0)
-    (batch,) = collate_step(groups, **settings, temperature=1.0)  # type: ignore[arg-type]
+    (batch,) = collate_step(
+        groups,
+        advantage=GroupMean(),
+        aggregation=TokenMean(),
+        num_micro_batches=1,
+        pad_token_id=0,
+        temperature=1.0,
+    )
     return batch
 
 

@@ -36,9 +36,18 @@ ROWS = 8
 
 def make_policy(num_layers: int) -> LlamaForCausalLM:
     """SmolLM2-135M's shape, with this many of its 30 layers."""
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=num_layers)
-    heads = dict(num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048)
-    config: Any = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
+    config: Any = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=num_layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -55,8 +64,14 @@ def batch_of(completions: list[Completion]) -> RolloutBatch:
     rollouts = tuple(c.scored(float(c.sample_index % 2)) for c in completions)
     prompt_ids = tuple(range(1, 17))
     group = RolloutGroup(index=0, prompt=Prompt(text="p"), prompt_ids=prompt_ids, rollouts=rollouts, admitted_version=0)
-    settings: dict[str, Any] = dict(advantage=GroupMean(), aggregation=TokenMean(), num_micro_batches=1)
-    (batch,) = collate_step([group], **settings, pad_token_id=0, temperature=1.0)
+    (batch,) = collate_step(
+        [group],
+        advantage=GroupMean(),
+        aggregation=TokenMean(),
+        num_micro_batches=1,
+        pad_token_id=0,
+        temperature=1.0,
+    )
     return batch
 
 

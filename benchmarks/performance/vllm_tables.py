@@ -87,8 +87,14 @@ def plain(model: str, num_seqs: int, dtype: str) -> Sample:
     os.environ |= VARIABLES | CPU_VARIABLES
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    settings = dict(max_num_seqs=num_seqs, kv_cache_memory_bytes=int(KV_CACHE_GB * 2**30), enforce_eager=True)
-    llm = LLM(model=model, dtype=dtype, skip_tokenizer_init=True, **settings)
+    llm = LLM(
+        model=model,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_num_seqs=num_seqs,
+        kv_cache_memory_bytes=int(KV_CACHE_GB * 2**30),
+        enforce_eager=True,
+    )
 
     def sample(requests: Sequence[GenerationRequest]) -> None:
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]

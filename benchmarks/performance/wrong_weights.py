@@ -69,8 +69,14 @@ def main() -> None:
     exact: Any = load_policy(args.model).float().eval()
     rounded: Any = load_policy(args.model).to(torch.bfloat16).eval()
     prompts = torch.randint(2, exact.config.vocab_size, (args.num_samples, PROMPT_TOKENS))
-    length = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens)
-    ids = rounded.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, **length)
+    ids = rounded.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=args.new_tokens,
+        min_new_tokens=args.new_tokens,
+    )
     right = logprobs(exact, ids)
     rows: list[list[Any]] = [["none", 0.0, error_with(rounded, SCALED[0], 1.0, ids=ids, right=right)]]
     for name in SCALED:

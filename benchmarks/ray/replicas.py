@@ -47,8 +47,7 @@ def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
     command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", *SYSTEMS[system], *QUIET]
     command += [*LENGTHS[what], *csv_logger(place), "--seed_everything", str(seed)]
     with (place / "log.txt").open("w") as log:
-        limits = {"check": True, "timeout": TIMEOUT_S, "stdin": subprocess.DEVNULL}
-        subprocess.run(command, stdout=log, stderr=log, **limits)
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=TIMEOUT_S)
     with (place / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
 

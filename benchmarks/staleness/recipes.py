@@ -133,8 +133,15 @@ def rollouts(
         own = tuple(tokens[n, :length].tolist())
         text = tokenizer.decode(own, skip_special_tokens=True)
         reward = float(exact_match(prompts[n // num], text))
-        parts: dict[str, Any] = dict(token_ids=own, logprobs=tuple(logprobs[n, :length].tolist()))
-        rows.append(Rollout(**parts, versions=(version,) * length, finish_reason="stop", text=text, reward=reward))
+        rollout = Rollout(
+            token_ids=own,
+            logprobs=tuple(logprobs[n, :length].tolist()),
+            versions=(version,) * length,
+            finish_reason="stop",
+            text=text,
+            reward=reward,
+        )
+        rows.append(rollout)
     return [
         RolloutGroup(
             index=first + n,
@@ -196,8 +203,15 @@ def train(args: argparse.Namespace) -> Result:
         version = step - len(versions) + 1
         groups = rollouts(sampler, tokenizer, prompts, num=GROUP_SIZE, version=version, first=step * NUM_GROUPS)
         rewards.append(mean_reward(groups))
-        made: dict[str, Any] = dict(advantage=GroupMeanStd(), aggregation=aggregation, keep_groups_whole=True)
-        (batch,) = collate_step(groups, **made, num_micro_batches=1, pad_token_id=0, temperature=1.0)
+        (batch,) = collate_step(
+            groups,
+            advantage=GroupMeanStd(),
+            aggregation=aggregation,
+            keep_groups_whole=True,
+            num_micro_batches=1,
+            pad_token_id=0,
+            temperature=1.0,
+        )
         loss, signals = loss_of(policy, None, batch, step)
         optimizer.zero_grad()
         loss.backward()

@@ -48,42 +48,52 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 # -- Settings to change, for each possible bottleneck and for a collapsing run ----------------------------------------
 
 
-MUCH_PADDING = 0.25  # share of the positions in a training pass
-MUCH_COMPUTING = 0.5  # share of the time of a reward; below, its workers mostly wait
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microseconds of processor time, and of the period
+MAX_PADDING_SHARE = 0.25  # of the positions in a training pass; above, more micro-batches are advised
+MAX_CPU_SHARE = 0.5  # of the scoring time; below, reward workers mostly wait, and more of them are advised
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: microseconds of CPU time per period, and of the period
 
 
 @dataclass
 class StepLoad:
-    """Load counters of a window of steps."""
+    """Load counters of a window of steps.
+
+    Attributes:
+        began: totals of the run at the beginning of the window.
+        num_steps: number of optimizer steps.
+        num_unfinished: groups in generation at the end of a step, summed over steps.
+        min_queued: minimum over steps of the groups ready for training.
+        num_tokens: tokens in training batches.
+        num_positions: positions in training batches, with padding.
+        scoring_cpu_share: share of the scoring time in which reward workers computed.
+    """
 
     began: Intervals = NO_TIME
     num_steps: int = 0
-    num_unfinished: int = 0  # sum over steps
-    fewest_queued: int = 0
+    num_unfinished: int = 0
+    min_queued: int = 0
     num_tokens: int = 0
-    num_positions: int = 0  # with padding
+    num_positions: int = 0
     scoring_cpu_share: float = 0.0
 
-    def add(self, batch: RolloutBatch) -> None:
+    def add_batch(self, batch: RolloutBatch) -> None:
         self.num_tokens += int(batch.attention_mask.sum())
         self.num_positions += batch.attention_mask.numel()
 
-    def look(self, stats: ProducerStats) -> None:
-        self.fewest_queued = min(self.fewest_queued, stats.num_queued) if self.num_steps else stats.num_queued
+    def add_step(self, stats: ProducerStats) -> None:
+        self.min_queued = min(self.min_queued, stats.num_queued) if self.num_steps else stats.num_queued
         self.num_unfinished += stats.num_unfinished
         self.scoring_cpu_share = stats.scoring_cpu_share
         self.num_steps += 1
 
 
-def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
-    """For each side, a setting that can still be changed.
+def adjustable_settings(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
+    """For each possible bottleneck, a setting that can still be changed.
 
     Args:
         data: data module of the run.
         pl_module: module in training.
         load: load counters of the window.
-        num_ranks: training processes on this machine.
+        num_ranks: number of training processes on this machine.
     """
     sync_steps = data.weight_sync_steps
     is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
@@ -93,7 +103,7 @@ def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, 
         reward=_reward_setting(data, load.scoring_cpu_share, is_spare),
         weight_sync=Setting(name="data.weight_sync_steps", present=sync_steps, suggested=2 * sync_steps),
         staleness=_staleness_setting(data),
-        fresher=_fresher_setting(data, load.fewest_queued),
+        fresher=_fresher_setting(data, load.min_queued),
     )
 
 
@@ -110,7 +120,7 @@ def num_cores() -> int:
     """Number of CPU cores available to this process, by affinity and by the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     try:
-        quota, period = QUOTA.read_text().split()
+        quota, period = CPU_QUOTA.read_text().split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
@@ -127,22 +137,22 @@ def _engine_threads(engine: RolloutEngine) -> int:
         return 1 + _engine_threads(engine.engine)
     if isinstance(engine, RayEngine):
         return 0  # Ray counts their processors, perhaps on other machines
-    threads = getattr(engine, "num_threads", 1)  # of vLLM: of each worker on a CPU
+    threads = getattr(engine, "num_threads", 1)  # vLLM's setting is per worker, on a CPU
     return torch.get_num_threads() if threads is None else threads
 
 
 def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) -> Setting | None:
     prefix = "data.engine"
     engine = data.engine
-    needs = _naming(data.engine)
+    needs = _engine_arguments(data.engine)
     if isinstance(engine, EpisodeEngine):
         prefix = "data.engine.init_args.engine.init_args"
         engine = engine.engine
         needs = ()
     if isinstance(engine, RayEngine):
         return Setting(name=f"{prefix}.replicas", present=engine.replicas, suggested=engine.replicas + 1)
-    slots = getattr(engine, "num_slots", None)  # vLLM has none: its limit is the memory
-    if slots is not None and unfinished * data.group_size > slots:  # some always wait for a slot
+    slots = getattr(engine, "num_slots", None)  # None for vLLM: memory limits its batch
+    if slots is not None and unfinished * data.group_size > slots:  # some rollouts wait for a slot
         return Setting(name=f"{prefix}.num_slots", present=slots, suggested=2 * slots, needs=needs)
     if not isinstance(engine, EmbeddedEngine) or engine.num_threads is None or not is_spare:
         return None
@@ -152,8 +162,8 @@ def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) 
     return None
 
 
-def _naming(engine: RolloutEngine) -> tuple[str, ...]:
-    """Arguments that name the default engine, which the command line must know before it takes settings of it."""
+def _engine_arguments(engine: RolloutEngine) -> tuple[str, ...]:
+    """Arguments that select the default engine; the command line needs them before the engine's settings."""
     if type(engine) is not EmbeddedEngine:
         return ()
     in_order = () if engine.in_flight_weight_updates else ("--data.engine.in_flight_weight_updates", "false")
@@ -161,9 +171,9 @@ def _naming(engine: RolloutEngine) -> tuple[str, ...]:
 
 
 def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -> Setting | None:
-    """More workers, for a reward that waits or has a core left; threads that compute would only take turns."""
-    computes = cpu_share > MUCH_COMPUTING
-    if computes or (isinstance(data.reward, IsolatedReward) and not is_spare):
+    """More workers, unless they would compete: for the GIL if rewards compute, or for cores if processes do."""
+    is_computing = cpu_share > MAX_CPU_SHARE
+    if is_computing or (isinstance(data.reward, IsolatedReward) and not is_spare):
         return None
     workers = data.scoring.workers
     return Setting(name="data.scoring.workers", present=workers, suggested=2 * workers)
@@ -171,9 +181,9 @@ def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -
 
 def _trainer_setting(data: RolloutDataModule, pl_module: AnyModule, padding: float, is_spare: bool) -> Setting | None:
     parts = data.micro_batches_per_step
-    if padding > MUCH_PADDING and not data.keep_groups_whole:  # shorter runs of rollouts sorted by length
+    if padding > MAX_PADDING_SHARE and not data.keep_groups_whole:  # rollouts are sorted by length
         return Setting(name="data.micro_batches_per_step", present=parts, suggested=2 * parts)
-    if parts > 1 and padding < MUCH_PADDING / 2:
+    if parts > 1 and padding < MAX_PADDING_SHARE / 2:
         return Setting(name="data.micro_batches_per_step", present=parts, suggested=parts // 2)
     if isinstance(pl_module, PolicyModule) and pl_module.policy.causal_lm.is_gradient_checkpointing:
         return Setting(name="model.gradient_checkpointing", present=True, suggested=False)
@@ -192,51 +202,51 @@ def _staleness_setting(data: RolloutDataModule) -> Setting | None:
         return Setting(name="data.admission.async_ratio", present=ratio, suggested=min(bound, max(1, 2 * ratio)))
     if bound and not data.engine.in_flight_weight_updates:
         return Setting(name="data.engine.in_flight_weight_updates", present=False, suggested=True)
-    if bound != data.configured_bound:  # a callback has lowered it, for which the setting is the upper limit
+    if bound != data.configured_bound:  # controlled by a callback; the setting is only its upper limit
         return None
     return Setting(name="data.max_staleness", present=bound, suggested=max(1, 2 * bound))
 
 
-def _fresher_setting(data: RolloutDataModule, fewest_queued: int) -> Setting | None:
+def _fresher_setting(data: RolloutDataModule, min_queued: int) -> Setting | None:
     """A smaller staleness bound, if more than one round was always ready."""
     bound = data.max_staleness
-    spare = fewest_queued // data.groups_per_round - 1
+    spare = min_queued // data.groups_per_round - 1
     if bound != data.configured_bound:
         return None
     suggested = max(1, bound - spare)
     return Setting(name="data.max_staleness", present=bound, suggested=suggested) if 0 < suggested < bound else None
 
 
-# -- Collects what `scheduling.worth` needs of a run: waits of its groups, effective sample sizes, processor time
+# -- Inputs of `scheduling.worth`: generation times of groups, effective sample sizes, CPU time -----------------------
 
 
-KEPT = 4096  # groups and steps
-FEWEST = 8  # steps before anything is said
+MAX_SAMPLES = 4096  # groups, and steps
+MIN_STEPS = 8  # for a recommendation
 
 
 class StalenessAdvice:
     """Recommends a staleness bound for runs like this one."""
 
     def __init__(self) -> None:
-        self._waits: deque[float] = deque(maxlen=KEPT)
-        self._ess: deque[float] = deque(maxlen=KEPT)
+        self._waits: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._ess: deque[float] = deque(maxlen=MAX_SAMPLES)
 
     def observe(self, data: RolloutDataModule, ess_ratio: float | None) -> None:
-        """Takes in one optimizer step."""
+        """Adds one optimizer step."""
         self._waits.extend(group.generation_s for group in data.last_step_groups)
         if ess_ratio is not None:
             self._ess.append(ess_ratio)
 
     def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
-        """The recommendation; None if the run was too short, or its admission does not wait at a bound that stayed."""
+        """The recommendation; None if the run was too short, or had no constant staleness bound."""
         steps = load.num_steps
-        if steps < FEWEST or not self._waits or not isinstance(data.admission, Bounded):
+        if steps < MIN_STEPS or not self._waits or not isinstance(data.admission, Bounded):
             return None
         if data.max_staleness != data.configured_bound:
             return None
         engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
         cpu_s = run.cpu_s if pl_module.device.type == "cpu" else 0.0
-        if cpu_s and getattr(engine, "own_process", False):  # it computes while it is busy, on each of its threads
+        if cpu_s and getattr(engine, "own_process", False):  # add CPU time of the engine's process
             cpu_s += run.engine_busy_s * (getattr(engine, "num_threads", None) or torch.get_num_threads())
         work = StepWork(
             train_s=run.trainer_s / steps,
@@ -258,33 +268,34 @@ class StalenessAdvice:
 ESS = "importance/ess_ratio"
 REWARD = "reward/mean"
 NO_SIGNAL = "rollout/no_signal_share"
-WITHOUT_SIGNAL = 10  # steps in a row from which a run is told that it learns nothing
+MIN_STEPS_WITHOUT_SIGNAL = 10  # consecutive steps before the report that nothing is learned
 
 
 class BottleneckVerdict(pl.Callback):
     """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
 
-    The last one says what asynchrony is worth here, and which staleness bound is enough (`scheduling.worth`). Both
-    kinds go to `verdicts.jsonl` in the run's folder, too, with that of the run so far.
+    The verdict at the end includes the gain of asynchrony and a sufficient staleness bound (`scheduling.worth`). All
+    verdicts are also written to `verdicts.jsonl` in the run's folder: on each window, and on the run until then.
 
-    A setting is advised if there is a tenth of the time to gain, and two windows in a row say so; other advice follows
-    only when the load has changed (`SteadyAdvice`). Where much of what was sampled is dropped, that is said first.
+    A setting is advised if a tenth of the time can be gained, according to two consecutive windows; other advice
+    follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`. Validation time is excluded. A replay of a tape has no engine, and
     gets no verdict.
 
-    A run that collapses (`CollapseTrend`, on what `ImportanceMonitor` and `RolloutMonitor` log) is told so, and which
-    configuration helps, in place of a verdict on its speed. A run in which all completions of each prompt had equal
-    rewards, for ten steps or more, is told that as well: a reward that is always 0, say.
+    For a collapsing run (`CollapseTrend` of the metrics of `ImportanceMonitor` and `RolloutMonitor`), the collapse and
+    a configuration against it are reported, instead of a verdict on speed. It is also reported if all completions of
+    each prompt had equal rewards in the last ten steps or more, for example because a reward is always 0.
 
     Args:
         every_n_steps: optimizer steps per window.
 
     Attributes:
-        verdict: the last one; `words` are what was said of it.
+        verdict: last verdict.
+        words: printed text of the last verdict.
         collapse: description of an ongoing collapse; None while training is healthy.
-        advice: on the staleness bound, at the end of a run; None before, and where there is none.
+        advice: advice on the staleness bound at the end of a run; None before, or if there is no advice.
 
     Raises:
         ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
@@ -322,7 +333,7 @@ class BottleneckVerdict(pl.Callback):
         self.verdict = None
         self.words = None
         self.advice = None
-        folder = run_folder(trainer)  # a collective: asked for on all ranks
+        folder = run_folder(trainer)  # a collective: all ranks must call it
         self._folder = folder if trainer.is_global_zero else None
 
     def on_train_batch_start(
@@ -348,19 +359,19 @@ class BottleneckVerdict(pl.Callback):
         """Updates counters after every step, and reports after every window."""
         if self._run is None:
             return
-        self._run.add(batch)
-        self._window.add(batch)
+        self._run.add_batch(batch)
+        self._window.add_batch(batch)
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         stats = trainer.datamodule.stats()  # type: ignore[attr-defined]
-        self._run.look(stats)
-        self._window.look(stats)
+        self._run.add_step(stats)
+        self._window.add_step(stats)
         self._observe(trainer)
         if self._step % self.every_n_steps:
             return
-        so_far = self._judge(trainer, pl_module, self._run)
-        verdict = self._judge(trainer, pl_module, self._window)
+        so_far = self._diagnose(trainer, pl_module, self._run)
+        verdict = self._diagnose(trainer, pl_module, self._window)
         in_window = self._steady.for_window(verdict)
         dropped = dropped_sentence(stats, self._stats_before)
         self.words = self._words(trainer, pl_module, in_window, dropped=dropped)
@@ -378,7 +389,7 @@ class BottleneckVerdict(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reports on the whole run."""
         if self._run is not None and self._run.num_steps:
-            verdict = self._judge(trainer, pl_module, self._run)
+            verdict = self._diagnose(trainer, pl_module, self._run)
             data = rollout_data(trainer, "BottleneckVerdict")
             advised = self._steady.for_run(verdict, is_over=True)
             stats = data.stats()
@@ -394,33 +405,33 @@ class BottleneckVerdict(pl.Callback):
         self._run = None
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Reports on a run that SIGTERM or Ctrl-C ends, like `on_train_end`."""
+        """Reports on a run ended by SIGTERM or Ctrl-C, like `on_train_end`."""
         if isinstance(exception, SIGTERMException):
             self.on_train_end(trainer, pl_module)
 
     def _observe(self, trainer: AnyTrainer) -> None:
-        seen = trainer.callback_metrics
-        ess = float(seen[ESS]) if ESS in seen else None
+        metrics = trainer.callback_metrics
+        ess = float(metrics[ESS]) if ESS in metrics else None
         self._staleness.observe(rollout_data(trainer, "BottleneckVerdict"), ess)
-        if NO_SIGNAL in seen:
-            self._without_signal = self._without_signal + 1 if float(seen[NO_SIGNAL]) == 1 else 0
-        if ESS in seen and REWARD in seen:  # monitors that come before this one
-            self.collapse = self._trend.observe(float(seen[ESS]), float(seen[REWARD]))
+        if NO_SIGNAL in metrics:
+            self._without_signal = self._without_signal + 1 if float(metrics[NO_SIGNAL]) == 1 else 0
+        if ESS in metrics and REWARD in metrics:  # logged by monitors before this one in the list
+            self.collapse = self._trend.observe(float(metrics[ESS]), float(metrics[REWARD]))
 
     def _words(self, trainer: AnyTrainer, pl_module: AnyModule, speed: str, dropped: str | None) -> str:
-        """What is to be said: a collapse alone; else what was learned or dropped, then the words on speed."""
+        """Text of a report: only the collapse during one; else steps without signal, dropped tokens, and speed."""
         if self.collapse is not None:
             return f"training is collapsing: {self.collapse}; {stabilizing_setting(trainer, pl_module)}"
-        said = []
-        if self._without_signal >= WITHOUT_SIGNAL:
+        sentences = []
+        if self._without_signal >= MIN_STEPS_WITHOUT_SIGNAL:
             same = "all completions of a prompt had the same reward: look at data.reward and samples.jsonl"
-            said.append(f"nothing was learned in the last {self._without_signal} steps, {same}")
+            sentences.append(f"nothing was learned in the last {self._without_signal} steps, {same}")
         if dropped is not None:
-            said.append(dropped)
-        return ". ".join([*said, speed])
+            sentences.append(dropped)
+        return ". ".join([*sentences, speed])
 
-    def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule, load: StepLoad) -> Verdict:
-        settings = what_to_turn(
+    def _diagnose(self, trainer: pl.Trainer, pl_module: pl.LightningModule, load: StepLoad) -> Verdict:
+        settings = adjustable_settings(
             rollout_data(trainer, "BottleneckVerdict"), pl_module, load, num_ranks=trainer.num_devices
         )
         self.verdict = diagnose(self._totals(trainer) - load.began, settings)

@@ -441,7 +441,7 @@ class HeldOut:
     def watch(self, rewards: Iterable[float]) -> None:
         """Warns once if the threshold does not suit the rewards of a validation or evaluation."""
         self._watch.add(self.success.value(reward) for reward in rewards)
-        self._watch.speak(self.success.threshold)
+        self._watch.warn_once(self.success.threshold)
 
     def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`.

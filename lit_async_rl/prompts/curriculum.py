@@ -1,7 +1,7 @@
 """Curriculum by measured difficulty.
 
-Prompts keep their seeded order; a prompt is skipped with a probability that depends on its measured pass rate. So the
-position in the stream still identifies the prompt, and a resumed run continues with the measured pass rates.
+Prompts keep their seeded order; a prompt is skipped with a probability that depends on its measured pass rate. A
+position in the stream therefore identifies a prompt, and a resumed run continues with the measured pass rates.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class PassRates:
         return len(self._rates)
 
     def measure(self, number: int, pass_rate: float) -> None:
-        """Updates the pass rate of prompt `number` with that of one group."""
+        """Updates the pass rate of prompt `number` with the pass rate of one group."""
         before = self._rates.get(number, pass_rate)
         self._rates[number] = before + self.smoothing * (pass_rate - before)
 
     def of(self, number: int) -> float | None:
-        """Pass rate of a prompt; None if it was never measured."""
+        """Smoothed pass rate of a prompt; None if it was never measured."""
         return self._rates.get(number)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -83,11 +83,11 @@ class _Floored(Curriculum):
 class Learnability(_Floored):
     """max(floor, 4 p (1 - p)): proportional to the reward variance p (1 - p) of a group.
 
-    The score of "sampling for learnability", arXiv:2408.15099; there the best prompts of a large buffer are chosen,
-    here each prompt is kept with that probability.
+    The score of "sampling for learnability", arXiv:2408.15099. There the prompts with the highest scores are chosen
+    from a large buffer; here the score is the probability of sampling a prompt.
 
     Args:
-        floor: smallest probability.
+        floor: minimum probability.
 
     Raises:
         ValueError: the floor is not in (0, 1].
@@ -100,10 +100,10 @@ class Learnability(_Floored):
 
 @dataclass(frozen=True)
 class HardestFirst(_Floored):
-    """max(floor, 1 - p): prompts in proportion to how often they fail. Kimi k1.5, arXiv:2501.12599.
+    """max(floor, 1 - p): proportional to the failure rate. Prioritized sampling of Kimi k1.5, arXiv:2501.12599.
 
     Args:
-        floor: smallest probability.
+        floor: minimum probability.
 
     Raises:
         ValueError: the floor is not in (0, 1].
@@ -119,8 +119,8 @@ class DifficultyWindow(Curriculum):
     """Probability 1 for pass rates in [low, high], `floor` outside.
 
     Args:
-        low: pass rate below which a prompt is too hard.
-        high: pass rate above which it is too easy.
+        low: lower bound; prompts with smaller pass rates are too hard.
+        high: upper bound; prompts with larger pass rates are too easy.
         floor: probability outside of the window.
 
     Raises:

@@ -43,10 +43,10 @@ class Records(Protocol):
 
 
 def field_text(value: Any) -> str:
-    """A text or number of a record as text: whole, without the exponent of small and large floats.
+    """A string or number of a record as text; floats are written without an exponent.
 
     Raises:
-        ValueError: it is neither, is missing (None, NaN, pandas' NA), or is infinite.
+        ValueError: the value is of another type, missing (None, NaN, pandas' NA), or infinite.
     """
     if isinstance(value, str):
         return str(value)
@@ -59,10 +59,10 @@ def field_text(value: Any) -> str:
 
 
 def answer_texts(value: Any) -> tuple[str, ...]:
-    """The accepted answers of a record: a text or number, or a list of them.
+    """Accepted answers of a record as texts; the value is a string, a number or a list of them.
 
     Raises:
-        ValueError: it is none of these, or an empty list.
+        ValueError: the value is of another type, or an empty list.
     """
     if not isinstance(value, list | tuple | np.ndarray):
         return (field_text(value),)
@@ -72,16 +72,16 @@ def answer_texts(value: Any) -> tuple[str, ...]:
 
 
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
-    """Fills the fields of a prompt's template: `{prompt}`, and others of the record by name; `{{name}}` is `{name}`.
+    """Fills the placeholders of a template: `{prompt}`, and fields of the record by name; `{{name}}` is `{name}`.
 
     Args:
-        template: with placeholders.
+        template: text with placeholders.
         prompt: text of `{prompt}`.
         others: fields of the record.
-        hidden: field of the reference answer, which no prompt may hold.
+        hidden: field of the reference answer, which must not appear in a prompt.
 
     Raises:
-        ValueError: a placeholder names the reference answer, no field, or one without text or number.
+        ValueError: a placeholder names the reference answer, an unknown field, or a field without text or number.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -110,11 +110,11 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
 
 
 def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
-    """Reads JSON objects by line number, from 1; empty lines are skipped. A file that is one array has them by place.
+    """Reads JSON objects by line number, from 1; empty lines are skipped. If the file is one array, by item number.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is not a JSON object.
+        ValueError: a line or an item is not a JSON object.
     """
     file = _existing_file(path)
     data = file.read_bytes()
@@ -147,22 +147,22 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
     return records
 
 
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the marks that such a file begins with
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 
 
 def _as_array(data: bytes) -> list[Any] | None:
-    """The items of a file that is one JSON array; None if it is none (an array in each line, say)."""
+    """The items of a file that consists of one JSON array; None for other files, such as one array per line."""
     if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         return None
     try:
         items = json.loads(data)
-    except (ValueError, RecursionError):  # the lines are read one by one, which names the line
+    except (ValueError, RecursionError):  # reading the lines one by one will name the line in error
         return None
     return items if isinstance(items, list) and not all(isinstance(item, str) for item in items) else None
 
 
 def _about_lines(data: bytes) -> str:
-    """What is wrong with the lines of a file that is a single JSON object; nothing for any other."""
+    """Hint for a file that consists of a single JSON object; empty for other files."""
     try:
         is_object = isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):
@@ -175,17 +175,17 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
-    """Reads the rows of a CSV file by line number; the first one has the names of the fields, and all values are text.
+    """Reads the rows of a CSV file by line number. The first row has the names of the fields; all values are strings.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row has more or fewer values than there are names, or the file is not UTF-8.
+        ValueError: a row has more or fewer values than the first one, or the file is not UTF-8.
     """
     file = _existing_file(path)
     records: dict[int, Mapping[str, Any]] = {}
     line = 1
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets begin files with a mark
+        with file.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheet programs write a byte order mark
             rows = csv.reader(lines, delimiter=delimiter, strict=True)
             names = next(rows, [])
             for row in rows:
@@ -237,10 +237,10 @@ def load_dataset(path: str, name: str | None, split: str) -> Records:
         go_offline_if_unreachable()
     where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
     try:
-        if (folder / "state.json").is_file():  # one split, whatever its name
+        if (folder / "state.json").is_file():  # a single split written by `save_to_disk`
             return datasets.load_from_disk(folder)
         return datasets.load_dataset(str(folder) if folder.is_dir() else path, name, split=split)
-    except OSError as error:  # what the hub and the file system raise
+    except OSError as error:  # includes errors of the hub
         raise FileNotFoundError(f"{where}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -307,8 +307,8 @@ class RecordPrompts(PromptSource):
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
-            come first.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
+            by those of a record.
 
     Raises:
         ValueError: there are no records, or the first one is bad and `on_bad_prompt` is `error`.
@@ -342,7 +342,7 @@ class RecordPrompts(PromptSource):
         if len(records) == 0:
             raise ValueError(f"{origin} holds no prompts")
         if on_bad_prompt == "error":
-            self[0]  # a wrong field is an error now, not in the middle of a run
+            self[0]  # raises for a wrong field now instead of in the middle of a run
 
     def __len__(self) -> int:
         return len(self._records)
@@ -418,8 +418,8 @@ class JsonlPrompts(RecordPrompts):
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
-            come first.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
+            by those of a record.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -471,8 +471,8 @@ class ParquetPrompts(RecordPrompts):
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
-            come first.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
+            by those of a record.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -505,7 +505,7 @@ class ParquetPrompts(RecordPrompts):
 
 
 class CsvPrompts(RecordPrompts):
-    """Prompts from the rows of a CSV file, whose first line names the fields.
+    """Prompts from the rows of a CSV file; the first row has the names of the fields.
 
     Args:
         path: path of the file, in UTF-8.
@@ -516,7 +516,7 @@ class CsvPrompts(RecordPrompts):
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
         chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`.
-        delimiter: between values; None is a tab in files that end in `.tsv`, and a comma in others.
+        delimiter: separator of values; None is a tab in `.tsv` files, and a comma in others.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -571,8 +571,8 @@ class HuggingFacePrompts(RecordPrompts):
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
-            come first.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
+            by those of a record.
 
     Raises:
         FileNotFoundError: the dataset cannot be found or reached.
@@ -609,10 +609,10 @@ class HuggingFacePrompts(RecordPrompts):
 
 
 def _field(record: Mapping[str, Any], field: str) -> Any:
-    """A field by its name, or by a path of nested ones, such as `reward_model.ground_truth`.
+    """A field by its name, or by a path of nested fields, such as `reward_model.ground_truth`.
 
     Raises:
-        KeyError: there is none; its argument is the list of those that are there.
+        KeyError: there is no such field; its argument is the list of existing fields.
     """
     if field in record:
         return record[field]
@@ -630,11 +630,11 @@ def _field_or_none(record: Mapping[str, Any], field: str) -> Any:
 
 
 def with_template_kwargs(metadata: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a prompt with arguments for its chat template; the record's own come first."""
+    """The metadata of a prompt with default arguments for its chat template; arguments in the record override them."""
     own = metadata.get(TEMPLATE_KWARGS)
     if is_missing(own):
         own = {}
-    if not kwargs or not isinstance(own, Mapping):  # what is no mapping is refused by the codec
+    if not kwargs or not isinstance(own, Mapping):  # the codec refuses values that are not mappings
         return metadata
     return metadata | {TEMPLATE_KWARGS: {**kwargs, **own}}
 
@@ -643,7 +643,7 @@ def check_template(template: str) -> None:
     """Checks that a template has the placeholder `{prompt}`.
 
     Raises:
-        ValueError: it has no placeholder.
+        ValueError: the placeholder is missing.
     """
     if "{prompt}" not in template:
         raise ValueError(f"template must contain {{prompt}}, got {template!r}")
@@ -665,15 +665,16 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def source_class(text: str) -> type[RecordPrompts] | None:
-    """The source for what is named by one text: a file by its ending, a folder or a name `org/name` of the hub.
+    """The class of source for a path or name: by the suffix of a file, or a dataset for a folder or `org/name`.
 
     None for anything else, such as the name of a class.
     """
     path = Path(text).expanduser()
     if path.suffix in FILE_SOURCES:
         return FILE_SOURCES[path.suffix]
-    is_data = path.is_dir() and "/" in text  # a folder of the name of a class is no source
-    return HuggingFacePrompts if is_data or (HUB_NAME.fullmatch(text) and not path.exists()) else None
+    is_dataset_folder = path.is_dir() and "/" in text  # a folder may have the same name as a class
+    is_hub_name = HUB_NAME.fullmatch(text) and not path.exists()
+    return HuggingFacePrompts if is_dataset_folder or is_hub_name else None
 
 
 class InMemoryPrompts(RecordPrompts):
@@ -685,7 +686,7 @@ class InMemoryPrompts(RecordPrompts):
             become the prompt's metadata.
         origin: name of the setting, for messages.
         as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
-        chat_template_kwargs: arguments of that template; those of a record come first.
+        chat_template_kwargs: arguments of that template; overridden by those of a record.
         max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
 
     Raises:
@@ -712,7 +713,7 @@ class InMemoryPrompts(RecordPrompts):
             as_chat=as_chat,
             chat_template_kwargs=chat_template_kwargs,
         )
-        # a data set may be large, and is checked where it is used
+        # not a `datasets.Dataset`: it may be large, and its records are checked on first use
         if on_bad_prompt == "error" and isinstance(records, Sequence):
             for index in range(len(records)):
                 self[index]
@@ -722,7 +723,7 @@ class InMemoryPrompts(RecordPrompts):
             raise IndexError(index)
         try:
             record = self._records[index]
-        except KeyError:  # of a pandas DataFrame, which is indexed by its columns
+        except KeyError:  # raised by a pandas DataFrame, which is indexed by its columns
             given = f"got a {type(self._records).__name__} without record {index}"
             raise ValueError(f"{self.origin} must be {WANTED}, {given}; prompts.to_dict('records') is a list") from None
         if isinstance(record, Prompt):
@@ -773,7 +774,7 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
         setting: name of the argument, for messages.
 
     Raises:
-        ValueError: it is None or something else, or one of a list is bad.
+        ValueError: `prompts` is None or of another type, or a record of a list is bad.
     """
     if isinstance(prompts, PromptSource):
         return prompts

@@ -17,8 +17,8 @@ from lit_async_rl.types import Prompt
 # -- Validation of prompts: complete, encodable, and within the length limit ------------------------------------------
 
 
-CHECKED_AT_START = 10_000  # prompts; others are checked when they are used first
-NUM_DIGESTED = 1000  # answers of a larger source, spread over it
+MAX_CHECKED_AT_START = 10_000  # prompts; in larger sources, each is checked on first use
+NUM_DIGEST_SAMPLES = 1000  # approximate number of answers in the digest of a larger source
 log = logging.getLogger(__name__)
 Encode = Callable[[Prompt], Sequence[int]]
 
@@ -33,8 +33,8 @@ class UsablePrompts:
         why: origin of `max_tokens`, for messages.
 
     Attributes:
-        answers_digest: of all that rewards see of the prompts that `check` read: answers and metadata; None
-            before it.
+        answers_digest: digest of the answers and metadata of the prompts read by `check`, that is, of a reward's
+            inputs; None before `check`.
     """
 
     def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
@@ -55,7 +55,7 @@ class UsablePrompts:
         """Whether prompt `number` is usable.
 
         Raises:
-            ValueError: it is not, and `on_bad_prompt` is `error`; or no prompt of the source can.
+            ValueError: it is not, and `on_bad_prompt` is `error`; or no prompt of the source is usable.
         """
         if number in self._good or number in self.left_out:
             return number in self._good
@@ -66,7 +66,7 @@ class UsablePrompts:
         self._leave_out(number, problem)
         return False
 
-    def check(self, limit: int = CHECKED_AT_START) -> None:
+    def check(self, limit: int = MAX_CHECKED_AT_START) -> None:
         """Checks all prompts if there are at most `limit`, else the first one.
 
         Raises:
@@ -74,10 +74,10 @@ class UsablePrompts:
         """
         size = len(self._source)
         for number in range(size if size <= limit else 1):
-            number in self  # noqa: B015  for what it raises and remembers
+            number in self  # noqa: B015  raises for a bad prompt, and stores the result
         if size > limit:
-            for number in range(0, size, max(1, size // NUM_DIGESTED)):
-                with contextlib.suppress(ValueError):  # a bad prompt, which is found when its turn comes
+            for number in range(0, size, max(1, size // NUM_DIGEST_SAMPLES)):
+                with contextlib.suppress(ValueError):  # a bad prompt; reported on first use
                     self._digest(self._source[number])
         self.answers_digest = self._answers.hexdigest()[:16]
 
@@ -107,12 +107,12 @@ class UsablePrompts:
         total = len(self._source)
         if count == total:
             raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
-        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...
+        if count & (count - 1) == 0:  # powers of two, so that a large source has few lines
             log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; now %s", count, total, problem)
 
 
 def _stable(value: Any) -> Any:
-    """Metadata in a form that is the same in every process; of an object without one only its type."""
+    """Metadata in a form that is the same in every process; other objects are replaced by their type."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -123,7 +123,7 @@ def _stable(value: Any) -> Any:
 
 
 class UsableSubset(PromptSource):
-    """Usable prompts of a source, in its order; all are checked by the constructor.
+    """Usable prompts of a source, in its order; the constructor checks all prompts.
 
     Args:
         source: source of the prompts.
@@ -168,9 +168,9 @@ class PromptStream:
         self.source = source
         self.seed = seed
         self.shuffle = shuffle
-        self.position = 0  # prompts handed out so far
-        self._orders: dict[int, torch.Tensor] = {}  # epoch -> permutation, of this epoch and the one before
-        self.usable: UsablePrompts | None = None  # indices of usable prompts; None is all
+        self.position = 0  # number of prompts taken so far
+        self._orders: dict[int, torch.Tensor] = {}  # permutations by epoch, of this epoch and the one before
+        self.usable: UsablePrompts | None = None  # None means that all prompts are usable
 
     def next(self) -> Prompt:
         """Returns the next prompt."""

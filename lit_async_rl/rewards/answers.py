@@ -1,8 +1,8 @@
-"""Final answers as people and data sets write them: numbers, mixed numbers, percentages, units, choices and words.
+"""Parser of final answers: numbers, mixed numbers, percentages, quantities with units, choices and words.
 
-`read_answer` decides which of two comparisons an answer needs: of values, by `math-verify`, or of words. Both sides are
-read by the same rules, so that `2 1/2` is 5/2 in a reference and in a completion. Imports only the standard library,
-because graders' processes need it and not the seconds of torch.
+`read_answer` decides how an answer is compared: as a value, by `math-verify`, or as words. References and completions
+are parsed by the same rules, so that `2 1/2` is 5/2 in both. Only the standard library is imported: grader processes
+use this module, and importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-MAX_LENGTH = 200  # characters of a number; longer ones are left to the library
-MAX_EXPONENT = 400
-SMALL = Fraction(1, 1000)  # the library compares six digits after the point, which are few below this
+MAX_NUMBER_CHARS = 200  # longer numbers are left to `math-verify`
+MAX_EXPONENT = 400  # 1e999999999 as an integer would fill the memory
+SMALL_NUMBER = Fraction(1, 1000)  # below it, the six decimals compared by `math-verify` are too few
 
 _DECIMAL = r"(?:\d{1,3}(?:(?:,|\{,\}| |_)\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?"
 _EXPONENT = r"\^?\{?-?[1-9]\}?|[²³]"
 _WORD = rf"[A-Za-zµμΩ°]+(?:{_EXPONENT})?"
 _UNIT = rf"{_WORD}(?:(?:\s*[/*·]\s*|\s+|-){_WORD})*"
-# Units that may follow a number without a space: `5m` and `3s/t` are algebra.
-_CLOSE = rf"(?:°[CF]?|km/h|cm/s|m/s|ft/s|kWh|mph|kHz|MHz|GHz|Hz|GB|MB|kB|km|cm|mm|kg|mg|mL|ml)(?:{_EXPONENT})?"
+# Units that may follow a number without a space; `5m` and `3s/t` are algebra.
+_ATTACHED_UNIT = rf"(?:°[CF]?|km/h|cm/s|m/s|ft/s|kWh|mph|kHz|MHz|GHz|Hz|GB|MB|kB|km|cm|mm|kg|mg|mL|ml)(?:{_EXPONENT})?"
 _QUANTITY = re.compile(
     r"(?P<sign>[-+−])?\s*(?:\\?[$€£])?\s*(?P<sign2>[-−])?"
     r"(?:(?P<whole>\d+)(?P<gap>\s+|-)(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)"
     rf"|(?P<decimal>{_DECIMAL}))"
-    rf"(?:\s*(?P<percent>\\?%|percent\b)|\s*\\?[$€£]|\s*(?P<close>{_CLOSE})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
+    rf"(?:\s*(?P<percent>\\?%|percent\b)|\s*\\?[$€£]|\s*(?P<close>{_ATTACHED_UNIT})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
     r"(?:\s+\((?P<remark>[A-Za-z][A-Za-z -]{2,})\))?"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -76,8 +76,8 @@ _FUNCTIONS = frozenset(
     ]
 )
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?(?=[.):,\s]|$)")
-# Units without a vowel, of few letters, or with the name of a function; any other word of a unit is one of a language.
-# Single letters only where algebra seldom has them: `5 m` and `3 s` are quantities, `5 x` and `4 n` are not.
+# Units that are not recognized as words: short, without a vowel, or named like a function. Single letters only if they
+# are rare in algebra: `5 m` and `3 s` are quantities, `5 x` and `4 n` are not.
 _ABBREVIATIONS = frozenset(
     [
         *("m", "s", "g", "h", "A", "C", "F", "J", "K", "L", "N", "V", "W", "Ω", "°", "°C", "°F"),
@@ -93,14 +93,14 @@ _VARIABLES_WITH_POWERS = frozenset("sghACFJKLNVWaB")  # `5 s^2` is algebra, `5 m
 
 @dataclass(frozen=True)
 class Answer:
-    """A final answer, read.
+    """A parsed final answer.
 
     Attributes:
-        math: its LaTeX, to be compared as a value; None for words.
-        number: of a number, quantity or percentage, whose unit or percent sign is left out; None for anything else.
-        unit: that was left out, as written; None without one.
-        is_percentage: it has a percent sign: 50% is 50 and 1/2.
-        words: normalised text, to be compared as it is; None for mathematics.
+        math: LaTeX without the unit, to be compared as a value; None for words.
+        number: value of a number, quantity or percentage, without unit and percent sign; None for anything else.
+        unit: unit as written; None without one.
+        is_percentage: whether it has a percent sign: 50% equals both 50 and 1/2.
+        words: normalised text, to be compared as a string; None for mathematics.
     """
 
     math: str | None = None
@@ -111,7 +111,7 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer:
-    r"""Reads the text of a final answer, without `\boxed{}`."""
+    r"""Parses a final answer, with or without `\boxed{}`."""
     text = bare_formula(text.strip())
     if (number := read_quantity(_plain(text))) is not None:
         return number
@@ -122,37 +122,37 @@ def read_answer(text: str) -> Answer:
 
 
 def _plain(latex: str) -> str:
-    """Text without the commands around words, and with single spaces."""
+    """Text without LaTeX commands around words, and with single spaces."""
     text = _TEXT.sub(r" \1 ", latex) if "\\" in latex else latex
     return " ".join(text.replace("\\,", " ").replace("\\ ", " ").replace("~", " ").split())
 
 
 def as_latex(text: str) -> str:
-    r"""A formula in which `sqrt(x)` and `pi` are LaTeX commands: the library reads `5 sqrt(x)` as 5."""
+    r"""Replaces `sqrt(x)` and `pi` by LaTeX commands: `math-verify` parses `5 sqrt(x)` as 5."""
     text = re.sub(r"(?<!\\)\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     return re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
 
 
 def has_variables(latex: str) -> bool:
-    """Whether a formula has letters besides those of commands."""
+    """Whether a formula has letters outside of commands."""
     return re.search(r"[A-Za-z]", _NOT_WORDS.sub(" ", latex)) is not None
 
 
 def _without_unit(text: str) -> str:
     r"""A formula without the unit at its end: `2 pi cm`, `3\sqrt{2} \text{ feet}`."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"(?s)(.*(?:\d|[)}}]|pi))\s*"
         rf"(?:\s({_UNIT})\.?|\\(?:text|mathrm|mbox)\s*\{{\s*({_UNIT})\.?\s*\}}(?:{_EXPONENT})?)",
         text,
     )
-    if found is None or _is_words(found[1], found[1]):
+    if match is None or _is_words(match[1], match[1]):
         return text
-    unit = found[2] or found[3]
-    return found[1].strip() if _is_unit(unit) and (found[2] is None or len(unit) > 1) else text
+    unit = match[2] or match[3]
+    return match[1].strip() if _is_unit(unit) and (match[2] is None or len(unit) > 1) else text
 
 
 def read_as_quantity(text: str, unit: str | None) -> Answer:
-    """Reads an answer to a question whose reference has that unit, so that it may follow without a space: `5m`."""
+    """Parses an answer given the reference's unit: the same unit may follow without a space, as in `5m`."""
     answer = read_answer(text)
     if answer.number is not None or unit is None:
         return answer
@@ -164,37 +164,37 @@ def read_as_quantity(text: str, unit: str | None) -> Answer:
 
 def read_quantity(text: str) -> Answer | None:
     """A number with or without a unit, currency or percent sign; None if the text is anything else."""
-    if len(text) > MAX_LENGTH or (found := _QUANTITY.fullmatch(text.strip().rstrip("."))) is None:
+    if len(text) > MAX_NUMBER_CHARS or (match := _QUANTITY.fullmatch(text.strip().rstrip("."))) is None:
         return None
-    unit = found["unit"]
+    unit = match["unit"]
     if unit is not None and not _is_unit(unit):
         return None
-    if found["remark"] is not None and not _is_unit(found["remark"]):
+    if match["remark"] is not None and not _is_unit(match["remark"]):
         return None
-    if found["gap"] == "-" and unit is None and found["close"] is None:  # a difference, unless a quantity
+    if match["gap"] == "-" and unit is None and match["close"] is None:  # `2-1/2` is a difference, `2-1/2 cups` is not
         return None
-    sign = -1 if (found["sign"] or found["sign2"] or "+") in "-−" else 1
-    if found["decimal"] is not None:
-        digits = re.sub(r",|\{,\}| |_", "", found["decimal"])
+    sign = -1 if (match["sign"] or match["sign2"] or "+") in "-−" else 1
+    if match["decimal"] is not None:
+        digits = re.sub(r",|\{,\}| |_", "", match["decimal"])
         exponent = re.split("[eE]", digits)[1:]
         if exponent and abs(int(exponent[0])) > MAX_EXPONENT:
             return None
         value = sign * Fraction(digits)
         latex = ("-" if sign < 0 else "") + format(Decimal(digits), "f")
     else:
-        under = int(found["under"] or found["bottom"])
-        if under == 0:
+        denominator = int(match["under"] or match["bottom"])
+        if denominator == 0:
             return None
-        over = int(found["over"] or found["top"]) + int(found["whole"] or 0) * under
-        value = sign * Fraction(over, under)
-        latex = rf"{'-' if sign < 0 else ''}\frac{{{over}}}{{{under}}}"
-    if found["percent"] is not None:
+        numerator = int(match["over"] or match["top"]) + int(match["whole"] or 0) * denominator
+        value = sign * Fraction(numerator, denominator)
+        latex = rf"{'-' if sign < 0 else ''}\frac{{{numerator}}}{{{denominator}}}"
+    if match["percent"] is not None:
         return Answer(math=latex + r"\%", number=value, is_percentage=True)
-    return Answer(math=latex, number=value, unit=unit or found["close"])
+    return Answer(math=latex, number=value, unit=unit or match["close"])
 
 
 def _is_unit(text: str) -> bool:
-    """Whether the words after a number are a unit or what was counted, and no algebra or function."""
+    """Whether the words after a number are a unit or counted objects, not algebra or a function."""
     words = re.split(r"\s*[/*·-]\s*|\s+", text)
     bare = [re.sub(_EXPONENT, "", word) for word in words]
     if all(word in ("a", "an", "of", "per", "the") for word in bare):
@@ -223,7 +223,7 @@ def final_answer(completion: str) -> str | None:
 
 
 def final_words(completion: str) -> str:
-    """Normalised words of a completion's answer: of the last box, after `answer is` or `answer:`, or its last line."""
+    """Normalised words of an answer: in the last box, else after `answer is` or `answer:`, else on the last line."""
     boxed = final_answer(completion)
     if boxed is None:
         lines = [line for line in completion.splitlines() if line.strip()] or [""]
@@ -233,35 +233,35 @@ def final_words(completion: str) -> str:
 
 
 def is_right_in_words(reference: str, answer: str) -> bool:
-    """Whether normalised words are the reference; a choice may be followed by its text, `(B) Paris`."""
+    """Whether normalised words equal the reference; a choice may be followed by its text, `(B) Paris`."""
     if len(reference) == 1 and reference.isalpha():
-        return (found := _CHOICE.match(answer)) is not None and found[1] == reference
+        return (match := _CHOICE.match(answer)) is not None and match[1] == reference
     return reference == answer
 
 
 def normal_words(text: str) -> str:
-    """Lower case, single spaces, without markup, quotes and punctuation around it; of a choice its letter alone."""
+    """Lower case, single spaces, without markup, quotes and punctuation around it; a choice becomes its letter."""
     text = " ".join(text.replace("\\", " ").replace("**", " ").replace("$", " ").split()).casefold()
-    text = re.sub(r"(?<=\d)(?::00)?\s*([ap])\.?\s?m\b\.?", r" \1m", text)  # of a time, 9:00 a.m.
+    text = re.sub(r"(?<=\d)(?::00)?\s*([ap])\.?\s?m\b\.?", r" \1m", text)  # 9:00 a.m. becomes 9 am
     text = text.strip(" .,;:!?\"'`*_")
     choice = re.fullmatch(r"\(?([a-z])\)?[.:]?", text)
     return choice[1] if choice else text
 
 
-def improper(text: str) -> str:
-    """Text in which mixed numbers (`2 1/2`) are fractions; with formulas in `$`, as it is."""
+def mixed_numbers_as_fractions(text: str) -> str:
+    """Replaces mixed numbers (`2 1/2`) by fractions; text with formulas in `$` is returned unchanged."""
     if "$" in text:
         return text
 
-    def fraction(found: re.Match[str]) -> str:
-        whole, over, under = (int(part) for part in found.groups())
-        return rf"$\frac{{{whole * under + over}}}{{{under}}}$"
+    def fraction(match: re.Match[str]) -> str:
+        whole, numerator, denominator = (int(part) for part in match.groups())
+        return rf"$\frac{{{whole * denominator + numerator}}}{{{denominator}}}$"
 
     return re.sub(r"(?<![\w.,/^])(\d{1,9}) (\d{1,4})/([1-9]\d{0,3})(?![\w/])", fraction, text)
 
 
 def bare_formula(text: str) -> str:
-    """Text without a box, and without the delimiters of a formula that is the whole text."""
+    """Text without a box, and without the delimiters of a formula that spans the whole text."""
     if (boxed := final_answer(text)) is not None:
         text = boxed.strip()
     for begin, end in (("\\[", "\\]"), ("\\(", "\\)"), ("$$", "$$"), ("$", "$")):
@@ -272,7 +272,7 @@ def bare_formula(text: str) -> str:
 
 
 def _is_words(text: str, plain: str) -> bool:
-    """Whether an answer is to be compared as text: a choice, a word, a sentence, a time in hours and minutes."""
+    """Whether an answer must be compared as text: a choice, a word, a sentence, or a time in hours and minutes."""
     if re.fullmatch(r"\(?[A-Z]\)?[.:]?|[A-Z]\)", plain):
         return True
     if len(_TEXT.findall(text)) == 1 and re.search(r"\d", _TEXT.sub("", text)):
@@ -285,7 +285,7 @@ def _is_words(text: str, plain: str) -> bool:
 
 
 def _is_word(letters: str, has_digits: bool) -> bool:
-    """Whether letters are a word and no product of variables, such as `xy`."""
+    """Whether letters are a word instead of a product of variables, such as `xy`."""
     if len(letters) == 2:  # `7 ab` is algebra; `no` and `Au` are words
         return not has_digits and (letters == "no" or letters[0].isupper())
     return len(letters) > 2 and re.search("(?i)[aeiou]|[^a-z]", letters) is not None

@@ -1,4 +1,4 @@
-"""Several rewards of one completion, by name, and their combination into the one that is trained on."""
+"""Several named rewards of one completion, and their combination into the reward used in training."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Part = Callable[..., float | Awaitable[float | None] | None]
 class CombinedReward:
     """A reward made of named parts.
 
-    A part that returns None does not apply to the completion: it is left out of the sum, the product and the means that
-    are logged (`reward/part/<name>`). Parts are kept with their rollout: in checkpoints, tapes, samples and the report.
-    `GDPO` normalises each part within its group instead of their combination.
+    A part that returns None does not apply to the completion: it is omitted from the sum, the product and the logged
+    means (`reward/part/<name>`). Parts are stored with their rollout, in checkpoints, tapes, samples and the report.
+    `GDPO` normalises each part within its group, instead of the combination.
 
     Example:
         ```python
@@ -36,17 +36,17 @@ class CombinedReward:
         An answer counts in the right format only; a short completion adds 0.1.
 
     Args:
-        rewards: the parts: `reward(prompt, completion) -> float | None`, plain or `async`, under names of letters,
-            digits, `_` and `-`.
-        weights: weight of each part in the sum, 1 for those that are not named.
+        rewards: parts by name: `reward(prompt, completion) -> float | None`, plain or `async`. Names consist of
+            letters, digits, `_` and `-`.
+        weights: weight of each part in the sum; 1 by default.
         combine: `sum`: sum over the parts of weight times reward. `product`: product of the parts, without weights.
-        gates: least reward of parts that must be reached for the others to count: below it all other parts are 0 in
-            the combination. Conditioned rewards of GDPO, arXiv:2601.05242, section 3.
-        success: the part that says whether a completion is right, for pass@k and pass rates; None is the only part that
-            is a grader, and the combined reward where none is, or several are.
+        gates: minimum rewards of some parts; if one is not reached, all parts without a gate are 0 in the combination.
+            Conditioned rewards of GDPO, arXiv:2601.05242, section 3.
+        success: part that is compared with the success threshold, for pass@k and pass rates; None is the only part that
+            is a grader, or else the combined reward.
 
     Raises:
-        ValueError: there are no parts, a name is not that of a part, or a setting is out of range.
+        ValueError: there are no parts, a setting names an unknown part, or a setting is out of range.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class CombinedReward:
         self.success = success
 
     def __call__(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Score | Awaitable[Score]:
-        """The combined reward with its parts; to be awaited if a part is `async`.
+        """The combined reward with its parts; an awaitable if a part is `async`.
 
         Raises:
-            RewardError: a part raised, or returned something that is no finite number; or no part applies.
+            RewardError: a part raised, or did not return a finite number; or no part applies.
         """
         found: dict[str, Any] = {}
         for name, reward in self.rewards.items():
             ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
-            with _naming(name):
+            with _errors_of(name):
                 found[name] = reward(prompt, completion, **ids)
         if any(inspect.isawaitable(value) for value in found.values()):
             return self._awaited(found)
@@ -100,10 +100,10 @@ class CombinedReward:
 
     async def _awaited(self, found: Mapping[str, Any]) -> Score:
         async def value_of(name: str, value: Any) -> Any:
-            with _naming(name):
+            with _errors_of(name):
                 return await value if inspect.isawaitable(value) else value
 
-        # together, and not one after the other: two judges take as long as the slower one
+        # concurrently: two judge models take as long as the slower one
         values = await asyncio.gather(*(value_of(name, value) for name, value in found.items()))
         return self._combined(dict(zip(found, values, strict=True)))
 
@@ -121,7 +121,7 @@ class CombinedReward:
         return Score(self.combined(parts), parts)
 
     def combined(self, parts: Mapping[str, float]) -> float:
-        """The reward of a completion whose parts are these; those that do not apply are left out."""
+        """The combination of a completion's parts; parts that do not apply are missing in `parts`."""
         is_closed = any(name in parts and parts[name] < least for name, least in self.gates.items())
         counted = {name: 0.0 if is_closed and name not in self.gates else value for name, value in parts.items()}
         if self.combine == "product":
@@ -130,15 +130,15 @@ class CombinedReward:
 
     @property
     def call_timeout_s(self) -> float | None:
-        """Seconds after which the processes of its parts are ended, added up: they are called one after the other."""
+        """Sum of the time limits of parts in separate processes, in seconds; they are called one after the other."""
         limits = [getattr(part, "call_timeout_s", None) for part in self.rewards.values()]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known else None
 
 
 @contextmanager
-def _naming(part: str) -> Iterator[None]:
-    """Context in which an exception of a part is raised anew as a `RewardError` with the part's name."""
+def _errors_of(part: str) -> Iterator[None]:
+    """Context that converts an exception to a `RewardError` with the name of the part."""
     try:
         yield
     except StalledError:
@@ -148,14 +148,14 @@ def _naming(part: str) -> Iterator[None]:
 
 
 def named_parts(reward: Any) -> list[tuple[str, Any]]:
-    """The parts of a `CombinedReward` under readable names; of another reward, itself."""
+    """Pairs of readable name and part of a `CombinedReward`; any other reward is its only part."""
     if isinstance(reward, CombinedReward):
         return [(f"{reward_name(part)} (part {name})", part) for name, part in reward.rewards.items()]
     return [(getattr(reward, "name", None) or reward_name(reward), reward)]
 
 
 def name_answers(reward: Any, answer_field: str | None) -> None:
-    """Tells rewards in TRL's form the name of the column that holds the answer, unless they were told."""
+    """Sets the answer's column for rewards in TRL's form, unless it is set already."""
     for _, part in named_parts(reward):
         if isinstance(part, TRLReward) and part.answer_field is None:
             part.answer_field = answer_field

@@ -7,21 +7,19 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # it imports torch, which the process of an `IsolatedReward` can do without
+if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` does not need
     from lit_async_rl.types import Prompt
 
 MAX_BATCH_SIZE = 16
 
 
 def wants_token_ids(reward: Callable[..., Any]) -> bool:
-    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
+    """Whether a reward has a parameter `token_ids` for the token ids of the completion."""
     return "token_ids" in _parameters(reward)
 
 
 def as_reward_function(reward: Callable[..., Any], answer_field: str | None = None) -> Callable[..., Any]:
-    """The reward as a function of one completion.
-
-    What it has for parameters tells its form:
+    """Converts a reward to a function of one completion; its form is recognized by its parameters.
 
     | parameters | form |
     |---|---|
@@ -31,7 +29,7 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
 
     Args:
         reward: function or callable object.
-        answer_field: name under which a reward in TRL's form knows the reference answer; `answer` is always given.
+        answer_field: parameter for the reference answer of a reward in TRL's form, in addition to `answer`.
     """
     parameters = _parameters(reward)
     if "completions" not in parameters:
@@ -46,12 +44,13 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
 class BatchedReward:
     """A reward function of batches, `reward(prompts, completions) -> list`, for a model that scores many at once.
 
-    Each batch has the completions that wait at that moment, of one group or several; one batch is scored at a time.
-    None for a completion means that the reward does not apply to it, see `CombinedReward`.
+    A batch consists of the completions that wait at that moment, of one or several groups. One batch is scored at a
+    time. The value None means that the reward does not apply to a completion, see `CombinedReward`.
 
     Args:
-        reward: gets a list of `Prompt` and one of texts, and returns as many numbers.
-        max_batch_size: completions of one batch. `data.scoring.workers` is raised to it: a worker waits for each.
+        reward: function from a list of `Prompt` and a list of texts to a list of as many numbers.
+        max_batch_size: largest number of completions in a batch. `data.scoring.workers` is increased to it, because one
+            worker waits for each completion.
     """
 
     def __init__(self, reward: Callable[..., Any], max_batch_size: int = MAX_BATCH_SIZE) -> None:
@@ -59,24 +58,24 @@ class BatchedReward:
             raise ValueError(f"BatchedReward.max_batch_size must be >= 1, got {max_batch_size}")
         self.reward = reward
         self.max_batch_size = max_batch_size
-        self._turn = threading.Lock()  # held while a batch is scored; those who wait for it make up the next one
-        self._changed = threading.Lock()  # held for the list of waiting calls only, never while a batch is scored
+        self._batch_lock = threading.Lock()  # held while a batch is scored; the calls waiting for it form the next one
+        self._queue_lock = threading.Lock()  # of the list of waiting calls; never held while a batch is scored
         self._waiting: list[_Call] = []
 
     def __call__(self, prompt: Prompt, completion: str) -> Any:
-        """Value of the completion. Blocks until its batch is scored; the scorer's workers have a limit of time."""
+        """Value of the completion. Blocks until its batch is scored; the scorer limits the time."""
         call = _Call(prompt, completion)
-        with self._changed:
+        with self._queue_lock:
             self._waiting.append(call)
         while not call.is_done:
-            with self._turn:
+            with self._batch_lock:
                 # another worker may have scored it meanwhile, or more calls wait before it than fit in one batch
                 if not call.is_done:
                     self._score_batch()
         return call.result()
 
     def _score_batch(self) -> None:
-        with self._changed:
+        with self._queue_lock:
             batch = self._waiting[: self.max_batch_size]
             del self._waiting[: self.max_batch_size]
         try:
@@ -93,13 +92,13 @@ class BatchedReward:
 
         Raises:
             TypeError: it did not return a list of values.
-            ValueError: it did not return one for each completion.
+            ValueError: it did not return one value per completion.
         """
-        found = self._call(prompts, completions)
+        result = self._call(prompts, completions)
         try:
-            values = list(found)
+            values = list(result)
         except TypeError:
-            raise TypeError(f"returned {found!r:.200}, which is not a list of rewards") from None
+            raise TypeError(f"returned {result!r:.200}, which is not a list of rewards") from None
         if len(values) != len(completions):
             raise ValueError(f"returned {len(values)} rewards for {len(completions)} completions")
         return values
@@ -111,15 +110,14 @@ class BatchedReward:
 class TRLReward(BatchedReward):
     """A reward function in the form of TRL's `GRPOTrainer`: `reward(completions, **columns) -> list`.
 
-    It is called with keyword arguments, lists of one entry for each completion, as far as it has parameters of these
-    names (or `**kwargs`): `prompts` and `completions`, which are texts, or lists of messages where the prompts are
-    conversations; `answer`; and the other fields of the prompts' records. TRL's `completion_ids`, `trainer_state`,
-    `log_extra` and `log_metric` are not there.
+    It is called with keyword arguments, each a list with one entry per completion, if it has parameters of these names
+    (or `**kwargs`): `prompts` and `completions` (texts, or lists of messages if the prompts are conversations),
+    `answer`, and the other fields of the prompts' records. TRL's `completion_ids`, `trainer_state`, `log_extra` and
+    `log_metric` are not supported.
 
     Args:
-        reward: the function.
-        answer_field: name of the column that holds the reference answer, by which the function knows it, besides
-            `answer`.
+        reward: reward function.
+        answer_field: second name of the reference answer among the arguments, besides `answer`.
         max_batch_size: see `BatchedReward`.
     """
 
@@ -153,7 +151,7 @@ class TRLReward(BatchedReward):
 
 
 class _Call:
-    """A completion that waits for its batch, and then its value or the exception of the batch."""
+    """A completion in the queue; after its batch is scored, also its value or the exception of the batch."""
 
     def __init__(self, prompt: Prompt, completion: str) -> None:
         self.prompt = prompt
@@ -187,7 +185,7 @@ def _reply(text: str) -> list[dict[str, str]]:
 
 
 def _parameters(reward: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Its parameters by name; none of a function in C, which does not tell."""
+    """Parameters of a reward by name; empty for C functions without a signature."""
     try:
         return dict(inspect.signature(reward).parameters)
     except (TypeError, ValueError):

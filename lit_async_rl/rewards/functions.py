@@ -26,17 +26,17 @@ from lit_async_rl.utils.isolation import IsolatedFunction
 def math_grader() -> Callable[[str, str], bool | None]:
     """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference.
 
-    Numbers, quantities and words are read by `rewards.answers`, on both sides; all else is the library's.
+    Numbers, quantities and words are parsed by `rewards.answers` on both sides, everything else by `math-verify`.
     """
     import math_verify
 
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).setLevel(logging.CRITICAL)
 
-    # no timeouts of the library: they are signals, which cannot interrupt native code
+    # without the library's timeouts: they use signals, which cannot interrupt native code
     parse = functools.partial(math_verify.parse, parsing_timeout=None)
     config = math_verify.LatexExtractionConfig()
-    # The library takes letters for units that it leaves out: it reads `7ab` as 7, and `5m` as 5.
+    # the library drops letters as if they were units: it parses `7ab` as 7, and `5m` as 5
     keeps_letters = replace(config, normalization_config=replace(config.normalization_config, units=False))
     parse_algebra = functools.partial(parse, extraction_config=[keeps_letters, math_verify.ExprExtractionConfig()])
 
@@ -57,21 +57,21 @@ def math_grader() -> Callable[[str, str], bool | None]:
         if given is None or given.number is None:
             if boxed is not None and (latex := answers.as_latex(boxed)) != boxed:
                 completion = f"\\boxed{{{latex}}}"
-            completion = answers.improper(completion)
+            completion = answers.mixed_numbers_as_fractions(completion)
             parsers = (parse_algebra, parse) if is_algebra else (parse,)  # its answer may have a unit
             return any(math_verify.verify(gold, read(completion), timeout_seconds=None) for read in parsers)
         if right.number is not None and not right.is_percentage and not given.is_percentage:
             larger = max(abs(right.number), abs(given.number))
-            if right.number == given.number or larger < answers.SMALL:
+            if right.number == given.number or larger < answers.SMALL_NUMBER:
                 return abs(right.number - given.number) <= larger / 10**6
         return bool(math_verify.verify(gold, parse(f"${given.math}$"), timeout_seconds=None))
 
-    grade("1", "$1$")  # triggers its lazy imports
+    grade("1", "$1$")  # the library imports lazily; this happens outside of the time limit of calls
     return grade
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
-    """Makes `grade(task, config as JSON, entry, answer)`, the score that the task itself defines."""
+    """Makes `grade(task, config as JSON, entry, answer)`, the score defined by the task."""
     import reasoning_gym
 
     @functools.lru_cache(maxsize=64)
@@ -85,12 +85,12 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
 
 
 def load_reward(path: str) -> Callable[..., Any]:
-    """Imports the reward function `package.module.name`, and checks that it returns numbers.
+    """Imports the reward function `package.module.name`, and makes a function that checks its return values.
 
-    Called without a completion, it returns that with the prompt's reference answer; and without a prompt, full marks
-    and whether there is partial credit, or None for a reward that is no grader.
+    Without a completion, the function returns the completion with the prompt's reference answer. Without a prompt, it
+    returns full marks and whether there is partial credit. Both are None for a reward that is not a grader.
     """
-    # prompts need `types`; imported here, outside of the limits of calls
+    # imports `types` as well, which is needed to unpickle prompts: here, outside of the time limit of calls
     references_of = importlib.import_module("lit_async_rl.rewards.references").references_of
     module, _, name = path.rpartition(".")
     forms = importlib.import_module("lit_async_rl.rewards.forms")
@@ -145,10 +145,10 @@ def share_correct(prompt: Prompt, completion: str) -> float:
 @grades(lambda prompt: prompt.answer)
 @any_accepted
 def last_number(prompt: Prompt, completion: str) -> float:
-    """1 if the last number in the completion is the answer, else 0. A minus counts after a space only.
+    """1 if the last number in the completion is the answer, else 0. A minus sign must follow a space.
 
-    The answer may have thousands separators, a unit or a percent sign, which is left out; a fraction or a mixed number
-    is compared with the last one of the completion.
+    Thousands separators, a unit and a percent sign of the answer are ignored. If the answer is a fraction or a mixed
+    number, fractions and mixed numbers of the completion count as numbers.
 
     Raises:
         ValueError: the prompt has no answer, or one that is not a number.
@@ -168,7 +168,7 @@ def last_number(prompt: Prompt, completion: str) -> float:
 
 
 def _in_a_box(prompt: Prompt) -> str | None:
-    """The answer as a model writes it; one that is written so already, as it is."""
+    """The answer in a box, as a model writes it."""
     if prompt.answer is None:
         return None
     answer = final_part(prompt.answer)
@@ -177,14 +177,14 @@ def _in_a_box(prompt: Prompt) -> str | None:
 
 @grades(_in_a_box)
 class MathVerify:
-    """1 if the final answer of the completion is mathematically equal to the reference (`1/2` and `0.5`), else 0.
+    """1 if the final answer of the completion equals the reference mathematically (`1/2` and `0.5`), else 0.
 
     Uses the `math-verify` library: pip install "lit-async-rl[tasks]". The reference may be a worked solution in the
     format of GSM8K, with the answer after `####`.
 
     Args:
-        timeout_s: seconds per completion, which may contain 9^9^9^9; a timeout gives reward 0. The library runs in a
-            separate process.
+        timeout_s: time limit per completion in seconds; the reward is 0 after a timeout. The library runs in a separate
+            process, because a completion may contain 9^9^9^9.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -223,9 +223,9 @@ class IsolatedReward:
 
     Args:
         reward: dotted path `package.module.function`, imported in the child process.
-        timeout_s: seconds per completion; must be less than `data.scoring.timeout_s`, also per completion.
-        max_memory_gb: memory (address space, on Linux) for calls beyond that of the imports; a call that exceeds it
-            fails with MemoryError. None is no limit.
+        timeout_s: time limit per completion in seconds; must be less than `data.scoring.timeout_s`.
+        max_memory_gb: memory in GB (address space, on Linux) for calls, in addition to the imports; a call that exceeds
+            it fails with MemoryError. None is no limit.
 
     Raises:
         ValueError: a limit is not positive, or the path has no dot.
@@ -253,15 +253,16 @@ class IsolatedReward:
         return float(value)
 
     def ask_references(self) -> References | None:
-        """`References` of the function, in whose process they are asked; None if it is no grader."""
-        found = self._call(None, None)
-        if found is None:
+        """`References` of the function, evaluated in its process; None if it is not a grader."""
+        declaration = self._call(None, None)
+        if declaration is None:
             return None
-        return References(lambda prompt: self._call(prompt, None), float(found[0]), bool(found[1]))
+        full_marks, partial_credit = declaration
+        return References(lambda prompt: self._call(prompt, None), float(full_marks), bool(partial_credit))
 
 
 def final_part(answer: str) -> str:
-    """Text after the last `####` of a worked solution in the format of GSM8K; else the whole answer."""
+    """Text after the last `####` of a worked solution in GSM8K's format; without `####`, the whole answer."""
     return answer.rpartition("####")[2].strip()
 
 
@@ -282,7 +283,7 @@ def reference_answer(prompt: Prompt) -> str:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct.
 
-    pass@k = 1 - C(n - c, k) / C(n, k), n samples of which c are correct. Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    pass@k = 1 - C(n - c, k) / C(n, k) for n samples with c correct ones. Chen et al. 2021, arXiv:2107.03374, eq. 1.
 
     Raises:
         ValueError: k is not in [1, n].

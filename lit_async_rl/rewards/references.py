@@ -1,9 +1,9 @@
-"""Graders checked against their own references, at the start of a run and in the background.
+"""Check of graders on their own reference answers, in the background at the start of a run.
 
-A reward that compares completions with `prompt.answer` may be unable to read some answers: then right completions get 0
-for ever, or wrong ones get 1. A reward that says how a completion with the reference answer looks (`References`) is run
-on a sample of them: each must have full marks for its own answer, and none for another's. Other rewards are never
-called, because a call may cost money.
+A reward that compares completions with `prompt.answer` may fail to parse some answers: correct completions then always
+get 0, or wrong ones get 1. A reward that declares a completion for each reference answer (`References`) is called on a
+sample of prompts: it must give full marks to the prompt's own answer, and not to another prompt's answer. Other rewards
+are never called, because a call may cost money.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from lit_async_rl.rewards.combined import named_parts
 from lit_async_rl.rewards.scorer import Awaiter, Reward, reward_name, score
 from lit_async_rl.types import Prompt
 
-NUM_SAMPLES = 64  # references of each source
-NUM_EXAMPLES = 3
-CLOSE_S = 5.0
+NUM_SAMPLES = 64  # prompts of each source
+NUM_EXAMPLES = 3  # in the warning
+CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class References:
-    """The claim of a reward (its attribute `references`) that it grades by reference answers.
+    """Declares (as attribute `references` of a reward) that the reward grades by reference answers.
 
     Attributes:
-        completion: a completion with the prompt's reference answer, which has full marks; None for a prompt without
-            one.
-        full_marks: reward of a right answer; also the default of `success_reward`.
-        partial_credit: whether another answer may have a reward between 0 and full marks.
+        completion: function from a prompt to a completion that deserves full marks; None for a prompt without an
+            answer.
+        full_marks: reward of a correct answer; also the default of `success_reward`.
+        partial_credit: whether a wrong answer may have a reward between 0 and full marks.
     """
 
     completion: Callable[[Prompt], str | None]
@@ -59,33 +59,34 @@ def grades(completion: Callable[[Prompt], str | None], full_marks: float = 1.0, 
 
 
 def any_accepted(reward: R) -> R:
-    """Decorator of a reward that compares with `prompt.answer`: of several accepted answers the best counts."""
+    """Decorator of a function or method that compares with `prompt.answer`: its maximum over all accepted answers."""
 
     @functools.wraps(reward)
     def best(*args: Any) -> float:
-        *me, prompt, completion = args  # `me` is the object of a method
+        *instance, prompt, completion = args  # `instance` has one item for a method, and none for a function
         if len(prompt.answers) < 2:
             return reward(*args)  # type: ignore[no-any-return]
-        return max(reward(*me, replace(prompt, answer=one, other_answers=()), completion) for one in prompt.answers)
+        variants = [replace(prompt, answer=answer, other_answers=()) for answer in prompt.answers]
+        return max(reward(*instance, variant, completion) for variant in variants)
 
     return best  # type: ignore[return-value]
 
 
 def references_of(reward: Any) -> References | None:
-    """Its claim to grade by references; None without one."""
+    """The declaration of a reward that grades by reference answers; None without one."""
     while isinstance(reward, functools.partial):
         reward = reward.func
-    found = getattr(reward, "references", None)
-    return found if isinstance(found, References) else None
+    references = getattr(reward, "references", None)
+    return references if isinstance(references, References) else None
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A reference that is graded wrong.
+    """A reference answer with a wrong grade.
 
     Attributes:
-        prompt: its prompt.
-        problem: its grade, in words.
+        prompt: prompt of the answer.
+        problem: description of the grade, for the warning.
     """
 
     prompt: Prompt
@@ -99,14 +100,14 @@ def check_references(
     wait: Callable[[Any], float] = Awaiter.once,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[Fault]:
-    """Grades each prompt's reference against itself and against the next prompt's with another answer.
+    """Grades each prompt with its own reference answer, and with a different one of the following prompts.
 
     Args:
         reward: grader, plain or `async`.
-        references: its claim.
-        prompts: those without an answer are left out.
+        references: declaration of the grader.
+        prompts: sample of prompts; those without an answer are skipped.
         wait: returns the result of an `async` reward.
-        is_wanted: asked before each call; False ends the check.
+        is_wanted: called before each prompt; False ends the check.
     """
     known = [(prompt, text) for prompt in prompts if (text := references.completion(prompt)) is not None]
     faults = []
@@ -129,7 +130,7 @@ def check_references(
 
 
 def _differ(one: str | None, other: str | None) -> bool:
-    """Whether two answers are surely different: their numbers, where both are numbers, else their texts."""
+    """Whether two answers certainly differ: in value if both are numbers, else in their text."""
     if one is None or other is None:
         return one is not other
     first = read_answer(one)
@@ -149,11 +150,11 @@ def _short(answer: str | None) -> str:
 
 
 class ReferenceCheck:
-    """Checks a grader in a thread of its own and warns in one line of what it grades wrong; never ends a run.
+    """Checks a grader in a separate thread, and logs one warning about wrong grades; never ends a run.
 
     Args:
-        reward: grader, or another reward, which is not called.
-        timeout_s: limit of one call, for `async` rewards.
+        reward: reward function; called only if it is a grader.
+        timeout_s: time limit of one call in seconds, for `async` rewards.
     """
 
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:
@@ -164,7 +165,11 @@ class ReferenceCheck:
         self._thread: threading.Thread | None = None
 
     def start(self, sources: Iterable[tuple[str, Sequence[Prompt]]]) -> None:
-        """Begins; `sources` are samples of prompts, each under the name of its setting."""
+        """Starts the check.
+
+        Args:
+            sources: pairs of setting and sample of its prompts.
+        """
         self._graders = [(name, part) for name, part in named_parts(self._reward) if _may_grade(part)]
         if not self._graders:
             return
@@ -183,21 +188,21 @@ class ReferenceCheck:
                     )
                     if faults and not self._is_closed.is_set():
                         _warn_of(faults, name, setting=setting, num_checked=len(prompts))
-        except Exception as error:  # of a user's `completion`
+        except Exception as error:  # raised by a user's `completion` function
             log.warning("the references of %s could not be checked: %s", reward_name(self._reward), describe(error))
         finally:
             awaiter.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the end of the check; returns whether it has ended."""
+        """Waits up to `timeout_s` seconds for the end of the check; returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the check after the call that runs. Safe to call twice."""
+        """Ends the check after the current call. Safe to call twice."""
         self._is_closed.set()
-        self.join(CLOSE_S)
+        self.join(CLOSE_TIMEOUT_S)
 
 
 def _may_grade(reward: Any) -> bool:
@@ -219,12 +224,12 @@ def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> 
 
 
 def sample_prompts(source: PromptSource, number: int = NUM_SAMPLES) -> list[Prompt]:
-    """Prompts spread evenly over a source; unusable ones, which the run names itself, are left out."""
+    """Prompts spread evenly over a source, without unusable ones: the run itself reports those."""
     size = len(source)
-    found = []
+    prompts = []
     for n in sorted({n * size // min(number, size) for n in range(min(number, size))}):
         try:
-            found.append(source[n])
+            prompts.append(source[n])
         except ValueError:
             continue
-    return found
+    return prompts

@@ -1,8 +1,8 @@
 """Scoring of completions in worker threads, with a timeout.
 
-Workers wait for jobs (woken by `submit` and `close`); no thread waits for a worker. The producer thread calls `check`
-in each iteration, which raises errors of the workers. They are daemon threads: a hanging reward must not keep the
-process alive.
+Workers wait for jobs (`submit` and `close` wake them); no thread waits for a worker. The producer thread calls `check`
+in each iteration, which raises errors of the workers. Workers are daemon threads, so that a hanging reward cannot keep
+the process alive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lit_async_rl.utils.waiting import clock
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
 
 
-ANSWER_S = 1.0  # in which a loop that works runs a coroutine that does nothing
+LOOP_RESPONSE_TIMEOUT_S = 1.0  # an event loop that does not run an empty coroutine within this time is blocked
 
 T = TypeVar("T")
 
@@ -44,12 +44,12 @@ class Awaiter:
     The loop is started on first use, and replaced if a reward blocks it (`time.sleep` in an `async def`).
 
     Args:
-        timeout_s: longest that one result may take.
+        timeout_s: time limit of one awaitable, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_loop`: several workers may start or replace it
         self._loop: LoopThread | None = None
 
     def wait(self, awaitable: Awaitable[T]) -> T:
@@ -63,7 +63,7 @@ class Awaiter:
         try:
             return loop.call(_result(awaitable), self._timeout_s, "it")
         except StalledError:
-            if not loop.answers(ANSWER_S):
+            if not loop.answers(LOOP_RESPONSE_TIMEOUT_S):
                 with self._lock:
                     self._loop = None if self._loop is loop else self._loop
             raise
@@ -78,7 +78,7 @@ class Awaiter:
         with self._lock:
             loop = self._loop
             self._loop = None
-        if loop is not None and loop.answers(ANSWER_S):
+        if loop is not None and loop.answers(LOOP_RESPONSE_TIMEOUT_S):
             loop.close(asyncio.sleep(0))
 
 
@@ -89,8 +89,8 @@ async def _result(awaitable: Awaitable[T]) -> T:
 # -- Evaluation of a reward function on one completion ----------------------------------------------------------------
 
 
-LIMITS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size")
-Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
+LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size")
+Reward = Callable[..., float | Awaitable[float]]  # (prompt, completion), or (prompt, completion, token_ids)
 
 
 def reward_name(reward: Any) -> str:
@@ -103,12 +103,12 @@ def reward_name(reward: Any) -> str:
 
 
 def reward_identity(reward: Any) -> str:
-    """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
+    """Name of a reward with a digest of its settings; rewards with different identities are different.
 
-    Works for environments, too. Settings are what a `functools.partial` binds, and the constructor's arguments that an
-    object keeps under their names; they may be nested: lists, dictionaries, functions and objects with settings of
-    their own. Limits of time and memory (`timeout_s` and the like) are left out: they change no reward. Settings appear
-    as a digest: one may be a key, and identities stand in checkpoints and messages.
+    Works for environments, too. Settings are the arguments of a `functools.partial`, and the constructor's arguments
+    that an object stores under the same names. They may be nested: lists, dictionaries, functions and objects with
+    settings. Limits of time and memory (`timeout_s` and the like) are excluded, because they do not change rewards. A
+    digest, because a setting may be a secret key, and identities are stored in checkpoints and logged.
     """
     if isinstance(reward, functools.partial):
         name = reward_identity(reward.func)
@@ -119,14 +119,14 @@ def reward_identity(reward: Any) -> str:
         name = reward_name(reward)
         known: Iterable[str] = () if hasattr(reward, "__qualname__") else inspect.signature(kind.__init__).parameters
         given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
-    known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMITS)}
+    known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMIT_SETTINGS)}
     plain = {argument: value for argument, value in known_values.items() if value is not None}
     digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
     return f"{name}({', '.join(plain)}: {digest})" if plain else name
 
 
 def _identity(value: Any) -> Any:
-    """A setting in a form whose `repr` is the same in every process; None for what has no such form."""
+    """A setting in a form with the same `repr` in every process; None if it has no such form."""
     if isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple | set | frozenset):
@@ -155,7 +155,7 @@ def score(
         prompt: prompt of the completion.
         completion: text to score.
         wait: returns the result of an `async` reward.
-        token_ids: of the completion, stop token included; for a reward that has a parameter of that name.
+        token_ids: token ids of the completion with its stop token; passed if the reward has a parameter of that name.
 
     Raises:
         RewardError: the function raised, or did not return a finite number.
@@ -168,9 +168,9 @@ def score(
             value = wait(value)
     except StalledError:
         raise
-    except RewardError as error:  # of a part, which it names
+    except RewardError as error:  # raised by `CombinedReward`; has the name of the part
         raise RewardError(f"{where}: {error}") from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would silently end the worker thread
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
         number = as_reward(value)
@@ -182,17 +182,17 @@ def score(
 # -- Spans of a reward worker in the timeline of a run ----------------------------------------------------------------
 
 
-MAX_LANES = 8  # workers that a timeline shows
+MAX_LANES = 8  # a timeline shows the first workers only
 
 
 class ScoreSpans:
-    """Records when one worker scores: a span for all completions that it scores without a pause.
+    """Records spans of one worker: one span for all completions that it scores without a pause.
 
-    A cheap reward takes less time than a span of its own would. A span has the sum of the seconds, the group of the
-    first completion and their number; it ends when the worker waits, or with the window in which a timeline merges.
+    A span per completion would take longer than a cheap reward. A span has the total seconds, the group of the first
+    completion, and the number of completions. It ends when the worker waits, or after the timeline's merge window.
 
     Args:
-        worker: its number.
+        worker: number of the worker.
     """
 
     def __init__(self, worker: int) -> None:
@@ -205,7 +205,7 @@ class ScoreSpans:
         self._group: int | None = None
 
     def add(self, began: float, seconds: float, group: int | None, is_ok: bool) -> None:
-        """One completion was scored, or failed to be; `began` is of `time.monotonic`."""
+        """Adds one scored or failed completion; `began` is a time of `time.monotonic`, `seconds` its duration."""
         if not self._recorder.is_started:
             return
         if self._number and began + seconds - self._began > self._recorder.window_s:
@@ -221,7 +221,7 @@ class ScoreSpans:
             self.flush()
 
     def flush(self) -> None:
-        """Passes on the span."""
+        """Adds the current span to the timeline."""
         if not self._number:
             return
         self._lane.add("score", self._began, self._seconds, group=self._group, ok=self._is_ok, completions=self._number)
@@ -229,7 +229,7 @@ class ScoreSpans:
         self._seconds = 0.0
 
 
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class _Job:
     group: int | None = None
     token_ids: Sequence[int] = ()
     num_tries: int = 0
-    is_said_to_be_slow: bool = False
+    is_reported_slow: bool = False
 
 
 class Scorer:
@@ -253,15 +253,15 @@ class Scorer:
     Args:
         reward: `reward(prompt, completion) -> float`; None if nothing is submitted.
         num_workers: completions scored concurrently.
-        timeout_s: seconds per completion.
-        max_tries: attempts after which a completion is given up, with a log line, see `Retries`. A call that times
-            out is abandoned, and its worker replaced.
+        timeout_s: time limit per completion, in seconds.
+        max_tries: number of attempts before a completion is given up, with a log line, see `Retries`. A call that
+            times out is abandoned, and its worker replaced.
         backoff_s: seconds before the second attempt, see `TryPolicy`.
-        records_spans: whether a timeline shows when the workers score.
+        records_spans: whether the workers appear in the timeline.
 
     Attributes:
-        keeps_rewards: whether a resume keeps rewards that another reward, environment or other answers gave.
-        identity: of the reward as it was given, see `reward_identity`; None without one.
+        keeps_rewards: whether a resumed run keeps rewards of another reward function, environment or answers.
+        identity: identity of the configured reward, see `reward_identity`; None without a reward.
     """
 
     def __init__(
@@ -281,17 +281,19 @@ class Scorer:
         self.timeout_s = timeout_s
         self.num_workers = num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
+        # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops a worker's
+        # entry of `_running` handles its job: the worker itself, or `check` after a timeout.
+        self._running: dict[int, tuple[float, _Job]] = {}  # start time and job, by worker
         self._error: BaseException | None = None
         self._retries = Retries(self.policy)
-        self._pausing: list[tuple[float, _Job]] = []  # jobs to be tried again, from when on; see `check`
+        self._pausing: list[tuple[float, _Job]] = []  # earliest time of the next attempt, and job; see `check`
         self._awaiter = Awaiter(timeout_s)
         self._numbers = itertools.count()
-        self._workers: dict[int, threading.Thread] = {}  # without those that hang
+        self._workers: dict[int, threading.Thread] = {}  # without abandoned ones
         self._busy_s = 0.0
         self._cpu_s = 0.0
         self._is_closed = False
-        self._drawn = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
+        self._spans = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
         for _ in range(num_workers):
             self._add_worker()
 
@@ -313,17 +315,23 @@ class Scorer:
     ) -> None:
         """Scores in the background; the worker thread calls `done(reward)` or `give_up()`.
 
-        A job for which `is_wanted()` is false when it starts is dropped. A timeline shows `group`. A reward with a
-        parameter `token_ids` gets those of the completion.
+        Args:
+            prompt: prompt of the completion.
+            completion: text to score.
+            done: called with the reward.
+            give_up: called after the last failed attempt.
+            is_wanted: called before each attempt; False drops the job.
+            group: number of the group, for the timeline.
+            token_ids: token ids of the completion, for rewards with a parameter of that name.
         """
         self._jobs.put(
             _Job(prompt, completion, done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
         )
 
     def _next(self, number: int) -> _Job | None:
-        """Waits for a job."""
-        if self._jobs.empty() and (drawn := self._drawn.get(number)) is not None:
-            drawn.flush()
+        """The next job, or None at the end. Ends the worker's span before it waits."""
+        if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
+            spans.flush()
         return self._jobs.get()
 
     def _work(self, number: int) -> None:
@@ -350,14 +358,14 @@ class Scorer:
             except BaseException as error:
                 self._error = error
                 return
-            is_replaced = self._running.pop(number, None) is None  # it timed out meanwhile
+            is_replaced = self._running.pop(number, None) is None  # by `check`, after a timeout
             if is_replaced or self._is_closed:
                 return
             seconds = time.monotonic() - began
             self._busy_s += seconds
             self._cpu_s += time.thread_time() - began_cpu
-            if (drawn := self._drawn.get(number)) is not None:
-                drawn.add(began, seconds, job.group, failure is None)
+            if (spans := self._spans.get(number)) is not None:
+                spans.add(began, seconds, job.group, failure is None)
             try:
                 if failure is None:
                     self._retries.succeed()
@@ -369,12 +377,12 @@ class Scorer:
                 return
 
     def _fail(self, job: _Job, error: RewardError) -> None:
-        """Retries the job, gives up its prompt, or raises."""
+        """Queues another attempt, gives up the prompt, or raises."""
         if not job.is_wanted():
             return
         job.num_tries += 1
         if self._retries.may_try_again(job.prompt, job.num_tries, error):
-            job.is_said_to_be_slow = False
+            job.is_reported_slow = False
             if pause_s := self.policy.pause_s(job.num_tries):
                 self._pausing.append((clock.now() + pause_s, job))
             else:
@@ -389,7 +397,7 @@ class Scorer:
 
     @property
     def cpu_share(self) -> float:
-        """Share of the time spent scoring in which the workers computed; the rest they waited."""
+        """CPU time of the workers as a share of the time spent scoring; for the rest they waited."""
         return min(1.0, self._cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
@@ -406,8 +414,8 @@ class Scorer:
                 self._jobs.put(entry[1])
         for number, (began, job) in list(self._running.items()):
             seconds = clock.now() - began
-            if seconds > self.timeout_s / 2 and not job.is_said_to_be_slow:
-                job.is_said_to_be_slow = True
+            if seconds > self.timeout_s / 2 and not job.is_reported_slow:
+                job.is_reported_slow = True
                 took = f"{seconds:.1f} s of {self.policy.limit}"
                 log.warning("reward %s is slow: %s, %r", self._name, took, job.prompt.text[:200])
             if seconds <= self.timeout_s or self._running.pop(number, None) is None:
@@ -417,7 +425,7 @@ class Scorer:
             self._fail(job, self._too_late(job))
 
     def work(self) -> Work | None:
-        """The calls under way, and those that wait for another try; None if there are none."""
+        """Running calls, and those that wait for another attempt; None if there are none."""
         now = clock.now()
         ages = [now - began for began, _ in list(self._running.values())]
         ages += [0.0 for _ in list(self._pausing)]
@@ -443,12 +451,12 @@ class Scorer:
         self._awaiter.close()
         for _ in range(self.num_workers):
             self._jobs.put(None)
-        deadline = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))
-        for drawn in self._drawn.values():
-            drawn.flush()  # a worker that finds more to do at its end has not
+        for spans in self._spans.values():
+            spans.flush()  # workers that were stopped between two jobs have not flushed theirs
 
 
 def score_all(
@@ -457,29 +465,33 @@ def score_all(
     on_progress: Callable[[], None],
     token_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[float | None]:
-    """Scores completions and returns rewards in their order, None for one that was given up. Blocks.
+    """Scores completions and returns rewards in their order, None for a completion that was given up. Blocks.
 
-    Rewards with a parameter `token_ids` need those of each completion.
+    Args:
+        scorer: scorer of the completions.
+        completions: pairs of prompt and completion.
+        on_progress: called after each reward, and while calls are running within their limits.
+        token_ids: token ids of each completion, for rewards with a parameter of that name.
 
     Raises:
         RewardError: see `Scorer`.
     """
-    found: queue.SimpleQueue[tuple[int, float | None]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[int, float | None]] = queue.SimpleQueue()
 
-    def file(n: int, reward: float | None) -> None:
-        found.put((n, reward))
+    def put(n: int, reward: float | None) -> None:
+        results.put((n, reward))
 
     for n, (prompt, completion) in enumerate(completions):
         ids = () if token_ids is None else token_ids[n]
-        scorer.submit(prompt, completion, done=partial(file, n), give_up=partial(file, n, None), token_ids=ids)
+        scorer.submit(prompt, completion, done=partial(put, n), give_up=partial(put, n, None), token_ids=ids)
     rewards: dict[int, float | None] = {}
     while len(rewards) < len(completions):
         scorer.check()
         try:
-            n, reward = found.get(timeout=POLL_INTERVAL_S)
+            n, reward = results.get(timeout=POLL_INTERVAL_S)
         except queue.Empty:
             if (work := scorer.work()) is not None and work.is_within_limits:
-                on_progress()  # other ranks wait for as long as it may take
+                on_progress()  # other ranks must not take a slow reward for a hanging rank
             continue
         rewards[n] = reward
         on_progress()

@@ -1,4 +1,4 @@
-"""The reward from which a completion counts as right: in held-out accuracy and in the pass rates of a curriculum."""
+"""Threshold of the reward for correct completions: in held-out accuracy and in the pass rates of a curriculum."""
 
 from __future__ import annotations
 
@@ -11,66 +11,69 @@ from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.references import references_of
 from lit_async_rl.types import Score
 
-DEFAULT = 0.5  # tells 0 from 1, also where a reward has small terms besides them, and -1 from 1
+DEFAULT_THRESHOLD = 0.5  # separates 0 from 1 and -1 from 1, also with small terms added
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Success:
-    """Tells right completions from wrong ones by their reward, or by one part of it.
+    """Classifies completions as correct or wrong by their reward, or by one part of it.
 
     Attributes:
-        threshold: least reward of a right completion.
-        part: the part of a `CombinedReward` that decides; None is the reward itself.
+        threshold: minimum reward of a correct completion.
+        part: part of a `CombinedReward` to compare with the threshold; None is the reward itself.
     """
 
-    threshold: float = DEFAULT
+    threshold: float = DEFAULT_THRESHOLD
     part: str | None = None
 
     @classmethod
     def by(cls, setting: float | None, grader: Any) -> Success:
-        """The setting; where it is None, full marks of a reward that declares itself a grader, else `DEFAULT`.
+        """A threshold from the setting and the reward.
 
-        Of several rewards, the part decides that `CombinedReward.success` names, or the only one that is a grader.
+        Args:
+            setting: threshold; None is full marks if the reward declares itself a grader, else `DEFAULT_THRESHOLD`.
+            grader: reward function. Of a `CombinedReward`, the part `success` is compared, or its only grader.
         """
         part: str | None = None
         if isinstance(grader, CombinedReward):
             part = grader.success or only_grader(grader)
             grader = grader.rewards.get(part) if part is not None else None
         references = references_of(grader)
-        default = DEFAULT if references is None else references.full_marks
+        default = DEFAULT_THRESHOLD if references is None else references.full_marks
         return cls(default if setting is None else setting, part)
 
     def value(self, reward: float) -> float | None:
-        """What is compared with the threshold; None if the part does not apply."""
+        """The value to compare with the threshold; None if the part does not apply."""
         if self.part is None or not isinstance(reward, Score):
             return reward
         return reward.parts.get(self.part)
 
     def is_reached(self, reward: float) -> bool:
-        """Whether the completion is right."""
+        """Whether the completion is correct."""
         value = self.value(reward)
         return value is not None and value >= self.threshold
 
     def number(self, rewards: Iterable[float]) -> int:
-        """Number of right completions."""
+        """Number of correct completions."""
         return sum(self.is_reached(reward) for reward in rewards)
 
 
 def only_grader(reward: CombinedReward) -> str | None:
-    """Name of the only part that declares itself a grader; None if there are none or several."""
+    """Name of the only part that declares itself a grader; None if no part does, or several do."""
     graders = [name for name, part in reward.rewards.items() if references_of(part) is not None]
     return graders[0] if len(graders) == 1 else None
 
 
 class SuccessWatch:
-    """Says once, in one line, if rewards and the threshold do not fit.
+    """Warns once if the threshold does not fit the rewards.
 
-    Either no reward reaches it, so that every rate is 0; or the threshold is a default, and rewards other than 0 and 1
-    are told apart by it.
+    That is, if no reward reaches it, so that every rate is 0, or if it is a default although rewards have other values
+    than -1, 0 and 1.
 
     Args:
-        setting: name of the setting; `rates`: what it decides, for the line.
+        setting: name of the threshold's setting, for the message.
+        rates: metrics that depend on the threshold, for the message.
         is_default: whether the setting is None.
     """
 
@@ -81,10 +84,10 @@ class SuccessWatch:
         self._lowest = float("inf")
         self._highest = float("-inf")
         self._is_binary = True
-        self._has_spoken = False
+        self._has_warned = False
 
     def add(self, rewards: Iterable[float | None]) -> None:
-        """Adds rewards as they were given, before filters change them; None where what decides does not apply."""
+        """Adds unfiltered rewards; None for a completion to which the compared part does not apply."""
         for reward in rewards:
             if reward is None:
                 continue
@@ -92,23 +95,23 @@ class SuccessWatch:
             self._highest = max(self._highest, reward)
             self._is_binary = self._is_binary and reward in (-1.0, 0.0, 1.0)
 
-    def speak(self, threshold: float) -> None:
-        """Logs the line, if there is one to log and it was not logged before."""
-        if self._has_spoken or self._lowest == self._highest or self._highest == float("-inf"):
+    def warn_once(self, threshold: float) -> None:
+        """Logs the warning if it is due and was not logged before."""
+        if self._has_warned or self._lowest == self._highest or self._highest == float("-inf"):
             return
         if self._highest >= threshold and (self._is_binary or not self._is_default):
             return
-        self._has_spoken = True
+        self._has_warned = True
         seen = f"rewards so far lie between {self._lowest:.4g} and {self._highest:.4g}"
-        which = f"{self._setting}={threshold:g}" + (" (the default)" if self._is_default else "")
+        limit = f"{self._setting}={threshold:g}" + (" (the default)" if self._is_default else "")
         if self._highest < threshold:
             log.warning(
-                "no reward reaches %s, so %s are 0: %s. Set it to that of a right answer", which, self._rates, seen
+                "no reward reaches %s, so %s are 0: %s. Set it to that of a right answer", limit, self._rates, seen
             )
         else:
             log.warning(
                 "%s count a reward of at least %s as right: %s. Set it if a right answer has another reward",
                 self._rates,
-                which,
+                limit,
                 seen,
             )

@@ -217,7 +217,7 @@ class Intake:
         if self.curriculum is not None and self.num_sampled <= WATCHED_GROUPS:
             self._watch.add(self.success.value(rollout.score) for rollout in group.rollouts)
             if self.num_sampled == WATCHED_GROUPS:
-                self._watch.speak(self.success.threshold)
+                self._watch.warn_once(self.success.threshold)
         self.sampled_reward += sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
         kept: RolloutGroup | None = group
         for group_filter in self.filters:

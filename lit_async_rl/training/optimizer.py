@@ -228,9 +228,9 @@ def make_optimizer(
 
 
 def takes_rate(make: Callable[..., Optimizer]) -> bool:
-    """Whether `make` is a class, or a partial of one, that has an argument `lr`; of a function nobody knows its rate.
+    """Whether `make` is a class with an argument `lr`, or a partial of one; functions hide their learning rate.
 
-    The command line makes a partial of a function whose last argument is the class.
+    The command line's partial binds a function of its own, with the class as last argument.
     """
     kind: object = make.args[-1] if isinstance(make, partial) and make.args else getattr(make, "func", make)
     return isinstance(kind, type) and "lr" in inspect.signature(kind).parameters

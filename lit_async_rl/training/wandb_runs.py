@@ -1,7 +1,8 @@
-"""Runs of Weights & Biases: their group and tags, best values, steps that a resumed run repeats, and the sync command.
+"""Runs of Weights & Biases: group and tags, best values, steps repeated by a resumed run, and the sync command.
 
-W&B appends what a resumed run logs, while `metrics.csv` sets the rows after the checkpoint aside. What a W&B run of
-this folder has logged is read from its transaction log (`wandb/*run-*-ID/run-ID.wandb`), and logged once.
+A resumed run repeats steps after its checkpoint. `metrics.csv` sets their earlier rows aside, but W&B keeps both.
+Therefore the metrics that a W&B run has logged are read from its transaction log (`wandb/*run-*-ID/run-ID.wandb`), and
+not logged again.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-STEP = "trainer/global_step"  # under which Lightning logs the step
+STEP = "trainer/global_step"  # Lightning's name of the step
 BEST_METRICS = re.compile(
     r"reward/mean|(val|eval)/(.+/)?(reward|pass@\d+)|lm_eval/.+/(acc|acc_norm|exact_match|pass@\d+)(,.+)?"
 )
 MAX_GROUP_CHARS = 128
-NO_SEEDS = ("seed_everything", "num_threads", "ckpt_path", "logger", "max_steps", "max_time", "max_epochs")
+UNGROUPED_SETTINGS = ("seed_everything", "num_threads", "ckpt_path", "logger", "max_steps", "max_time", "max_epochs")
 Metrics = Mapping[str, Any]
 
 
 def label_run(logger: WandbLogger, name: str, settings: Mapping[str, Any], tags: Sequence[str]) -> None:
-    """Groups a run that has not begun with those that differ in the seed only.
+    """Puts a run into a group with runs that differ only in the seed, before it begins.
 
-    What the logger was made with, and the variables `WANDB_RUN_GROUP`, `WANDB_JOB_TYPE` and `WANDB_TAGS`, stay.
+    Arguments of the logger and the variables `WANDB_RUN_GROUP`, `WANDB_JOB_TYPE` and `WANDB_TAGS` take precedence.
 
     Args:
-        logger: of the run.
-        name: what the group is called, before a fingerprint of the settings.
-        settings: by section of the command line; seed, logger and length of the run make no difference.
-        tags: of the run.
+        logger: logger of the run.
+        name: first part of the group's name; a fingerprint of the settings is added.
+        settings: settings by section of the command line; `UNGROUPED_SETTINGS` do not affect the group.
+        tags: tags of the run.
     """
-    kept = json.dumps(_without(settings), sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(kept.encode()).hexdigest()[:6]
+    group_settings = json.dumps(_without_ungrouped(settings), sort_keys=True, default=str)
+    fingerprint = hashlib.sha256(group_settings.encode()).hexdigest()[:6]
     labels: dict[str, Any] = {
         "group": f"{name[: MAX_GROUP_CHARS - 7]}-{fingerprint}",
         "job_type": "train",
@@ -53,23 +54,23 @@ def label_run(logger: WandbLogger, name: str, settings: Mapping[str, Any], tags:
             logger._wandb_init[key] = value
 
 
-def _without(settings: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in settings.items() if key not in NO_SEEDS}
-    return {key: _without(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+def _without_ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in settings.items() if key not in UNGROUPED_SETTINGS}
+    return {key: _without_ungrouped(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
-# -- Best values, and steps once --------------------------------------------------------------------------------------
+# -- Best values, and each step logged once ---------------------------------------------------------------------------
 
 
 def prepare_logging(logger: WandbLogger, folder: Path | None = None, run_id: str = "") -> None:
-    """Lets a logger keep the largest reward and accuracy in the run's summary, and log each value of a step once.
+    """Makes a logger keep the largest reward and accuracy in the run's summary, and log each value of a step once.
 
-    In a sweep the summary keeps the last value, which is what W&B's search compares.
+    In a sweep, the summary keeps the last value, because W&B's search compares the summary.
 
     Args:
-        logger: that has not logged yet.
-        folder: where the run that goes on has its `wandb/`; None is a new run.
-        run_id: of the run that goes on.
+        logger: logger that has not logged yet.
+        folder: folder with the `wandb/` of the resumed run; None for a new run.
+        run_id: id of the resumed run.
     """
     known = {} if folder is None else logged_metrics(folder, run_id)
     is_sweep = bool(os.environ.get("WANDB_SWEEP_ID"))
@@ -94,8 +95,8 @@ def logged_metrics(folder: Path, run_id: str) -> dict[int, set[str]]:
     """Names of the metrics that a run has logged, by step.
 
     Args:
-        folder: with `wandb/`.
-        run_id: of W&B.
+        folder: folder with the `wandb/` of the run.
+        run_id: W&B's id of the run.
     """
     names: dict[int, set[str]] = defaultdict(set)
     for file in sorted(folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")):
@@ -108,45 +109,53 @@ def logged_metrics(folder: Path, run_id: str) -> dict[int, set[str]]:
     return dict(names)
 
 
-def read_records(file: Path) -> Iterator[Any]:
-    """The records of a transaction log, as protocol buffers; it ends where a crash cut it off.
+LOG_HEADER_BYTES = 7
+LOG_BLOCK_BYTES = 2**15
+FRAGMENT_HEADER_BYTES = 7  # checksum (4), length (2) and kind (1)
+WHOLE_RECORD = 1
+LAST_FRAGMENT = 4
 
-    The format is LevelDB's log (blocks of 32 KiB, pieces with a checksum of 4 bytes, a length of 2 and a kind of 1)
-    behind a header of 7 bytes.
+
+def read_records(file: Path) -> Iterator[Any]:
+    """The records of a transaction log, as protocol buffers, up to an incomplete one after a crash.
+
+    The format is a header followed by LevelDB's log: blocks of 32 KiB with fragments of records.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
     data = file.read_bytes()
-    place = 7
-    pieces = b""
-    while place + 7 <= len(data):
-        if 2**15 - place % 2**15 < 7:  # too short for a piece
-            place += 2**15 - place % 2**15
+    position = LOG_HEADER_BYTES
+    record = b""
+    while position + FRAGMENT_HEADER_BYTES <= len(data):
+        rest_of_block = LOG_BLOCK_BYTES - position % LOG_BLOCK_BYTES
+        if rest_of_block < FRAGMENT_HEADER_BYTES:  # padding
+            position += rest_of_block
             continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        pieces += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # all of a record, or its last piece
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        position += FRAGMENT_HEADER_BYTES
+        record += data[position : position + length]
+        position += length
+        if kind in (WHOLE_RECORD, LAST_FRAGMENT):
             try:
-                yield wandb_internal_pb2.Record.FromString(pieces)  # type: ignore[attr-defined]
+                yield wandb_internal_pb2.Record.FromString(record)  # type: ignore[attr-defined]
             except DecodeError:
                 return
-            pieces = b""
+            record = b""
 
 
 # -- After an offline run ---------------------------------------------------------------------------------------------
 
 
 def sync_command(loggers: Sequence[Logger]) -> str | None:
-    """The command that uploads an offline run, with what the run before a resume left; None without such a run."""
+    """Command that uploads an offline run, including its part before a resume; None if no run is offline."""
     folders: list[str] = []
     for logger in loggers:
         run = logger._experiment if isinstance(logger, WandbLogger) else None
         if run is None or not getattr(run, "offline", False):
             continue
-        present = Path(run.dir).parent  # the files of a run lie in `files/` of its folder
-        folders += [os.path.relpath(folder) for folder in sorted(present.parent.glob(f"offline-run-*-{run.id}"))]
+        run_folder = Path(run.dir).parent  # `run.dir` is its subfolder `files`
+        folders += [os.path.relpath(folder) for folder in sorted(run_folder.parent.glob(f"offline-run-*-{run.id}"))]
     if not folders:
         return None
     append = ["--append"] if len(folders) > 1 and _sync_appends() else []
@@ -154,7 +163,7 @@ def sync_command(loggers: Sequence[Logger]) -> str | None:
 
 
 def _sync_appends() -> bool:
-    """Whether this version of W&B has `sync --append`; newer ones (0.31) add to a run without being told."""
+    """Whether this version of W&B has `sync --append`; newer versions (0.31) always append."""
     from wandb.cli.cli import cli
 
     return any(option.name == "append" for option in cli.commands["sync"].params)

@@ -12,7 +12,7 @@ from flow import fit, make_data, make_module
 from lit_async_rl import Bounded, FixedLag
 from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
 from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
-from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, what_to_turn
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, adjustable_settings
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import Scorer, score_all
@@ -32,7 +32,7 @@ def module():
 def advised(side, data, module, **load):
     """The setting that would be advised."""
     return getattr(
-        what_to_turn(data, module, StepLoad(**(dict(num_steps=1, num_tokens=1, num_positions=1) | load))), side
+        adjustable_settings(data, module, StepLoad(**(dict(num_steps=1, num_tokens=1, num_positions=1) | load))), side
     )
 
 
@@ -45,7 +45,7 @@ def run_of(latency, bound, **changes):
 def test_a_higher_bound_where_both_sides_wait_for_each_other(bound, module):
     run = run_of(LogNormal, bound)
     before = run.ideal()
-    assert diagnose(before, what_to_turn(make_data(), module, StepLoad(num_steps=1))).side == "staleness bound"
+    assert diagnose(before, adjustable_settings(make_data(), module, StepLoad(num_steps=1))).side == "staleness bound"
     setting = advised("staleness", make_data(max_staleness=bound), module)
     assert (setting.name, setting.present) == ("data.max_staleness", bound)
     assert dataclasses.replace(run, max_staleness=setting.suggested).ideal().wall_s < before.wall_s
@@ -53,10 +53,10 @@ def test_a_higher_bound_where_both_sides_wait_for_each_other(bound, module):
 
 def test_no_bound_where_a_callback_has_lowered_it_below_that_of_the_settings(module):
     data = make_data(max_staleness=4)
-    assert advised("fresher", data, module, fewest_queued=12).suggested == 2
+    assert advised("fresher", data, module, min_queued=12).suggested == 2
     data._slots.max_staleness = 2  # `--data.max_staleness 4`, twice as much, would change nothing, and 1 limit the loop
     assert advised("staleness", data, module) is None
-    assert advised("fresher", data, module, fewest_queued=12) is None
+    assert advised("fresher", data, module, min_queued=12) is None
 
 
 def fastest(*runs, clock=time.process_time):
@@ -155,12 +155,12 @@ def test_publishing_less_often_is_named_as_the_setting_that_exists(module):
 
 
 def test_a_lower_bound_where_whole_rounds_are_always_ready(module):
-    setting = advised("fresher", make_data(max_staleness=6), module, fewest_queued=4 * 4)
+    setting = advised("fresher", make_data(max_staleness=6), module, min_queued=4 * 4)
     assert (setting.present, setting.suggested) == (6, 3)
     before = SimulatedRun(latency=Constant(0.05), max_staleness=6, train_s=0.4, num_steps=100).ideal()
     after = SimulatedRun(latency=Constant(0.05), max_staleness=3, train_s=0.4, num_steps=100).ideal()
     assert after.wall_s <= before.wall_s * 1.001
-    assert advised("fresher", make_data(max_staleness=6), module, fewest_queued=4) is None
+    assert advised("fresher", make_data(max_staleness=6), module, min_queued=4) is None
 
 
 def test_a_collapse_is_a_tiny_sample_size_and_a_falling_reward_together_until_the_reward_is_back():

@@ -13,7 +13,7 @@ from flow import make_data, make_module
 
 from lit_async_rl import Bounded, EpisodeEngine, FixedLag
 from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
-from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, what_to_turn
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, adjustable_settings
 from lit_async_rl.cli.app import AsyncRLCLI, main
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.scheduling.bottleneck import Setting
@@ -87,7 +87,7 @@ def every_setting(monkeypatch) -> list[tuple[str, Setting]]:
     loads = [
         dict(num_tokens=95, num_positions=100),
         dict(num_tokens=50, num_positions=100),
-        dict(num_tokens=80, num_positions=100, num_unfinished=1000, fewest_queued=16),
+        dict(num_tokens=80, num_positions=100, num_unfinished=1000, min_queued=16),
     ]
     datas = [
         ("quickstart", make_data(max_staleness=6)),
@@ -100,7 +100,7 @@ def every_setting(monkeypatch) -> list[tuple[str, Setting]]:
     for config, data in datas:
         for load in loads:
             for one in (module, checkpointed):
-                settings = what_to_turn(data, one, StepLoad(num_steps=1, **load))
+                settings = adjustable_settings(data, one, StepLoad(num_steps=1, **load))
                 found += [(config, setting) for setting in vars(settings).values() if setting is not None]
     return found
 
@@ -121,11 +121,11 @@ def test_the_command_line_accepts_every_setting_that_a_verdict_names(monkeypatch
 
 
 def test_settings_of_the_default_engine_are_named_with_the_engine():
-    setting = what_to_turn(make_data(), make_module(), StepLoad(num_steps=1, num_unfinished=1000)).engine
+    setting = adjustable_settings(make_data(), make_module(), StepLoad(num_steps=1, num_unfinished=1000)).engine
     assert setting is not None
     assert str(setting).endswith("(--data.engine EmbeddedEngine --data.engine.num_slots 128)")
     data = make_data(admission=FixedLag())
-    setting = what_to_turn(data, make_module(), StepLoad(num_steps=1, num_unfinished=1000)).engine
+    setting = adjustable_settings(data, make_module(), StepLoad(num_steps=1, num_unfinished=1000)).engine
     arguments = ["--data.admission", "FixedLag", *setting.arguments]
     engine = AsyncRLCLI(["--config", "configs/quickstart.yaml", *arguments]).datamodule.engine
     assert (engine.num_slots, engine.in_flight_weight_updates) == (128, False)
@@ -133,13 +133,13 @@ def test_settings_of_the_default_engine_are_named_with_the_engine():
 
 def test_no_more_workers_for_a_reward_that_computes():
     load = StepLoad(num_steps=1, num_tokens=1, num_positions=1)
-    assert what_to_turn(make_data(), make_module(), load).reward is not None
-    assert what_to_turn(make_data(), make_module(), replace(load, scoring_cpu_share=0.9)).reward is None
+    assert adjustable_settings(make_data(), make_module(), load).reward is not None
+    assert adjustable_settings(make_data(), make_module(), replace(load, scoring_cpu_share=0.9)).reward is None
 
 
 def test_a_containers_quota_counts_as_its_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(advice.os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     for text, cores in (("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", 64), ("", 64)):
-        monkeypatch.setattr(advice, "QUOTA", tmp_path / "cpu.max")
+        monkeypatch.setattr(advice, "CPU_QUOTA", tmp_path / "cpu.max")
         (tmp_path / "cpu.max").write_text(text)
         assert advice.num_cores() == cores

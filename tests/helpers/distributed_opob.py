@@ -57,7 +57,7 @@ def parts(num_parts: int) -> list[RolloutBatch]:
             index = torch.arange(GROUPS).repeat_interleave(SIZE) + GROUPS * (part + num_parts * step)
             ids = torch.randint(2, 90, shape, generator=generator)
             noise = torch.randn(shape, generator=generator) * 0.3
-            batch = dict(
+            batch = RolloutBatch(
                 input_ids=ids,
                 attention_mask=at < lengths,
                 loss_mask=mask,
@@ -68,7 +68,7 @@ def parts(num_parts: int) -> list[RolloutBatch]:
                 rewards=torch.rand(shape[0], generator=generator),
                 group_index=index[: shape[0]] if not empty else torch.tensor([-1]),
             )
-            found.append(RolloutBatch(**batch))
+            found.append(batch)
     return found
 
 

@@ -52,8 +52,14 @@ def run_rollback(module: Regression, data_ranks: int, **kwargs: Any) -> list[flo
     rows = Rows(6 * ROWS)
     rows.log_ratio[3 * ROWS :] *= 100
     mine = Subset(rows, range(RANK % data_ranks, 6 * ROWS, data_ranks))
-    limits = dict(min_ess_ratio=0.18, max_kl=None, max_grad_norm_factor=None, patience=2)
-    alarm = CollapseAlarm(RollBack(every_n_steps=1), cooldown_steps=9, **limits)
+    alarm = CollapseAlarm(
+        RollBack(every_n_steps=1),
+        min_ess_ratio=0.18,
+        max_kl=None,
+        max_grad_norm_factor=None,
+        patience=2,
+        cooldown_steps=9,
+    )
     settings = dict(max_steps=6, devices=WORLD, use_distributed_sampler=False)
     trainer = fit(module, alarm, data=DataLoader(mine, batch_size=ROWS // data_ranks), **(settings | kwargs))
     assert len(alarm.reports) == 1, alarm.reports

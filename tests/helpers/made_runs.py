@@ -90,8 +90,17 @@ def step_events(step: int, lag: int, more: int = 0) -> list[str]:
         events.append(event("reward", "score", at + 0.02, seconds=0.01, group=step))
     wait = 0.1 if lag else 0.5
     events.append(event("trainer", "wait", begin, seconds=wait, step=step))
-    trained = dict(step=step, micro_batch=0, versions=[version, version + 1], staleness=lag)
-    events.append(event("trainer", "forward_backward", begin + wait, seconds=0.3, **trained))
+    training = event(
+        "trainer",
+        "forward_backward",
+        begin + wait,
+        seconds=0.3,
+        step=step,
+        micro_batch=0,
+        versions=[version, version + 1],
+        staleness=lag,
+    )
+    events.append(training)
     events.append(event("trainer", "optimizer", begin + wait + 0.3, seconds=0.04, step=step))
     events.append(event("trainer", "publish", begin + wait + 0.34, seconds=0.06, step=step, version=step + 1))
     if step % 25 == 24:

@@ -44,8 +44,9 @@ class Preloaded:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "COLUMNS": "100"}
         command = [sys.executable, __file__]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def run(
         self,

@@ -37,7 +37,9 @@ class Peak:
 
     def __enter__(self):
         gc.collect()
-        self._ended, self._before, self.mb = threading.Event(), self._read(), 0.0
+        self._ended = threading.Event()
+        self._before = self._read()
+        self.mb = 0.0
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -71,8 +73,15 @@ class Measured(PolicyModule):
 def main(strategy: str, folder: str, output: str) -> None:
     with Peak() as building:
         module = Measured(folder, sharding=Sharding(meta_device=True))
-    settings = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=make_strategy(strategy), **settings)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=make_strategy(strategy),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.validate(module, [], verbose=False)
     result = dict(built_mb=building.mb, peak_mb=module.peak_mb, kept_mb=module.kept_mb)
     plain = load_policy(folder)

@@ -84,10 +84,18 @@ def run(
     )
     module = make_module(**(dict(loss=Reinforce(), learning_rate=1e-4) | extra))
     saving = [ModelCheckpoint(keep, "{step}", every_n_train_steps=5, save_top_k=-1)] if keep else []
-    others = dict(strategy=make_strategy(strategy), devices=WORLD, enable_checkpointing=bool(keep))
     check = EngineCheck(every_n_updates=1, num_rollouts=2, on_error="stop")  # not where one process is the reference
     checks = [check] if WORLD > 1 else []
-    fit(module, data, STEPS, callbacks=[record, clip, *checks, *saving], ckpt_path=begin, **others)
+    fit(
+        module,
+        data,
+        STEPS,
+        callbacks=[record, clip, *checks, *saving],
+        ckpt_path=begin,
+        strategy=make_strategy(strategy),
+        devices=WORLD,
+        enable_checkpointing=bool(keep),
+    )
     if checks and begin is None:
         assert check.num_checks >= (1 if strategy == "fsdp1" and staleness else STEPS - staleness - 1)
     weights = torch.cat([w.flatten() for _, w in sorted((n, w.clone()) for n, w in module.stream_weights())])
@@ -144,8 +152,15 @@ def run_mixed(strategy: str) -> list[dict[str, Any]]:
     fsdp2 = strategy in ("fsdp2", "tp")
     sharding = Sharding(compute_dtype="bfloat16" if fsdp2 else None)
     module = make_module(sharding=sharding, learning_rate=1e-6)  # what differs are roundings
-    settings = dict(strategy=make_strategy(strategy), devices=WORLD, precision="32-true" if fsdp2 else "bf16-mixed")
-    fit(module, make_data(max_staleness=1), 3, callbacks=[precision, GradientClipping(1.0)], **settings)
+    fit(
+        module,
+        make_data(max_staleness=1),
+        3,
+        callbacks=[precision, GradientClipping(1.0)],
+        strategy=make_strategy(strategy),
+        devices=WORLD,
+        precision="32-true" if fsdp2 else "bf16-mixed",
+    )
     assert all(w.dtype == torch.float32 for _, w in module.stream_weights())
     return precision.seen
 
@@ -191,8 +206,13 @@ def main(job: str, output: str, *arguments: str) -> None:
     result = cross(arguments[0], arguments[1:]) if job == "crossing" else {}
     for setting in filter(None, settings.split(",")):
         staleness, accumulate = map(int, setting.removesuffix("s").split("x"))
-        others = dict(stream=setting.endswith("s"), gradient_checkpointing=WORLD > 1 and setting == "2x2")
-        result[setting] = run(strategy, staleness, accumulate, **others)
+        result[setting] = run(
+            strategy,
+            staleness,
+            accumulate,
+            stream=setting.endswith("s"),
+            gradient_checkpointing=WORLD > 1 and setting == "2x2",
+        )
     if RANK == 0:
         Path(output).write_text(json.dumps(result))
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lit_async_rl.errors import RewardError, SetupError
-from lit_async_rl.rewards.scorer import CLOSE_S, Scorer, score_all
+from lit_async_rl.rewards.scorer import CLOSE_TIMEOUT_S, Scorer, score_all
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils import files as log_limit
 from lit_async_rl.utils.files import LimitedLog
@@ -53,7 +53,7 @@ def test_closing_waits_for_a_hanging_reward_no_longer_than_it_says():
     assert hangs.wait(10.0)
     began = time.monotonic()
     scorer.close()
-    assert CLOSE_S - 0.5 < time.monotonic() - began < CLOSE_S + 5.0
+    assert CLOSE_TIMEOUT_S - 0.5 < time.monotonic() - began < CLOSE_TIMEOUT_S + 5.0
     release.set()
 
 

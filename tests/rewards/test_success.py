@@ -62,8 +62,8 @@ def test_the_line_comes_where_rewards_and_threshold_do_not_fit_and_only_once(
 ):
     watch = SuccessWatch("data.validation.success_reward", "accuracies", is_default)
     watch.add(rewards)
-    watch.speak(threshold)
-    watch.speak(threshold)
+    watch.warn_once(threshold)
+    watch.warn_once(threshold)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(line)
     assert line in "".join(said)
