@@ -81,6 +81,8 @@ class RolloutMonitor(StepMonitor):
       this is not how good the policy is.
     * `reward/mean_sampled`: mean over all groups that were scored since the step before, ahead of any filter.
     * `sample/dropped_share`: share of those groups that filters dropped.
+    * `sample/dropped_token_share`: share of the tokens of the groups that were trained on or dropped since the step
+      before that was dropped, by filters, the bound, redundancy, failed rewards or restarts of the engine.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
     * `policy/loss`: of the step, with all penalties, as the optimizer minimises it; its value says little, because the
       surrogates of policy gradients are right in their gradients only.
@@ -156,6 +158,7 @@ class RolloutMonitor(StepMonitor):
             return {}
         number = now.num_sampled - before.num_sampled
         return {
+            "sample/dropped_token_share": sum(now.dropped_share(before).values()),
             "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
             "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
         }
