@@ -6,14 +6,16 @@ Commands that import torch, lightning and transformers say so first, because tha
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
 
 from lit_async_rl import __version__
 from lit_async_rl.cli import help_pages
-from lit_async_rl.cli.loading import deferred_imports, loading
+from lit_async_rl.cli.deferred_imports import deferred_imports
 from lit_async_rl.utils.checks import meant
+from lit_async_rl.utils.loading import loading
 
 CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a configuration
 COMMANDS = {
@@ -62,6 +64,7 @@ def _run_configured(command: str, words: Sequence[str]) -> None:
     deferred_imports()
     with loading():
         app = importlib.import_module(CONFIGURED)
+    gc.freeze()  # what was imported stays: no collection need look at it again
     getattr(app, COMMANDS[command][1])(words)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LINES = 30
+COMMAND = "import sys; from lit_async_rl.cli.console import main; main(['train', *sys.argv[1:]])"
 TERMINAL = {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -135,9 +136,7 @@ def _serve() -> None:
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.argv = ["scripts/train.py", *asked["words"]]
-            code = (
-                asked["code"] or "from lit_async_rl.cli.console import main; import sys; main(['train', *sys.argv[1:]])"
-            )
+            code = asked["code"] or COMMAND
             status = preloaded.run(asked | {"code": code})
             preloaded.wind_up()
             sys.stdout.flush()

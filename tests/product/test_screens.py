@@ -1,8 +1,8 @@
 """What a person sees who types README's commands into a terminal of 80, 100 or 160 columns.
 
-`screens/` has what was seen once and looked at; what is seen now is compared with it but for numbers, and for lines that
-depend on the speed of the machine. `SCREENS=write pytest tests/product/test_screens.py` writes the files again; look at
-each of them then.
+`screens/` has what was seen once and looked at; what is seen now is compared with it but for numbers, and for lines
+that depend on the speed of the machine. `SCREENS=write pytest tests/product/test_screens.py` writes the files again;
+look at each of them then.
 """
 
 import os
@@ -61,9 +61,7 @@ def essence(lines):
         if in_advice and not re.match(r"(step |whole run|run summary|resume|error|[╭╰┌])", text):
             continue
         in_advice = False
-        if re.match(
-            r"(waiting for|slow:|│ (staleness )?# █|│ bottleneck|│ trainer (waits|saves|forw|optim|valid))", text
-        ):
+        if re.match(r"(waiting for|slow:|│ (staleness )?# █|│ bottleneck|│ trainer (wait|save|forw|optim|val))", text):
             continue
         if "s/step" in text or re.match(r"(│ metrics|step #/# reward)", text):
             text = "(metrics)"  # which of them there are depends on when it was looked
