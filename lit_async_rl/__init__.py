@@ -14,17 +14,14 @@ from typing import Any
 import lazy_loader
 
 __version__ = "0.1.0"
+_NEED_ALL = ("fit", "Trainer", "PolicyModule", "RolloutDataModule")
 _found, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name. A person who waits for the first of those that need all libraries is told why."""
-    if (
-        name in ("fit", "Trainer", "PolicyModule", "RolloutDataModule")
-        and sys.stderr is not None
-        and sys.stderr.isatty()
-    ):
+    if name in _NEED_ALL and sys.stderr is not None and sys.stderr.isatty():
         from lit_async_rl.utils.loading import loading
 
         with loading():

@@ -1,8 +1,8 @@
 """Rows of loggers have what was logged in their steps, and nothing from before.
 
-Lightning keeps the last value of each metric, and writes it again in the rows of all later steps that do not log it: the
-gradient's norm of the step before where a gradient was not finite, say. It stands alone because it knows Lightning's
-private parts.
+Lightning keeps the last value of each metric, and writes it again in the rows of all later steps that do not log it:
+the gradient's norm of the step before where a gradient was not finite, say. It stands alone because it knows
+Lightning's private parts.
 """
 
 from __future__ import annotations
