@@ -7,18 +7,25 @@ Nothing downstream calls upstream, except `WeightSync`, which closes the circle:
 gives the producer its slots back. All public names are attributes of this package, imported when they are first used.
 """
 
+import sys
 import warnings
+from typing import Any
 
 import lazy_loader
 
 __version__ = "0.1.0"
-_public_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_NEED_ALL = ("fit", "Trainer", "PolicyModule", "RolloutDataModule")
+_found, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
+    """Imports a public name. A person who waits for the first of those that need all libraries is told why."""
     if name == "Intake":
         raise AttributeError("lit_async_rl.Intake is now arguments of RolloutDataModule (docs/migration.md)")
-    return _public_name(name)
+    if name in _NEED_ALL and sys.stderr is not None and sys.stderr.isatty():
+        from lit_async_rl.utils.loading import loading
 
-
-warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here
+        with loading():
+            return _found(name)
+    return _found(name)

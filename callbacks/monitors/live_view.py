@@ -12,7 +12,6 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 from torch.optim import Optimizer
@@ -106,8 +105,8 @@ class LiveView(Progress):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(ratio=1)
-        bar = Bar(total=None if math.isinf(self.max_steps) else self.max_steps, completed=self.num_steps, width=WIDTH)
-        table.add_row(step_of(self.num_steps, self.max_steps), bar)
+        share = math.nan if math.isinf(self.max_steps) else self.num_steps / self.max_steps
+        table.add_row(step_of(self.num_steps, self.max_steps), _share(share))
         table.add_row("trainer", self.phase)
         self._add_time(table)
         for age in sorted(self.staleness)[:MAX_STALENESS_ROWS]:
@@ -137,7 +136,7 @@ class LiveView(Progress):
         table.add_row("engine is busy", _share((stats.engine_busy_s - before.engine_busy_s) / wall_s))
         running = data.engine.num_running
         samples = "" if running is None else f", {running} samples in the engine"
-        table.add_row("groups", f"{stats.num_unfinished} being sampled or scored, {stats.num_queued} ready{samples}")
+        table.add_row("groups", f"{stats.num_unfinished} in work, {stats.num_queued} ready{samples}")
 
 
 class _Items:
@@ -174,15 +173,22 @@ class _View:
     def print(self, *text: Any) -> None:
         self._live.console.print(*text, markup=False, highlight=False)
 
-    def close(self) -> None:
-        self._logs.close()
-        self._live.stop()
+    def end(self) -> None:
+        """Prints the line of the last step, which stays."""
         if self._last:
             self.print(self._last)
+            self._last = ""
+
+    def close(self) -> None:
+        self.end()
+        self._logs.close()
+        self._live.stop()
 
 
-def _share(value: float) -> RenderableType:
+def _share(value: float) -> str:
+    """A bar that needs no colours, and the number; empty for NaN."""
+    if math.isnan(value):
+        return ""
     value = min(1.0, max(0.0, value))
-    line = Table.grid(padding=(0, 1))
-    line.add_row(Bar(total=1.0, completed=value, width=WIDTH), f"{value:4.0%}")
-    return line
+    full = round(value * WIDTH)
+    return f"{'█' * full}{'░' * (WIDTH - full)} {value:4.0%}"

@@ -19,7 +19,7 @@ from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
-from lit_async_rl.scheduling.bottleneck import MIN_GAIN, Verdict
+from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Verdict
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import what_is_saved
 
@@ -157,7 +157,7 @@ def fitted(table: Table, width: int) -> Table:
 
 def _bottleneck(verdict: Verdict) -> str:
     if not verdict.is_worth_it:
-        return f"none: less than {MIN_GAIN:.0%} of the time to gain"
+        return f"none: less than {MIN_SHARE:.0%} of the time to gain"
     return f"{verdict.side}: {verdict.share_won:.0%} of the time to gain"
 
 

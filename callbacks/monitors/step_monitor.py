@@ -82,6 +82,8 @@ class RolloutMonitor(StepMonitor):
     * `reward/mean_sampled`: mean over all groups scored since the previous step, before any filter.
     * `reward/part/<name>`: mean of a part of the reward, over the rollouts to which it applies, see `CombinedReward`.
     * `sample/dropped_share`: share of those groups that filters dropped.
+    * `sample/dropped_token_share`: share of the tokens of the groups that were trained on or dropped since the step
+      before that was dropped, by filters, the bound, redundancy, failed rewards or restarts of the engine.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
     * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Policy-gradient surrogates are
       defined by their gradients; the value means little.
@@ -170,6 +172,7 @@ class RolloutMonitor(StepMonitor):
             return {}
         number = now.num_sampled - before.num_sampled
         return {
+            "sample/dropped_token_share": sum(now.dropped_share(before).values()),
             "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
             "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
         }

@@ -41,6 +41,9 @@ class Display(Protocol):
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
         """`number` of `total` optimizer steps are done; `items` are metrics, and at last the time that is left."""
 
+    def end(self) -> None:
+        """Training is over, and other callbacks are about to say what they have found."""
+
     def validation(self, number: int, total: float) -> None:
         """`number` of `total` batches of a validation are done."""
 
@@ -113,6 +116,9 @@ class Bars:
         if number >= total:
             self._bars.remove_task(self._validation)
             self._validation = None
+
+    def end(self) -> None:
+        """Nothing: the bar stays."""
 
     def print(self, *text: Any) -> None:
         self._bars.console.print(*text, markup=False, highlight=False)
@@ -270,7 +276,7 @@ class Progress(ProgressBar):
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Stays open until `teardown`: other callbacks print, too."""
         self._end_wait()
-        if isinstance(self._display, Lines):
+        if self._display is not None:
             self._display.end()
 
     def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
@@ -291,7 +297,7 @@ class Progress(ProgressBar):
         metrics = [f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
         dropped = _dropped_share(trainer)
         lost = [f"dropped {dropped:.0%}"] if dropped >= LEAST_DROPPED else []
-        left = [] if math.isinf(left_s) else [f"{duration(left_s)} left"]
+        left = [] if math.isinf(left_s) or self.num_steps >= self.max_steps else [f"{duration(left_s)} left"]
         return [*metrics, *lost, f"{seconds:.2g} s/step", *left]
 
 

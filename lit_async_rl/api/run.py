@@ -392,8 +392,15 @@ class CtrlC:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            os.write(2, _NOTICE)  # `print` may be what was interrupted
+            if os.isatty(2):  # from a thread, and above what is drawn there
+                threading.Thread(target=_say_above, daemon=True).start()
+            else:
+                os.write(2, _NOTICE)  # `print` may be what was interrupted
         signal.raise_signal(signal.SIGTERM)
+
+
+def _say_above() -> None:
+    print(_NOTICE.decode(), end="", file=sys.stderr, flush=True)
 
 
 def is_interactive() -> bool:

@@ -265,6 +265,9 @@ IRRELEVANT_LOG_MESSAGES = (
     "`weights_only` was not set",
     "TPU available: False",
     "`Trainer.fit` stopped: `max_steps=",  # twice, and the summary has it
+    "Restoring states from the checkpoint",  # twice; `resumed: ...` and the summary have it
+    "Restored all states from the checkpoint",
+    "Loaded model weights from the checkpoint",
 )
 
 

@@ -6,14 +6,17 @@ Commands that import torch, lightning and transformers say so first, because tha
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from lit_async_rl import __version__
 from lit_async_rl.cli import help_pages
-from lit_async_rl.cli.loading import deferred_imports, loading
+from lit_async_rl.cli.deferred_imports import deferred_imports
 from lit_async_rl.utils.checks import meant
+from lit_async_rl.utils.loading import loading
 
 CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a configuration
 COMMANDS = {
@@ -59,18 +62,24 @@ def _run_configured(command: str, words: Sequence[str]) -> None:
     if topic is not None:
         help_pages.show(topic, _train_parser)
         return
-    deferred_imports()
-    with loading():
-        app = importlib.import_module(CONFIGURED)
-    getattr(app, COMMANDS[command][1])(words)
+    getattr(_app(), COMMANDS[command][1])(words)
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    deferred_imports()
-    with loading():
-        from lit_async_rl.cli.settings import train_parser
+    _app()
+    from lit_async_rl.cli.settings import train_parser
 
-        return train_parser()
+    return train_parser()
+
+
+def _app() -> ModuleType:
+    """The module of these commands, imported the quick way unless it is there already."""
+    if "lightning" not in sys.modules:
+        deferred_imports()
+        with loading():
+            importlib.import_module(CONFIGURED)
+        gc.freeze()  # what was imported stays: no collection need look at it again
+    return importlib.import_module(CONFIGURED)
 
 
 def usage() -> str:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 Side = Literal["engine", "trainer", "reward", "weight sync", "staleness bound", "both sides"]
-MIN_SHARE = 0.05  # share of the wall time from which a side counts as waiting
-MIN_GAIN = 0.1  # share of the wall time below which a gain is not worth a change of settings
+MIN_SHARE = 0.1  # share of the wall time below which a gain is not worth a change of settings
+SPARE_SHARE = 0.05  # share of it that a trainer with rollouts to spare waits at most
 CHANGED = 1.5  # times by which a share of the time changes before earlier advice is forgotten
 
 
@@ -139,8 +139,8 @@ class Verdict:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether there is `MIN_GAIN` to gain."""
-        return self.side != "both sides" and self.share_won >= MIN_GAIN
+        """Whether there is `MIN_SHARE` to gain."""
+        return self.side != "both sides"
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -152,10 +152,8 @@ class Verdict:
         i = self.intervals
         shares = self.shares
         free = "" if self.fresher is None else f". Fresher data would cost no time: {self.fresher}"
-        if self.side == "both sides":
-            return f"{shares}: neither waits for the other; only faster hardware or less work would help{free}"
         if not self.is_worth_it:
-            return f"{shares}: less than {MIN_GAIN:.0%} to gain{free}"
+            return f"{shares}: less than {MIN_SHARE:.0%} to gain without faster hardware or less work{free}"
         what = "they wait for each other" if self.side == "staleness bound" else f"the {self.side} is the bottleneck"
         advice = _NO_SETTING[self.side] if self.setting is None else str(self.setting)
         won = f"up to {self.won_s:.3g} s of {i.wall_s:.3g} s ({self.share_won:.0%}) to gain"
@@ -182,7 +180,7 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
     threshold = MIN_SHARE * i.wall_s
 
     def verdict(side: Side, won_s: float, setting: Setting | None) -> Verdict:
-        fresher = settings.fresher if i.wait_s <= threshold else None
+        fresher = settings.fresher if i.wait_s <= SPARE_SHARE * i.wall_s else None
         return Verdict(side=side, intervals=i, won_s=won_s, setting=setting, fresher=fresher)
 
     if i.scoring_s >= max(i.engine_busy_s, i.trainer_s) and i.wait_s > threshold:
@@ -194,7 +192,7 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
     idle_s = i.wall_s - max(i.engine_busy_s, i.scoring_s)
     if idle_s <= threshold:
         return verdict("both sides", 0.0, None)
-    if i.sync_s > 2 * threshold:
+    if i.sync_s > threshold:
         return verdict("weight sync", min(i.sync_s, idle_s), settings.weight_sync)
     return verdict("trainer", idle_s, settings.trainer)
 
@@ -202,7 +200,7 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
 class SteadyAdvice:
     """Which verdicts may advise, so that no window contradicts one before it.
 
-    Advice needs two windows in a row that say the same, with `MIN_GAIN` to gain. From then on other advice is withheld
+    Advice needs two windows in a row that say the same, with `MIN_SHARE` to gain. From then on other advice is withheld
     while the load stays: until the share of the time that trainer, engine or reward work has changed by `CHANGED`. A
     fresher bound is advised for whole runs only, and where no window asked for an older one.
     """
@@ -252,7 +250,7 @@ class SteadyAdvice:
 
 def _has_changed(before: Intervals, now: Intervals) -> bool:
     for name in ("trainer_s", "engine_busy_s", "scoring_s"):
-        shares = [max(MIN_SHARE, getattr(one, name) / one.wall_s) for one in (before, now)]
+        shares = [max(SPARE_SHARE, getattr(one, name) / one.wall_s) for one in (before, now)]
         if max(shares) > CHANGED * min(shares):
             return True
     return False

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]
 FLAGS += ["--data.validation.prompts.init_args.size", "8", "--trainer.val_check_interval", "4"]
 LINE = re.compile(
-    r"step \d+/\d+  reward [\d.]+  (held-out [\d.]+  )?staleness [\d.]+  tokens/s [\d,]+  \S+ s/step  .* left"
+    r"step \d+/\d+  reward [\d.]+  (held-out [\d.]+  )?staleness [\d.]+  tokens/s [\d,]+  \S+ s/step(  .* left)?"
 )
 
 

@@ -1,5 +1,6 @@
 """The table at the end of a run, of a callback that sees several."""
 
+import io
 import os
 import signal
 import time
@@ -7,9 +8,13 @@ import time
 import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+from rich.table import Table
 
-from lit_async_rl.callbacks import RunSummary
+from lit_async_rl.callbacks import RunSummary, SkipNonFinite
+from lit_async_rl.callbacks.monitors.run_summary import fitted
 from lit_async_rl.tasks import SortDigits
 
 
@@ -60,3 +65,46 @@ def test_a_run_with_nothing_left_to_train_says_so(tmp_path):
     summary = RunSummary()
     trainer = fit(make_module(), make_data(), 2, [summary], ckpt_path=str(tmp_path / "last.ckpt"))
     assert rows(summary, trainer)["optimizer steps"] == "0: step 2 of trainer.max_steps=2 was reached before"
+
+
+class NoGradient(pl.Callback):
+    """Each gradient is NaN."""
+
+    def on_after_backward(self, trainer, pl_module):
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(float("nan"))
+
+
+def test_a_run_whose_updates_were_all_dropped_says_so():
+    summary = RunSummary()
+    trainer = fit(make_module(), make_data(), 3, [summary, NoGradient(), SkipNonFinite()])
+    assert rows(summary, trainer)["updates dropped"] == "all of 3, by SkipNonFinite"
+
+
+def test_a_resumed_run_and_a_checkpoint_that_is_gone_have_rows(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
+    settings = dict(enable_checkpointing=True, default_root_dir=str(tmp_path))
+    fit(make_module(), make_data(), 2, [saver], **settings)
+    summary = RunSummary()
+    again = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
+    path = str(tmp_path / "last.ckpt")
+    trainer = fit(make_module(), make_data(), 4, [summary, again], ckpt_path=path, **settings)
+    assert rows(summary, trainer)["resumed"] == f"step 2 of {path}"
+    saved = again.last_model_path
+    assert rows(summary, trainer)["checkpoint"] == saved
+    os.remove(saved)
+    assert rows(summary, trainer)["checkpoint"] == f"MISSING: {saved} was saved, and is not there any more"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_table_fits(width):
+    table = Table(show_header=False)
+    table.add_row("held-out accuracy before, after", "0.350, 0.939")
+    table.add_row("checkpoint", "runs/quickstart/version_0/checkpoints/last.ckpt")
+    console = Console(width=width, file=io.StringIO())
+    console.print(fitted(table, width))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len({len(line) for line in lines}) == 1
+    assert width < 80 or "runs/quickstart/version_0/checkpoints/last.ckpt" in console.file.getvalue()

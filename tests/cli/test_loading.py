@@ -40,7 +40,7 @@ print("FOUND", [name for name in {UNUSED.split()!r} if name in sys.modules])
 def test_what_was_put_off_is_there_when_it_is_asked_for():
     run("""
 import sys
-from lit_async_rl.cli.loading import deferred_imports
+from lit_async_rl.cli.deferred_imports import deferred_imports
 deferred_imports()
 deferred_imports()  # the second does nothing
 from torchmetrics import MeanMetric, Metric
@@ -68,8 +68,8 @@ def test_a_function_that_was_put_off_is_called_as_usual(tmp_path):
     run(f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-from lit_async_rl.cli import loading
-sys.meta_path.insert(0, loading._Finder({{"slow_library": loading._Deferred(functions=("double",))}}))
+from lit_async_rl.cli import deferred_imports as deferred
+sys.meta_path.insert(0, deferred._Finder({{"slow_library": deferred._Deferred(functions=("double",))}}))
 from slow_library import double
 import slow_library
 assert "slow_library.inner" not in sys.modules
@@ -80,13 +80,17 @@ assert slow_library.double is slow_library.inner.double and slow_library.STATE =
 
 def test_garbage_is_collected_again_afterwards():
     run("""
-import gc
-from lit_async_rl.cli.loading import collecting_nothing
-with collecting_nothing():
+import gc, sys
+from lit_async_rl.utils.loading import loading
+with loading("much"):
     assert not gc.isenabled()
 assert gc.isenabled()
 gc.disable()
-with collecting_nothing():
+with loading("much"):
     pass
 assert not gc.isenabled()
+sys.modules["lightning"] = None
+gc.enable()
+with loading("nothing"):
+    assert gc.isenabled()
 """)

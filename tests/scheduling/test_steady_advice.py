@@ -3,7 +3,7 @@
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lit_async_rl.scheduling.bottleneck import MIN_GAIN, Intervals, Setting, Settings, SteadyAdvice, diagnose
+from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Intervals, Setting, Settings, SteadyAdvice, diagnose
 
 SETTINGS = Settings(
     engine=Setting(name="data.engine.num_slots", present=8, suggested=16),
@@ -44,7 +44,7 @@ def test_steady_loads_get_one_advice_at_most(load, noises):
         verdict = diagnose(window(1 - work, busy, sync, min(1.0, load["scoring"] * by_reward) * 10), SETTINGS)
         words = steady.for_window(verdict)
         assert "Fresher" not in words
-        if verdict.share_won < MIN_GAIN:
+        if verdict.share_won < MIN_SHARE:
             assert not advised(words)
         said += advised(words)
     assert len(set(said)) <= 1, said

@@ -1,4 +1,4 @@
-"""What happens between Enter and the first line of a command that trains: a notice, and imports of what is needed.
+"""Puts off imports of what a command does not use.
 
 Half of the time of `import lightning` goes to optional parts of other libraries that nothing here uses: torchmetrics
 imports all of its metrics, and with them transformers' models, scipy and matplotlib; transformers imports scikit-learn
@@ -9,49 +9,15 @@ processes of the command line, whose libraries are nobody else's: `import lit_as
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.abc
 import importlib.machinery
 import logging
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
-
-LIBRARIES = "torch, lightning and transformers"
-
-
-@contextlib.contextmanager
-def loading(what: str = LIBRARIES) -> Iterator[None]:
-    """Context of imports that take seconds: says so at once on stderr, one process of each machine.
-
-    No garbage is collected meanwhile, which would look at each of the millions of objects that imports make and keep;
-    that is a fifth of their time.
-    """
-    if os.environ.get("LOCAL_RANK", "0") == "0" and "lightning" not in sys.modules:
-        print(f"loading {what} ...", file=sys.stderr, flush=True)
-    with collecting_nothing():
-        yield
-
-
-@contextlib.contextmanager
-def collecting_nothing() -> Iterator[None]:
-    """Context without garbage collection; what is alive at its end is never looked at again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.freeze()
-            gc.enable()
-
-
-# -- Libraries whose modules are executed when something of them is used ----------------------------------------------
-
 
 AGGREGATION = ("CatMetric", "MaxMetric", "MeanMetric", "MinMetric", "SumMetric")
 TORCHMETRICS = {

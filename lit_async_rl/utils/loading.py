@@ -1,0 +1,32 @@
+"""Imports that take seconds: a notice before them, and no garbage collection meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+
+LIBRARIES = "torch, lightning and transformers"
+
+
+@contextlib.contextmanager
+def loading(what: str = LIBRARIES) -> Iterator[None]:
+    """Context of imports that take seconds: says so at once on stderr, one process of each machine.
+
+    No garbage is collected meanwhile, which would look at each of the millions of objects that imports make and keep;
+    that is a fifth of their time.
+    """
+    if "lightning" in sys.modules:
+        yield
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"loading {what} ...", file=sys.stderr, flush=True)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

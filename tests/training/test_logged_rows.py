@@ -1,0 +1,64 @@
+"""A row of the log has what was logged since the row before, and nothing older."""
+
+import csv
+import math
+
+import lightning.pytorch as pl
+import pytest
+from flow import fit, make_data, make_module
+
+from lit_async_rl import CSVLog
+from lit_async_rl.callbacks import GradientMonitor, SkipNonFinite
+
+
+class Logs(pl.Callback):
+    """Logs in some steps only, from all hooks of a step; the gradient of the third step is NaN."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.log("begins", float(trainer.global_step))
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_step == 2:
+            next(pl_module.parameters()).grad.fill_(math.nan)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step in (1, 4):
+            pl_module.log("sometimes", float(trainer.global_step))
+        pl_module.log("epoch", 1.0, on_step=False, on_epoch=True)
+        self.seen[trainer.global_step] = float(trainer.callback_metrics.get("sometimes", -1))
+
+
+def rows_of(tmp_path, every, micro_batches=1):
+    logs = Logs()
+    trainer = fit(
+        make_module(),
+        make_data(micro_batches_per_step=micro_batches),
+        6,
+        [logs, GradientMonitor(), SkipNonFinite()],
+        logger=CSVLog(tmp_path, name="", version=0),
+        log_every_n_steps=every,
+    )
+    with (tmp_path / "version_0/metrics.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["begins"]], logs, trainer
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_rows_have_the_values_of_their_steps(tmp_path, micro_batches):
+    rows, logs, trainer = rows_of(tmp_path, 1, micro_batches)
+    assert [row["step"] for row in rows] == list("012345")
+    assert [float(row["begins"]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["sometimes"] for row in rows] == ["1.0", "", "", "4.0", "", ""]
+    norms = [row["grad/norm"] for row in rows]
+    assert norms[1]
+    assert norms[2] != norms[1], "the norm of the step before stands for a gradient that was NaN"
+    assert logs.seen[3] == 1.0  # callbacks see the last value, as always
+    assert float(trainer.callback_metrics["sometimes"]) == 4.0
+
+
+def test_a_row_of_several_steps_has_what_was_logged_in_any_of_them(tmp_path):
+    rows, _, _ = rows_of(tmp_path, 3)
+    assert [row["step"] for row in rows] == ["2", "5"]
+    assert [row["sometimes"] for row in rows] == ["1.0", "4.0"]
