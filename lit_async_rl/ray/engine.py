@@ -260,6 +260,7 @@ class RayEngine(EngineWrapper):
         self._max_model_len = 0
         self._run = uuid.uuid4().hex[:8]
         self._store: WeightStore | None = None
+        self._table: Table | None = None  # of the newest weights; None before the first
         self._table_ref: Any = None
         self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
         self._has_been_ready = False
@@ -325,7 +326,7 @@ class RayEngine(EngineWrapper):
 
     @property
     def _version(self) -> int:
-        return -1 if self._store is None else self._store.table.version
+        return -1 if self._table is None else self._table.version
 
     @property
     def _hang_s(self) -> float:
@@ -383,36 +384,34 @@ class RayEngine(EngineWrapper):
         store = self._store
         if store is None:
             raise EngineError("the engine was used before its setup")
-        self._await_acceptance("the weights before these", self._hang_s)
+        self._await_acceptance("the weights before these", (State.READY,))
         is_first = self._version < 0
         table = store.publish(version, weights)
         self._check()
         with self._lock:
             self._table_ref = self._ray.put([tuple(place) for place in table.places.values()])
-            oldest = min((e.verified for e in self._entries if e.state is State.READY), default=version)
+            self._table = table
+            known = [e.verified if e.state is State.READY else e.sent for e in self._entries if e.sent >= 0]
+            oldest = min(known, default=version)
             self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {version: table.sums}
             self._none_since = self._none_since or time.monotonic()
             for entry in self._entries:
-                if entry.state in (State.LOADING, State.READY):
+                # one that is still loading gets the newest when it has accepted what it reads now
+                if entry.state is State.READY or (entry.state is State.LOADING and entry.accepted == entry.sent):
                     self._send_weights(entry, table)
-        if is_first or not self.in_flight_weight_updates:
-            self._await_acceptance(f"version {version}", self._hang_s)
         if is_first:
-            deadline = time.monotonic() + self._hang_s
-            while self.num_ready < self.min_replicas and time.monotonic() < deadline:
-                self._turn(0.2)
-                self._check()
-            if not self.num_ready:
-                raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
+            self._await_acceptance(f"version {version}", (State.LOADING, State.READY))
+            self._await_first()
+        elif not self.in_flight_weight_updates:
+            self._await_acceptance(f"version {version}", (State.READY,))
 
-    def _await_acceptance(self, what: str, limit_s: float) -> None:
-        """Waits until every replica that requests go to has accepted what it was sent; loses those that take longer."""
-        deadline = time.monotonic() + limit_s
+    def _await_acceptance(self, what: str, states: Sequence[State]) -> None:
+        """Waits until all replicas in these states have accepted what they were sent; loses those that take longer."""
+        deadline = time.monotonic() + self._hang_s
 
         def late() -> list[ReplicaEntry]:
             with self._lock:
-                loaders = (State.LOADING, State.READY)
-                return [e for e in self._entries if e.state in loaders and e.accepted < e.sent]
+                return [e for e in self._entries if e.state in states and e.accepted < e.sent]
 
         while late():
             self._turn(0.2)
@@ -420,8 +419,17 @@ class RayEngine(EngineWrapper):
             if time.monotonic() > deadline:
                 with self._lock:
                     for entry in late():
-                        reason = f"did not accept {what} within data.engine.engine.update_timeout_s={limit_s:g}"
-                        self._lose(entry, reason, is_running=True)
+                        limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
+                        self._lose(entry, f"did not accept {what} within {limit}", is_running=True)
+
+    def _await_first(self) -> None:
+        """Waits until `min_replicas` have proved to have the first weights; goes on with fewer after the limit."""
+        deadline = time.monotonic() + self._hang_s
+        while self.num_ready < self.min_replicas and time.monotonic() < deadline:
+            self._turn(0.2)
+            self._check()
+        if not self.num_ready:
+            raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
 
     def random_state(self) -> Tensor | None:
         """Of all replicas [replicas, bytes], of one alone as its engine has it; None unless all of them are there."""
@@ -639,8 +647,8 @@ class RayEngine(EngineWrapper):
         known = [e.place["max_model_len"] for e in self._entries if e.place]
         self._max_model_len = min(known)
         self._call(entry, self._taken, "take", TAKE_S)
-        if self._version >= 0 and self._store is not None:
-            self._send_weights(entry, self._store.table)
+        if self._table is not None:
+            self._send_weights(entry, self._table)
 
     def _send_weights(self, entry: ReplicaEntry, table: Table) -> None:
         entry.sent = table.version
@@ -650,6 +658,8 @@ class RayEngine(EngineWrapper):
     def _accepted(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" not in answer:
             entry.accepted = max(entry.accepted, int(answer["version"]))
+            if entry.state is State.LOADING and self._table is not None and entry.accepted < self._table.version:
+                self._send_weights(entry, self._table)
             self._readmit(entry)
 
     def _readmit(self, entry: ReplicaEntry) -> None:
@@ -930,8 +940,7 @@ class RayEngine(EngineWrapper):
             self._entries = []
             self._num_tokens_before += sum(entry.num_tokens for entry in entries)
             self._calls = {}
-            self._table_ref = None
-            self._store = None
+            self._table_ref = self._table = self._store = None
         self._stop(entries)
 
     def _stop(self, entries: Sequence[ReplicaEntry]) -> None:
