@@ -32,7 +32,7 @@ class Place(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     bucket: int
-    index: int  # within the bucket
+    position: int  # within the bucket
 
 
 @dataclass
@@ -103,7 +103,7 @@ class WeightStore:
             tensor = _on_cpu(given, self._dtype)
             found = checksum(tensor)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            place = Place(name, dtype, tuple(tensor.shape), bucket=0, index=0)
+            place = Place(name, dtype, tuple(tensor.shape), bucket=0, position=0)
             if old.sums.get(name) == found and old.places[name][1:3] == place[1:3]:
                 self._keep(name, old, new=new)
                 continue
@@ -111,7 +111,7 @@ class WeightStore:
                 self._put(bucket, new)
                 bucket = []
                 size = 0
-            new.places[name] = place._replace(bucket=self._num_buckets, index=len(bucket))
+            new.places[name] = place._replace(bucket=self._num_buckets, position=len(bucket))
             new.sums[name] = found
             # a gathered shard is valid only until the next one is asked for; a live weight until this returns
             lasts = tensor is not given or isinstance(given, nn.Parameter)
@@ -198,7 +198,7 @@ class WeightReader:
                 continue
             if place.bucket not in opened:
                 opened[place.bucket] = self._get(buckets[place.bucket])
-            data = torch.from_numpy(opened[place.bucket][place.index])
+            data = torch.from_numpy(opened[place.bucket][place.position])
             tensor = data.view(getattr(torch, place.dtype)).view(place.shape)
             received[place.name] = tensor
             yield place.name, tensor
