@@ -30,26 +30,26 @@ never held while something is awaited.
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, check_request
-from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.own_process import from_json, pack_requests, unpack_completions
+from lit_async_rl.engines.embedded.own_process import pack_requests
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
+from lit_async_rl.ray.actors import Resources, as_error, first_line, kill_actor, last_line, log_of, make_actor
+from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
@@ -59,126 +59,10 @@ MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
 RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
+REFUSED_S = 5.0  # within which Ray refuses a call of an actor that it is bringing back
 STILL_S = 3.0
 STOP_S = 5.0  # for an engine to close before its actor is killed
-LOG_LINES = 12
-LOG_S = 3.0  # to read the log of a process on another node
 log = logging.getLogger(__name__)
-
-
-class State(enum.Enum):
-    """Of a replica, see above."""
-
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    GIVEN_UP = "given up"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Samples of a request that are to be assigned; `unwanted` are positions among them."""
-
-    request: GenerationRequest
-    samples: tuple[int, ...]
-    unwanted: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class Assignment:
-    """A request as one replica samples it.
-
-    Args:
-        number: unique; answers to earlier assignments of the same request are late.
-        request: as it was submitted.
-        samples: which of the request's samples it asks for, in the order of the replica's numbers.
-        oldest: version that its replica has at least.
-        unwanted, received: see there.
-    """
-
-    number: int
-    request: GenerationRequest
-    samples: tuple[int, ...]
-    oldest: int
-    unwanted: frozenset[int] = frozenset()  # of the replica's numbers: those that came before, sampled once more
-    received: set[int] = field(default_factory=set)  # of the replica's numbers
-
-    @property
-    def as_sent(self) -> GenerationRequest:
-        """The request for these samples."""
-        return replace(self.request, num_samples=len(self.samples))
-
-    @property
-    def num_tokens(self) -> int:
-        """Most tokens that it may still cost."""
-        return len(self.request.prompt_ids) + self.num_missing * self.request.sampling.max_tokens
-
-    @property
-    def num_missing(self) -> int:
-        """Samples that have not come."""
-        return len(self.samples) - len(self.unwanted) - len(self.received)
-
-    def again(self) -> Part:
-        """What is left of it to sample.
-
-        Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
-        """
-        gone = self.unwanted | self.received
-        if self.request.seed is not None:
-            return Part(self.request, self.samples, frozenset(gone))
-        return Part(self.request, tuple(sample for n, sample in enumerate(self.samples) if n not in gone))
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """A completion that has come, of number `position` of an assignment."""
-
-    assignment: Assignment
-    position: int
-    completion: Completion
-
-
-@dataclass(eq=False)
-class ReplicaEntry:
-    """What the trainer's side knows of a replica."""
-
-    number: int
-    actor: Any = None
-    state: State = State.STARTING
-    held: dict[int, Assignment] = field(default_factory=dict)  # by request
-    place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
-    sent: int = -1  # newest version that it was given
-    accepted: int = -1
-    verified: int = -1  # newest version whose checksums it has reported
-    sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
-    unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
-    began: float = 0.0  # of its latest start
-    heard: float = 0.0  # when it last answered, or finished a token while it held requests
-    num_failures: int = 0  # in a row, without a finished sample in between
-    num_wrong: int = 0  # of them, or between `NUM_GOOD` samples, those in which its process was there and did wrong
-    num_good: int = 0  # samples since then
-    num_starts: int = 0
-    busy_s: float = 0.0
-    num_tokens: int = 0
-    num_running: int = 0
-    retry_at: float | None = None
-    is_draining: bool = False
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        if not self.place:
-            return f"replica {self.number}"
-        return f"replica {self.number} (pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]})"
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a replica that has not answered."""
-
-    replica: ReplicaEntry
-    start: int  # of the replica, by number: answers to calls of earlier ones are ignored
-    handle: Callable[[ReplicaEntry, Any], None]
 
 
 class RayEngine(EngineWrapper):
@@ -252,7 +136,7 @@ class RayEngine(EngineWrapper):
         self.min_replicas = replicas if min_replicas is None else min_replicas
         self.in_flight_weight_updates = self.engine.in_flight_weight_updates
         self.num_lost = 0
-        self._spread = spread
+        self._resources = Resources(num_cpus=num_cpus, num_gpus=num_gpus, others=resources, spread=spread)
         self._ray: Any = None
         self._model = ""
         self._digest = ""
@@ -260,6 +144,7 @@ class RayEngine(EngineWrapper):
         self._max_model_len = 0
         self._run = uuid.uuid4().hex[:8]
         self._store: WeightStore | None = None
+        self._table: Table | None = None  # of the newest weights; None before the first
         self._table_ref: Any = None
         self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
         self._has_been_ready = False
@@ -325,7 +210,7 @@ class RayEngine(EngineWrapper):
 
     @property
     def _version(self) -> int:
-        return -1 if self._store is None else self._store.table.version
+        return -1 if self._table is None else self._table.version
 
     @property
     def _hang_s(self) -> float:
@@ -358,16 +243,12 @@ class RayEngine(EngineWrapper):
             if time.monotonic() > deadline:
                 raise StalledError(
                     f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
-                    f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._needs()}, and of that the "
+                    f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._resources}, and of that the "
                     f"cluster has {self._ray.cluster_resources()} in all"
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if entry.place)
         dtype = getattr(torch, self.dtype, None)
         self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None)
-
-    def _needs(self) -> str:
-        parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.resources or {})}
-        return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Puts the weights into the object store once, and has all replicas load them.
@@ -383,36 +264,34 @@ class RayEngine(EngineWrapper):
         store = self._store
         if store is None:
             raise EngineError("the engine was used before its setup")
-        self._await_acceptance("the weights before these", self._hang_s)
+        self._await_acceptance("the weights before these", (State.READY,))
         is_first = self._version < 0
         table = store.publish(version, weights)
         self._check()
         with self._lock:
             self._table_ref = self._ray.put([tuple(place) for place in table.places.values()])
-            oldest = min((e.verified for e in self._entries if e.state is State.READY), default=version)
+            self._table = table
+            known = [e.verified if e.state is State.READY else e.sent for e in self._entries if e.sent >= 0]
+            oldest = min(known, default=version)
             self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {version: table.sums}
             self._none_since = self._none_since or time.monotonic()
             for entry in self._entries:
-                if entry.state in (State.LOADING, State.READY):
+                # one that is still loading gets the newest when it has accepted what it reads now
+                if entry.state is State.READY or (entry.state is State.LOADING and entry.accepted == entry.sent):
                     self._send_weights(entry, table)
-        if is_first or not self.in_flight_weight_updates:
-            self._await_acceptance(f"version {version}", self._hang_s)
         if is_first:
-            deadline = time.monotonic() + self._hang_s
-            while self.num_ready < self.min_replicas and time.monotonic() < deadline:
-                self._turn(0.2)
-                self._check()
-            if not self.num_ready:
-                raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
+            self._await_acceptance(f"version {version}", (State.LOADING, State.READY))
+            self._await_first()
+        elif not self.in_flight_weight_updates:
+            self._await_acceptance(f"version {version}", (State.READY,))
 
-    def _await_acceptance(self, what: str, limit_s: float) -> None:
-        """Waits until every replica that requests go to has accepted what it was sent; loses those that take longer."""
-        deadline = time.monotonic() + limit_s
+    def _await_acceptance(self, what: str, states: Sequence[State]) -> None:
+        """Waits until all replicas in these states have accepted what they were sent; loses those that take longer."""
+        deadline = time.monotonic() + self._hang_s
 
         def late() -> list[ReplicaEntry]:
             with self._lock:
-                loaders = (State.LOADING, State.READY)
-                return [e for e in self._entries if e.state in loaders and e.accepted < e.sent]
+                return [e for e in self._entries if e.state in states and e.accepted < e.sent]
 
         while late():
             self._turn(0.2)
@@ -420,8 +299,17 @@ class RayEngine(EngineWrapper):
             if time.monotonic() > deadline:
                 with self._lock:
                     for entry in late():
-                        reason = f"did not accept {what} within data.engine.engine.update_timeout_s={limit_s:g}"
-                        self._lose(entry, reason, is_running=True)
+                        limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
+                        self._lose(entry, f"did not accept {what} within {limit}", is_running=True)
+
+    def _await_first(self) -> None:
+        """Waits until `min_replicas` have proved to have the first weights; goes on with fewer after the limit."""
+        deadline = time.monotonic() + self._hang_s
+        while self.num_ready < self.min_replicas and time.monotonic() < deadline:
+            self._turn(0.2)
+            self._check()
+        if not self.num_ready:
+            raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
 
     def random_state(self) -> Tensor | None:
         """Of all replicas [replicas, bytes], of one alone as its engine has it; None unless all of them are there."""
@@ -479,7 +367,9 @@ class RayEngine(EngineWrapper):
             asked = [entry for entry in self._entries if entry.state is State.READY]
         for entry, answer in zip(asked, self._ask_all("partial_completions", entries=asked), strict=False):
             with self._lock:
-                samples, problem = self._unpacked(entry, answer, is_partial=True)
+                samples, problem = entry.unpack(
+                    answer, vocab_size=self._vocab_size, max_model_len=self.max_model_len, is_partial=True
+                )
                 found += [sample.completion for sample in samples]
                 if problem:
                     self._lose(entry, problem, is_running=True)
@@ -555,9 +445,9 @@ class RayEngine(EngineWrapper):
             if entry.state is State.STARTING:
                 entry.retry_at = time.monotonic() + RETRY_S
                 if not self._may_still_start(entry, error):
-                    self._lose(entry, f"did not start: {_last_line(error)}", is_running=False)
+                    self._lose(entry, f"did not start: {last_line(error)}", is_running=False)
                 return
-            self._lose(entry, f"has ended ({_first_line(error)})", is_running=False)
+            self._lose(entry, f"has ended ({first_line(error)})", is_running=False)
             return
         if not isinstance(answer, dict):
             self._lose(entry, f"answered with {type(answer).__name__}", is_running=True)
@@ -584,7 +474,7 @@ class RayEngine(EngineWrapper):
             try:
                 answer = self._ray.get(ref, timeout=self._hang_s)
             except Exception as error:
-                log.warning("%s: a replica did not answer: %s", name, _first_line(error))
+                log.warning("%s: a replica did not answer: %s", name, first_line(error))
                 answer = {"error": True}
             answers.append(answer if "error" not in answer else _NOTHING | answer)
         return [answer for answer in answers if args is None or "error" not in answer]
@@ -594,36 +484,23 @@ class RayEngine(EngineWrapper):
     def _begin(self, entry: ReplicaEntry) -> None:
         """Makes the actor, if there is none, and asks it to build its engine. The lock is held."""
         if entry.actor is None:
-            entry.actor = self._make_actor(entry.number)
+            entry.actor = make_actor(self._ray, self.engine, entry.number, resources=self._resources, run=self._run)
         entry.retry_at = None
-        entry.began = entry.began or time.monotonic()
+        entry.called = time.monotonic()
+        entry.began = entry.began or entry.called
         self._call(entry, self._started, "start", base_of(self._model))
-
-    def _make_actor(self, number: int) -> Any:
-        from lit_async_rl.ray.replica import Recipe, Replica
-
-        ray = self._ray
-        kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1})(Replica)
-        options = kind.options(
-            name=f"lit_async_rl.{self._run}.replica{number}.{uuid.uuid4().hex[:4]}",
-            num_cpus=self.num_cpus,
-            num_gpus=self.num_gpus,
-            resources=self.resources,
-            max_restarts=-1,
-            max_task_retries=0,  # requests are placed again by us, with what is known to be missing
-            scheduling_strategy="SPREAD" if self._spread else "DEFAULT",
-        )
-        return options.remote(Recipe.of(self.engine), number)
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
         """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""
         if isinstance(error, self._ray.exceptions.ActorDiedError):  # such as a class that cannot be imported there
-            self._kill(entry, is_for_good=True)
+            kill_actor(self._ray, entry.actor, is_for_good=True)
             entry.actor = None
             if not self._has_been_ready:
-                self._error = self._error or EngineError(f"{entry.where} did not start: {_last_line(error)}")
+                self._error = self._error or EngineError(f"{entry.where} did not start: {last_line(error)}")
             return False
-        return time.monotonic() - entry.began <= self.startup_timeout_s
+        now = time.monotonic()
+        is_refused = now - entry.called < REFUSED_S  # at once: the process is not there yet; later: it died meanwhile
+        return is_refused and now - entry.began <= self.startup_timeout_s
 
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
@@ -639,17 +516,20 @@ class RayEngine(EngineWrapper):
         known = [e.place["max_model_len"] for e in self._entries if e.place]
         self._max_model_len = min(known)
         self._call(entry, self._taken, "take", TAKE_S)
-        if self._version >= 0 and self._store is not None:
-            self._send_weights(entry, self._store.table)
+        if self._table is not None:
+            self._send_weights(entry, self._table)
 
     def _send_weights(self, entry: ReplicaEntry, table: Table) -> None:
         entry.sent = table.version
-        entry.heard = time.monotonic()
+        if entry.state is State.LOADING:
+            entry.heard = time.monotonic()
         self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets))
 
     def _accepted(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" not in answer:
             entry.accepted = max(entry.accepted, int(answer["version"]))
+            if entry.state is State.LOADING and self._table is not None and entry.accepted < self._table.version:
+                self._send_weights(entry, self._table)
             self._readmit(entry)
 
     def _readmit(self, entry: ReplicaEntry) -> None:
@@ -657,6 +537,7 @@ class RayEngine(EngineWrapper):
         if entry.state is not State.LOADING or not entry.accepted == entry.verified == self._version:
             return
         entry.state = State.READY
+        entry.heard = time.monotonic()
         self._has_been_ready = True
         if entry.is_draining:
             return
@@ -673,7 +554,7 @@ class RayEngine(EngineWrapper):
             return
         now = time.monotonic()
         has_progress = answer["num_tokens"] != entry.num_tokens or bool(answer["completions"]) or not entry.held
-        if has_progress or entry.accepted < entry.sent:  # updates have a limit of their own
+        if has_progress and entry.state is State.READY:
             entry.heard = now
         busy_s = float(answer["busy_s"])
         self._busy_s += max(0.0, busy_s - entry.busy_s) / max(1, len(self._entries))
@@ -683,7 +564,12 @@ class RayEngine(EngineWrapper):
         for version, sums in answer["reports"]:
             if not self._verify(entry, version, sums):
                 return
-        samples, problem = self._unpacked(entry, answer)
+        samples, problem = entry.unpack(
+            answer,
+            vocab_size=self._vocab_size,
+            max_model_len=self.max_model_len,
+            freed=partial(self._placement.finish, entry.number),
+        )
         self._file(entry, samples)  # those before one that is wrong are kept
         if problem:
             self._lose(entry, problem, is_running=True)
@@ -711,56 +597,6 @@ class RayEngine(EngineWrapper):
         entry.num_good += len(proved)
         if proved:
             entry.num_failures = 0
-
-    def _unpacked(
-        self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False
-    ) -> tuple[list[Sample], str]:
-        """Validated completions of an answer up to the first that cannot be right, and what is wrong with that."""
-        tensors = {name: torch.from_numpy(value.copy()) for name, value in answer["tensors"].items()}
-        unpacked = unpack_completions(answer["completions"], tensors)
-        found = list[Sample]()
-        for number, completion in list(zip(answer["assignments"], unpacked, strict=True)):
-            one = entry.held.get(completion.request_id)
-            if one is None or one.number != number:
-                continue  # late: aborted, or another replica's now
-            try:
-                problem = self._fault(entry, one, completion, is_partial=is_partial)
-            except (TypeError, ValueError, AttributeError) as error:
-                problem = f"cannot be read: {error}"
-            position = completion.sample_index
-            if problem:
-                which = f"request {completion.request_id}, sample {position}"
-                return found, f"returned a wrong completion: {which} {problem}"
-            if position in one.unwanted or (is_partial and position in one.received):
-                continue
-            if not is_partial:
-                self._receive(entry, one, position)
-            found.append(Sample(one, position, replace(completion, sample_index=one.samples[position])))
-        return found, ""
-
-    def _fault(self, entry: ReplicaEntry, one: Assignment, completion: Completion, is_partial: bool) -> str:
-        sample = completion.sample_index
-        if type(sample) is not int or not 0 <= sample < len(one.samples):
-            return f"has sample_index={sample!r}, must be an int from 0 to {len(one.samples) - 1}"
-        if sample in one.received and not is_partial:
-            return "has come already: sample_index is a duplicate"
-        return find_fault(
-            completion,
-            one.as_sent,
-            versions=(one.oldest, entry.sent),
-            vocab_size=self._vocab_size,
-            max_model_len=self.max_model_len,
-            scores=False,
-            is_partial=is_partial,
-        )
-
-    def _receive(self, entry: ReplicaEntry, one: Assignment, sample: int) -> None:
-        before = one.num_tokens
-        one.received.add(sample)
-        is_over = not one.num_missing
-        self._placement.finish(entry.number, before - (0 if is_over else one.num_tokens))
-        if is_over:
-            del entry.held[one.request.id]
 
     # -- more or fewer replicas ---------------------------------------------------------------------------------------
 
@@ -860,10 +696,10 @@ class RayEngine(EngineWrapper):
         self._placement.remove(entry.number)
         for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
             del self._calls[ref]
-        message = f"{entry.where} {reason}" + self._log_of(entry)
+        message = f"{entry.where} {reason}" + log_of(self._ray, entry.place)
         is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
         is_over |= failure is not None and not self._has_been_ready
-        self._kill(entry, is_for_good=is_over) if is_running or is_over else None
+        kill_actor(self._ray, entry.actor, is_for_good=is_over) if is_running or is_over else None
         if is_over:
             entry.state = State.GIVEN_UP
             log.warning("%s; it is given up after %d failures", message, max(entry.num_failures, entry.num_wrong))
@@ -875,43 +711,11 @@ class RayEngine(EngineWrapper):
             entry.retry_at = entry.began + RETRY_S
             log.warning("%s; %d requests go to other replicas, and it is started again", message, len(held))
         if all(one.state is State.GIVEN_UP for one in self._entries) or (is_over and not self._has_been_ready):
-            self._error = self._error or _as_error(message, failure)
+            self._error = self._error or as_error(message, failure)
             return
         if was_in and not len(self._placement):
             self._none_since = self._none_since or time.monotonic()
         self._assign([one.again() for one in held.values()])
-
-    def _kill(self, entry: ReplicaEntry, is_for_good: bool) -> None:
-        if entry.actor is not None:
-            try:
-                self._ray.kill(entry.actor, no_restart=is_for_good)
-            except Exception as error:  # it is gone already
-                log.debug("%s: %s", entry.where, error)
-
-    def _log_of(self, entry: ReplicaEntry) -> str:
-        """The last lines that a replica's process has written, for a message."""
-        if not entry.place:
-            return ""
-        from lit_async_rl.ray.replica import tail
-
-        paths = list(entry.place["logs"])
-        if entry.place["node"] == self._ray.get_runtime_context().get_node_id():
-            text = tail(paths, LOG_LINES)
-        else:
-            text = self._remote_log(entry.place["node"], paths)
-        return f". The last lines of its log:\n{text}" if text else ""
-
-    def _remote_log(self, node: str, paths: Sequence[str]) -> str:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from lit_async_rl.ray.replica import tail
-
-        there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        reader = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(tail)
-        try:
-            return str(self._ray.get(reader.remote(list(paths), LOG_LINES), timeout=LOG_S))
-        except Exception as error:  # the node is gone, too
-            return f"(on node {node[:8]}, which does not answer: {type(error).__name__})"
 
     def _check(self) -> None:
         if self._error is not None:
@@ -930,8 +734,7 @@ class RayEngine(EngineWrapper):
             self._entries = []
             self._num_tokens_before += sum(entry.num_tokens for entry in entries)
             self._calls = {}
-            self._table_ref = None
-            self._store = None
+            self._table_ref = self._table = self._store = None
         self._stop(entries)
 
     def _stop(self, entries: Sequence[ReplicaEntry]) -> None:
@@ -942,7 +745,7 @@ class RayEngine(EngineWrapper):
         if stops:
             self._ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
         for entry in entries:
-            self._kill(entry, is_for_good=True)
+            kill_actor(self._ray, entry.actor, is_for_good=True)
 
     def end(self) -> None:
         """Ends a Ray that was started here, unless another engine of this process uses it."""
@@ -967,21 +770,3 @@ def _check_inner(engine: RolloutEngine) -> None:
             f"data.engine.engine.sleep_level must be 0 with RayEngine, whose replicas share no GPU with the trainer, "
             f"got {engine.sleep_level}"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
-
-
-def _last_line(error: BaseException) -> str:
-    """What Ray tells of an actor that could not be made ends with the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1][:400]}" if lines else type(error).__name__
-
-
-def _as_error(message: str, failure: Mapping[str, str] | None) -> Exception:
-    """The error of a replica's engine as that engine would raise it here, with what is known of the replica."""
-    if failure is None:
-        return EngineError(message)
-    return from_json({**failure, "message": message})

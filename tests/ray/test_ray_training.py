@@ -100,11 +100,13 @@ def test_a_command_starts_ray_by_itself_and_leaves_nothing_behind_however_it_end
         assert time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.2)
         try:
-            children |= {child.pid: child.name() for child in psutil.Process(process.pid).children(recursive=True)}
+            for child in psutil.Process(process.pid).children(recursive=True):
+                children[child.pid] = " ".join(child.cmdline())
         except psutil.NoSuchProcess:
             continue
-        if is_killed and any(tmp_path.glob("**/metrics.csv")):
+        if is_killed and sum("Replica" in name for name in children.values()) == 2:
             process.kill()
+    process.wait(30)
     wait_for_the_end_of(*children)
     assert any("raylet" in name for name in children.values())
     if not is_killed:

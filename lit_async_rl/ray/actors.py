@@ -1,0 +1,120 @@
+"""Actors of replicas: how they are made, how they end, and the last lines that their processes have written."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.embedded.own_process import from_json
+from lit_async_rl.errors import EngineError
+
+LOG_LINES = 12
+LOG_S = 3.0  # to read the log of a process on another node
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What Ray finds room for, for each replica.
+
+    Attributes:
+        num_cpus, num_gpus: counted, not reserved; a replica sees only its own GPUs.
+        others: by name.
+        spread: on different nodes where possible.
+    """
+
+    num_cpus: float
+    num_gpus: float
+    others: dict[str, float] | None
+    spread: bool
+
+    def __str__(self) -> str:
+        parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.others or {})}
+        return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
+
+
+def make_actor(ray: Any, engine: RolloutEngine, number: int, resources: Resources, run: str) -> Any:
+    """An actor that Ray starts when it has found room, and again whenever its process or node is gone.
+
+    Args:
+        ray: the module, connected.
+        engine: the replica makes its own with the same arguments.
+        number: of the replica.
+        resources: that it needs.
+        run: part of its name.
+    """
+    from lit_async_rl.ray.replica import Recipe, Replica
+
+    kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1})(Replica)
+    options = kind.options(
+        name=f"lit_async_rl.{run}.replica{number}.{uuid.uuid4().hex[:4]}",
+        num_cpus=resources.num_cpus,
+        num_gpus=resources.num_gpus,
+        resources=resources.others,
+        max_restarts=-1,
+        max_task_retries=0,  # requests are placed again by the engine, which knows what is missing
+        scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
+    )
+    return options.remote(Recipe.of(engine), number)
+
+
+def kill_actor(ray: Any, actor: Any, is_for_good: bool) -> None:
+    """Kills an actor's process; Ray makes another one unless that is for good."""
+    if actor is not None:
+        try:
+            ray.kill(actor, no_restart=is_for_good)
+        except Exception as error:  # it is gone already
+            log.debug("killing an actor: %s", error)
+
+
+def log_of(ray: Any, place: Mapping[str, Any]) -> str:
+    """The last lines that a replica's process has written, for a message; empty where there are none.
+
+    Args:
+        ray: the module, connected.
+        place: answer of the replica's `start`.
+    """
+    if not place:
+        return ""
+    from lit_async_rl.ray.replica import tail
+
+    paths = list(place["logs"])
+    is_here = place["node"] == ray.get_runtime_context().get_node_id()
+    text = tail(paths, LOG_LINES) if is_here else _remote_log(ray, place["node"], paths)
+    return f". The last lines of its log:\n{text}" if text else ""
+
+
+def _remote_log(ray: Any, node: str, paths: Sequence[str]) -> str:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from lit_async_rl.ray.replica import tail
+
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    reader = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(tail)
+    try:
+        return str(ray.get(reader.remote(list(paths), LOG_LINES), timeout=LOG_S))
+    except Exception as error:  # the node is gone, too
+        return f"(on node {node[:8]}, which does not answer: {type(error).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """An error of Ray, shortened."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def last_line(error: BaseException) -> str:
+    """What Ray tells of an actor that could not be made ends with the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:400]}" if lines else type(error).__name__
+
+
+def as_error(message: str, failure: Mapping[str, str] | None) -> Exception:
+    """The error of a replica's engine as that engine would raise it here, with what is known of the replica."""
+    if failure is None:
+        return EngineError(message)
+    return from_json({**failure, "message": message})

@@ -1,0 +1,214 @@
+"""What the trainer's side knows of replicas: their state, what they hold, and validation of what they answer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lit_async_rl.engines.completion_check import find_fault
+from lit_async_rl.engines.embedded.own_process import unpack_completions
+from lit_async_rl.types import Completion, GenerationRequest
+
+
+class State(enum.Enum):
+    """Of a replica, see above."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    GIVEN_UP = "given up"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples of a request that are to be assigned; `unwanted` are positions among them."""
+
+    request: GenerationRequest
+    samples: tuple[int, ...]
+    unwanted: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Assignment:
+    """A request as one replica samples it.
+
+    Args:
+        number: unique; answers to earlier assignments of the same request are late.
+        request: as it was submitted.
+        samples: which of the request's samples it asks for, in the order of the replica's numbers.
+        oldest: version that its replica has at least.
+        unwanted, received: see there.
+    """
+
+    number: int
+    request: GenerationRequest
+    samples: tuple[int, ...]
+    oldest: int
+    unwanted: frozenset[int] = frozenset()  # of the replica's numbers: those that came before, sampled once more
+    received: set[int] = field(default_factory=set)  # of the replica's numbers
+
+    @property
+    def as_sent(self) -> GenerationRequest:
+        """The request for these samples."""
+        return replace(self.request, num_samples=len(self.samples))
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that it may still cost."""
+        return len(self.request.prompt_ids) + self.num_missing * self.request.sampling.max_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Samples that have not come."""
+        return len(self.samples) - len(self.unwanted) - len(self.received)
+
+    def fault(
+        self, completion: Completion, *, newest: int, vocab_size: int, max_model_len: int, is_partial: bool
+    ) -> str:
+        """Describes what is wrong with a completion of this assignment; empty if it is valid.
+
+        Args:
+            completion: as the replica numbers its samples.
+            newest: version that the replica was sent.
+            vocab_size: of the policy.
+            max_model_len: tokens of prompt and completion.
+            is_partial: it is not finished.
+        """
+        position = completion.sample_index
+        if type(position) is not int or not 0 <= position < len(self.samples):
+            return f"has sample_index={position!r}, must be an int from 0 to {len(self.samples) - 1}"
+        if position in self.received and not is_partial:
+            return "has come already: sample_index is a duplicate"
+        return find_fault(
+            completion,
+            self.as_sent,
+            versions=(self.oldest, newest),
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            scores=False,
+            is_partial=is_partial,
+        )
+
+    def again(self) -> Part:
+        """What is left of it to sample.
+
+        Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
+        """
+        gone = self.unwanted | self.received
+        if self.request.seed is not None:
+            return Part(self.request, self.samples, frozenset(gone))
+        return Part(self.request, tuple(sample for n, sample in enumerate(self.samples) if n not in gone))
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A completion that has come, of number `position` of an assignment."""
+
+    assignment: Assignment
+    position: int
+    completion: Completion
+
+
+@dataclass(eq=False)
+class ReplicaEntry:
+    """What the trainer's side knows of a replica."""
+
+    number: int
+    actor: Any = None
+    state: State = State.STARTING
+    held: dict[int, Assignment] = field(default_factory=dict)  # by request
+    place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
+    sent: int = -1  # newest version that it was given
+    accepted: int = -1
+    verified: int = -1  # newest version whose checksums it has reported
+    sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
+    unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
+    began: float = 0.0  # of its latest start
+    called: float = 0.0  # when `start` was called
+    heard: float = 0.0  # when it last had all it was asked for, or gave a token; while it loads, when it was asked to
+    num_failures: int = 0  # in a row, without a finished sample in between
+    num_wrong: int = 0  # of them, or between `NUM_GOOD` samples, those in which its process was there and did wrong
+    num_good: int = 0  # samples since then
+    num_starts: int = 0
+    busy_s: float = 0.0
+    num_tokens: int = 0
+    num_running: int = 0
+    retry_at: float | None = None
+    is_draining: bool = False
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        if not self.place:
+            return f"replica {self.number}"
+        return f"replica {self.number} (pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]})"
+
+    def unpack(
+        self,
+        answer: Mapping[str, Any],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        is_partial: bool = False,
+        freed: Callable[[int], None] = lambda num_tokens: None,
+    ) -> tuple[list[Sample], str]:
+        """Validated completions of an answer up to the first that cannot be right, and what is wrong with that.
+
+        Args:
+            answer: of `take` or `partial_completions`; finished samples count as received from now on.
+            vocab_size: of the policy.
+            max_model_len: tokens of prompt and completion.
+            is_partial: they are not finished.
+            freed: called with the tokens that each finished sample takes off the replica's load.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such answer.
+        """
+        tensors = {name: torch.from_numpy(value.copy()) for name, value in answer["tensors"].items()}
+        unpacked = unpack_completions(answer["completions"], tensors)
+        found = list[Sample]()
+        for number, completion in list(zip(answer["assignments"], unpacked, strict=True)):
+            one = self.held.get(completion.request_id)
+            if one is None or one.number != number:
+                continue  # late: aborted, or another replica's now
+            try:
+                problem = one.fault(
+                    completion,
+                    newest=self.sent,
+                    vocab_size=vocab_size,
+                    max_model_len=max_model_len,
+                    is_partial=is_partial,
+                )
+            except (TypeError, ValueError, AttributeError) as error:
+                problem = f"cannot be read: {error}"
+            position = completion.sample_index
+            if problem:
+                which = f"request {completion.request_id}, sample {position}"
+                return found, f"returned a wrong completion: {which} {problem}"
+            if position in one.unwanted or (is_partial and position in one.received):
+                continue
+            if not is_partial:
+                freed(self._receive(one, position))
+            found.append(Sample(one, position, replace(completion, sample_index=one.samples[position])))
+        return found, ""
+
+    def _receive(self, one: Assignment, position: int) -> int:
+        before = one.num_tokens
+        one.received.add(position)
+        if one.num_missing:
+            return before - one.num_tokens
+        del self.held[one.request.id]
+        return before
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a replica that has not answered."""
+
+    replica: ReplicaEntry
+    start: int  # of the replica, by number: answers to calls of earlier ones are ignored
+    handle: Callable[[ReplicaEntry, Any], None]
