@@ -154,7 +154,7 @@ class RayCluster:
         """
         self.check()
         if self.address is None and "RAY_ADDRESS" not in os.environ:
-            security.bind_to_loopback()
+            security.ask_for_token()
         num_ranks = self.trainer_ranks if self.places_ranks else 0
         num_cpus = num_ranks * self.rank_resources(has_gpus=False).get("CPU", 0.0)
         num_cpus += self.engines.most * self.engines.num_cpus if self.has_replicas else 0.0
