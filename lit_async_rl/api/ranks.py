@@ -10,7 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lit_async_rl.callbacks import ReplicaScaling
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.training.checkpoint_io import check_checkpoint
@@ -66,7 +68,12 @@ def uses_gpus(accelerator: Any) -> bool:
     return accelerator in (None, "auto", "gpu", "cuda") or (accelerator != "cpu" and not isinstance(accelerator, str))
 
 
-def set_engine(cluster: RayCluster | None, data: Any) -> None:
-    """Has the data module sample with the cluster's replicas of its engine."""
-    if cluster is not None and cluster.has_replicas:
-        data.replace_engine(cluster.replicate(data.engine))
+def set_engines(cluster: RayCluster | None, trainer: pl.Trainer, data: RolloutDataModule) -> None:
+    """Has the data module sample with the cluster's replicas of its engine, whose number a callback may change."""
+    if cluster is None or not cluster.has_replicas:
+        return
+    data.replace_engine(cluster.replicate(data.engine))
+    engines = cluster.engines
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if engines.least < engines.most and not any(isinstance(one, ReplicaScaling) for one in callbacks):
+        callbacks.insert(0, ReplicaScaling(min_replicas=engines.least, max_replicas=engines.most))

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engine, uses_gpus
+from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engines, uses_gpus
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
@@ -174,11 +174,11 @@ def _fit_here(given: Given, place: Place | None = None) -> Trainer:
     trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, **placed_settings(place, trainer_settings))
     trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
     if place is not None:
-        trainer.callbacks.append(TellFolder(place))  # type: ignore[attr-defined]
+        trainer.callbacks.insert(0, TellFolder(place))  # type: ignore[attr-defined]
     gather_loggers(trainer, ckpt_path)
     _label_wandb_runs(trainer, sections)
     data = RolloutDataModule(prompts=given.prompts, reward=given.reward, **given.of(DATA_SETTINGS))
-    set_engine(given.cluster, data)
+    set_engines(given.cluster, trainer, data)
     module = given.make_module()
     limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
     with CtrlC():

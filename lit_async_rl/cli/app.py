@@ -32,7 +32,7 @@ from rich.table import Table
 
 import lit_async_rl
 from lit_async_rl.api import run as api
-from lit_async_rl.api.ranks import TellFolder, placed_flags, set_engine, uses_gpus
+from lit_async_rl.api.ranks import TellFolder, placed_flags, set_engines, uses_gpus
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
@@ -167,7 +167,7 @@ class AsyncRLCLI(LightningCLI):
         """Makes all objects, unless the ranks do that elsewhere; the cluster's engines take the engine's place."""
         if not self.places_ranks:
             super().instantiate_classes()
-            set_engine(self.cluster, self.datamodule)
+            set_engines(self.cluster, self.trainer, self.datamodule)
 
     def engines_connected(self) -> AbstractContextManager[Any]:
         """Context in which the engines of `cluster:` can be set up; the ranks of Ray are connected already."""
@@ -198,7 +198,7 @@ class AsyncRLCLI(LightningCLI):
         if self._extra:  # the command does not train
             trainer.loggers = []
         if self._place is not None:
-            trainer.callbacks.append(TellFolder(self._place))  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, TellFolder(self._place))  # type: ignore[attr-defined]
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
         name_tracked_runs(trainer, given, self.config["seed_everything"])
         self._label_wandb_runs(trainer, given)

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import inspect
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
-from lit_async_rl.ray import runtime, security
+from lit_async_rl.ray import runtime
 from lit_async_rl.utils.checks import check_range
 
 DEFAULT_CPUS = 0.5  # of a rank and of a replica: two of each fit on a machine with two cores
@@ -27,7 +26,7 @@ class EngineReplicas:
 
     Args:
         replicas: number of engines, each an actor of Ray; 1 leaves the engine in the leading rank.
-        min: fewest of them; None is `replicas`.
+        min: fewest of them; None is `replicas`. Where it is less than `max`, `ReplicaScaling` is among the callbacks.
         max: most of them; None is `replicas`.
         resources: of one replica, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
 
@@ -153,14 +152,11 @@ class RayCluster:
             SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
         """
         self.check()
-        if self.address is None and "RAY_ADDRESS" not in os.environ:
-            security.bind_to_loopback()
         num_ranks = self.trainer_ranks if self.places_ranks else 0
         num_cpus = num_ranks * self.rank_resources(has_gpus=False).get("CPU", 0.0)
         num_cpus += self.engines.most * self.engines.num_cpus if self.has_replicas else 0.0
         ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
         try:
-            security.check_access(ray)
             yield ray
         finally:
             runtime.release(self)

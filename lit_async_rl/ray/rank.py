@@ -52,7 +52,7 @@ def main() -> None:
 
     from lit_async_rl.ray.runtime import connect
 
-    connect(os.environ[ADDRESS], what="a trainer rank")
+    connect(os.environ[ADDRESS], what="a trainer rank", asks_nodes=False)
     (job,) = _coordinator("job")
     call = ray.get(job, timeout=ANSWER_S)
     sys.argv[0] = sys.argv.pop(1)  # of the command: messages name it

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lit_async_rl.errors import SetupError
+from lit_async_rl.ray.security import ask_for_token, check_access
 from lit_async_rl.utils.waiting import announced
 
 NAMESPACE = "lit_async_rl"
@@ -57,7 +58,12 @@ def import_ray(what: str) -> Any:
 
 
 def connect(
-    address: str | None = None, num_cpus: float | None = None, what: str = "RayEngine", user: object = None
+    address: str | None = None,
+    num_cpus: float | None = None,
+    what: str = "RayEngine",
+    *,
+    user: object = None,
+    asks_nodes: bool = True,
 ) -> Any:
     """Connects to Ray unless this process is connected already, and returns the module `ray`.
 
@@ -69,14 +75,23 @@ def connect(
         num_cpus: CPUs that a local Ray gives away, at least those of the machine; they are counted, not reserved.
         what: connects, for messages.
         user: keeps the connection until `release(user)`.
+        asks_nodes: whether the nodes of a running cluster are asked for their authentication, if others reach them.
 
     Raises:
-        SetupError: Ray is not installed, or cannot be reached or started.
+        SetupError: Ray is not installed, cannot be reached or started, or asks for no token where others reach it.
     """
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        ask_for_token()
     ray = import_ray(what)
     with _connection.lock:
         if not ray.is_initialized():
             _start(ray, address or os.environ.get("RAY_ADDRESS"), num_cpus)
+            if asks_nodes and not _connection.is_ours:
+                try:
+                    check_access(ray)
+                except SetupError:
+                    ray.shutdown()
+                    raise
         if user is not None:
             _connection.users.add(user)
     return ray

@@ -14,7 +14,7 @@ from lit_async_rl.errors import SetupError
 
 ANSWER_S = 60.0
 AUTH_MODE = "RAY_AUTH_MODE"
-ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; without clusters it binds to loopback alone
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; with 0 its processes bind to loopback, on any system
 
 
 def is_loopback(address: str) -> bool:
@@ -26,18 +26,10 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def bind_to_loopback() -> None:
-    """Lets the Ray that this process starts bind its ports to loopback, and ask for a token; call it before `ray.init`.
-
-    Given 127.0.0.1 as its address, Ray resolves it to one that other machines reach, and listens on all interfaces. The
-    variable is its switch for machines whose firewalls ask; processes that Ray starts inherit it.
-    """
-    os.environ[ALL_INTERFACES] = "0"
-    if "ray" not in sys.modules:  # else it has read this already; without it Ray decides the same, with a warning
+def ask_for_token() -> None:
+    """Has a Ray that this process starts ask for a token. Ray does so by itself, with a warning each time."""
+    if "ray" not in sys.modules:  # else it has read the variable already
         os.environ.setdefault(AUTH_MODE, "token")
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = False  # where ray was imported before
 
 
 def check_access(ray: Any) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lit_async_rl.ray.coordinator import Ended, Said, Stream
-from lit_async_rl.ray.security import auth_mode, is_loopback, refusal
+from lit_async_rl.ray.security import CLUSTERS, auth_mode, is_loopback, refusal
 
 PAUSE_S = 0.2
 ANSWER_S = 60.0  # the coordinator's time for an answer; without it the rank ends
@@ -78,6 +78,7 @@ def supervise(settings: Mapping[str, Any]) -> None:
         coordinator=coordinator,
         node=f"node {ip}",
         variables=dict(settings["variables"])
+        | ({CLUSTERS: "0"} if is_loopback(ip) else {})  # or the rank would look for its node at another address
         | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from lit_async_rl.ray import runtime
+from lit_async_rl.ray.security import CLUSTERS
 
 HEALTH = dict(initial_delay_ms=1000, period_ms=500, timeout_ms=500, failure_threshold=10)
 
@@ -15,9 +16,12 @@ def ray_cluster() -> Iterator[object]:
     """A cluster of one node, which this process is connected to."""
     pytest.importorskip("ray")
     runtime.import_ray("the tests")
+    from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
+    os.environ[CLUSTERS] = "0"  # all nodes on loopback
+    ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["PYTHONPATH"] = runtime.search_path()
     os.environ |= {f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()}
     head = dict(num_cpus=16, object_store_memory=200 << 20, include_dashboard=False)

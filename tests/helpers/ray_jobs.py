@@ -1,0 +1,55 @@
+"""What trainer ranks on Ray do in tests, in place of training. Each is called in a process of its own."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def speak(place):
+    print("hello from all", flush=True)
+    print(f"number {RANK} of {os.environ['WORLD_SIZE']}", flush=True)
+    print("a line without an end", end="", file=sys.stderr, flush=True)
+    if RANK == 0:
+        place.give({"local": place.num_local, "nodes": place.num_nodes})
+
+
+def fail(place):
+    """A mistake of its own on one rank, which the other notices."""
+    from lit_async_rl.errors import RankError
+
+    if RANK == 1:
+        raise ValueError("data.max_staleness must be >= 0, got -1")
+    time.sleep(0.3)
+    raise RankError("rank 1 failed")
+
+
+def die(place):
+    print("about to die", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(folder, place):
+    Path(folder, f"pid_{RANK}").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def save_when_told(folder, place):
+    """Ends when it is told to; started again, it finds what it has saved."""
+    saved = Path(folder, "last.ckpt")
+    if place.resume_from is not None:
+        place.give(place.resume_from)
+        return
+    place.tell_folder(folder)
+
+    def save(*_):
+        saved.write_text("")
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    Path(folder, "ready").write_text(os.environ["MASTER_ADDR"])
+    time.sleep(600)
+    raise AssertionError("nobody told it")

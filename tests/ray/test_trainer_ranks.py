@@ -1,0 +1,219 @@
+"""Trainer ranks that Ray places: the quick start, signals, kills, and what is left when the command is killed."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import ray_jobs
+from processes import is_running, wait_for_the_end_of
+
+import lit_async_rl as rl
+from lit_async_rl.cli.app import main
+from lit_async_rl.errors import RankError, SetupError
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+SMALL = [
+    *("--config", "configs/quickstart.yaml", "--model.model", "lit_async_rl/assets/small_sort_policy"),
+    *("--model.scheduler", "null", "--model.learning_rate", "1e-4", "--data.groups_per_step", "2"),
+    *("--data.group_size", "2", "--data.validation.prompts.init_args.size", "4"),
+    *("--data.reward", "hostile_rewards.sleeps_30_ms", "--trainer.val_check_interval", "1000"),
+    *("--defaults.checkpoint.init_args.every_n_train_steps", "3", "--trainer.accelerator", "cpu"),
+    *("--cluster", "RayCluster", "--cluster.trainer_ranks", "2"),
+]
+DDP = ["--config", "configs/strategies/ddp.yaml"]
+FSDP2 = ["--config", "configs/strategies/fsdp2.yaml", "--trainer.strategy.init_args.data_parallel_size", "2"]
+
+
+def launch(cluster, job, uses_gpus=False):
+    from lit_async_rl.ray.launcher import launch
+
+    return launch(cluster, job, uses_gpus=uses_gpus)
+
+
+@pytest.fixture
+def address(ray_cluster, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return ray_cluster.address
+
+
+class When:
+    """Does something in a thread once a condition holds, and says whether it did."""
+
+    def __init__(self, condition, action):
+        self.is_done = False
+        self._condition = condition
+        self._action = action
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        ends_at = time.monotonic() + LIMIT_S
+        while not (found := self._condition()):
+            if time.monotonic() > ends_at:
+                return
+            time.sleep(0.05)
+        self._action(found)
+        self.is_done = True
+
+
+def rank_processes(rank=None):
+    """Processes of ranks by number."""
+    found = {}
+    for process in psutil.Process().children(recursive=True) + _of_ray():
+        try:
+            if any("lit_async_rl.ray.rank" in word for word in process.cmdline()):
+                found[int(process.environ()["RANK"])] = process.pid
+        except (psutil.Error, KeyError):
+            continue
+    return found if rank is None else found.get(rank)
+
+
+def _of_ray():
+    return [process for process in psutil.process_iter() if process.username() == psutil.Process().username()]
+
+
+def folder_of(tmp_path):
+    (folder,) = tmp_path.glob("runs/quickstart/version_*")
+    return folder
+
+
+def steps_of(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row.get("loss")]
+
+
+def test_the_quick_start_under_ddp_survives_a_killed_rank_and_goes_on_under_fsdp2(address, tmp_path, capfd):
+    """SIGKILL of a rank, then SIGTERM of the command, then a resume: every step is there once."""
+    own = ["--cluster.address", address, "--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
+    killed = When(
+        lambda: list(tmp_path.glob("runs/**/last.ckpt")), lambda _: os.kill(rank_processes(1), signal.SIGKILL)
+    )
+
+    def has_gone_on():
+        return killed.is_done and any(len(steps_of(one)) >= 20 for one in tmp_path.glob("runs/quickstart/version_0"))
+
+    stopped = When(has_gone_on, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    main([*SMALL, *DDP, *own, "--trainer.max_steps", "100000"])
+    said = capfd.readouterr()
+    assert (killed.is_done, stopped.is_done) == (True, True)
+    assert said.out.count("resume with: ") == 1
+    assert said.out.count("run summary") == 1
+    folder = folder_of(tmp_path)
+    steps = steps_of(folder)
+    assert steps == list(range(len(steps)))
+    assert not rank_processes()
+
+    last = len(steps) + 2
+    checkpoint = str(folder / "checkpoints" / "last.ckpt")
+    main([*SMALL, *FSDP2, *own, "--trainer.max_steps", str(last), "--ckpt_path", checkpoint])
+    assert "distributed_backend=gloo" in capfd.readouterr().err
+    assert steps_of(folder_of(tmp_path)) == list(range(last))
+
+
+def mean_length(prompt, completion):
+    return float(len(completion) % 2)
+
+
+def test_fit_returns_the_module_that_a_placed_rank_has_trained(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prompts = [{"prompt": "3142=", "answer": "1234"}, {"prompt": "21=", "answer": "12"}]
+    trainer = rl.fit(
+        rl.asset("small_sort_policy"),
+        prompts,
+        mean_length,
+        max_steps=2,
+        max_staleness=1,
+        groups_per_step=2,
+        group_size=4,
+        accelerator="cpu",
+        cluster=rl.RayCluster(address=address, trainer_resources={"CPU": 0.5}),
+    )
+    assert trainer.lightning_module.version == 2
+    assert "loss" in trainer.callback_metrics
+    assert (tmp_path / "runs/version_0/config.yaml").read_text().count("class_path: RayCluster") == 1
+
+
+# -- the launcher alone: what ranks do here needs no training ---------------------------------------------------------
+
+
+def test_ranks_are_told_their_places_and_each_line_is_shown_once(address, capfd):
+    outcome = launch(rl.RayCluster(address=address, trainer_ranks=2), ray_jobs.speak)
+    said = capfd.readouterr()
+    assert (outcome.status, outcome.result) == (0, {"local": 2, "nodes": 1})
+    assert said.out.splitlines() == ["hello from all", "number 0 of 2", "rank 1: number 1 of 2"]
+    assert "a line without an end" in said.err
+
+
+def test_a_mistake_ends_the_run_at_once(address, capfd):
+    outcome = launch(rl.RayCluster(address=address, trainer_ranks=2, max_failures=-1), ray_jobs.fail)
+    assert outcome.status == 1
+    assert "rank 1: ValueError: data.max_staleness must be >= 0, got -1" in capfd.readouterr().err
+
+
+def test_a_rank_that_always_dies_is_named_with_its_last_lines(address, capfd):
+    with pytest.raises(RankError) as caught:
+        launch(rl.RayCluster(address=address, trainer_resources={"CPU": 0.5}, max_failures=1), ray_jobs.die)
+    assert str(caught.value).startswith("rank 0 (node ")
+    assert "was killed by SIGKILL; its last lines:\nabout to die\n" in str(caught.value)
+    assert "cluster.max_failures=1" in str(caught.value)
+    assert capfd.readouterr().err.count("about to die") == 2
+
+
+def test_a_run_that_does_not_fit_is_refused_at_once(address):
+    with pytest.raises(SetupError, match=r"cluster.trainer_ranks=3 with 6 CPU each need 18, and the cluster has 16"):
+        launch(rl.RayCluster(address=address, trainer_ranks=3, trainer_resources={"CPU": 6}), ray_jobs.speak)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "ctrl_c_twice"])
+def test_nothing_is_left_of_a_command_that_ends_at_once(number, address, tmp_path):
+    code = "import sys, ray_jobs; from functools import partial; import lit_async_rl as rl; "
+    code += (
+        "from lit_async_rl.ray.launcher import launch; cluster = rl.RayCluster(address=sys.argv[1], trainer_ranks=2); "
+    )
+    code += "sys.exit(launch(cluster, partial(ray_jobs.sleep, sys.argv[2]), uses_gpus=False).status)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = subprocess.Popen([sys.executable, "-c", code, address, str(tmp_path)], env=environment)
+    files = [tmp_path / "pid_0", tmp_path / "pid_1"]
+    ends_at = time.monotonic() + LIMIT_S
+    while not all(file.exists() and file.read_text() for file in files):
+        assert command.poll() is None
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in files]
+    assert all(map(is_running, pids))
+    for _ in range(1 if number == signal.SIGKILL else 2):
+        command.send_signal(number)
+        time.sleep(0.5)
+    assert command.wait(LIMIT_S) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    wait_for_the_end_of(*pids)
+
+
+def test_a_node_that_is_taken_away_is_left_with_a_checkpoint(ray_cluster, address, tmp_path):
+    """Ray's notice: the rank saves, ends, and starts again where there is room, from what it saved."""
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 << 20)]
+
+    def drain(ready):
+        nodes.append(ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 << 20))
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + 600) * 1000)
+        GcsClient(address=ray_cluster.address).drain_node(nodes[0].node_id, reason, "spot", deadline_ms)
+
+    When(lambda: (tmp_path / "ready").exists(), drain)
+    cluster = rl.RayCluster(address=address, trainer_resources={"CPU": 0.5, "spot": 1}, max_failures=1)
+    outcome = launch(cluster, partial(ray_jobs.save_when_told, str(tmp_path)))
+    assert (outcome.status, outcome.result) == (0, str(tmp_path / "last.ckpt"))
+    for node in nodes:
+        ray_cluster.remove_node(node)
