@@ -67,8 +67,8 @@ def until_a_line(command: list[str], begin: str) -> float:
 def start(command: list[str], output: int) -> subprocess.Popen[str]:
     """Starts a command in the repository, with one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    streams = dict(stdout=output, stderr=subprocess.STDOUT if output == subprocess.PIPE else output, text=True)
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+    errors = subprocess.STDOUT if output == subprocess.PIPE else output
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors, text=True)
 
 
 def one_round(folder: str) -> dict[str, float]:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lit_async_rl.utils.checks import check_range
+
 if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` does not need
     from lit_async_rl.types import Prompt
 
@@ -54,8 +56,7 @@ class BatchedReward:
     """
 
     def __init__(self, reward: Callable[..., Any], max_batch_size: int = MAX_BATCH_SIZE) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"BatchedReward.max_batch_size must be >= 1, got {max_batch_size}")
+        check_range("BatchedReward", "integer >= 1", max_batch_size=max_batch_size)
         self.reward = reward
         self.max_batch_size = max_batch_size
         self._batch_lock = threading.Lock()  # held while a batch is scored; the calls waiting for it form the next one

@@ -127,10 +127,10 @@ def test_a_conversation_keeps_rewards_and_states_of_its_turns():
         talk.add_turn(Completion(request_id=0, sample_index=0, finish_reason="stop", **fields))
 
     says(5, 6)
-    talk.add_answer(Observation(text="seen", reward=0.25))
+    talk.set_result(Observation(text="seen", reward=0.25))
     talk.add_observation((7, 7, 7))
     says(8)
-    talk.add_answer(Observation(text="other", reward=1.0, state="seen"))
+    talk.set_result(Observation(text="other", reward=1.0, state="seen"))
     says(9)
     completion = talk.completion("length")
     assert [(turn.end, turn.reward) for turn in completion.turns] == [(2, 0.25), (6, 1.0), (7, 0.0)]

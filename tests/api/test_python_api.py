@@ -24,7 +24,7 @@ ROWS = [{"prompt": f"{d}=", "answer": "".join(sorted(d)), "level": "easy"} for d
 SMALL = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=6))
 CPU = dict(accelerator="cpu", devices=1, enable_progress_bar=False)
 CLASSES = "WeightSync RolloutMonitor StalenessMonitor ImportanceMonitor ThroughputMonitor GradientMonitor SampleLogger"
-CLASSES += " EngineCheck Progress BottleneckVerdict RunSummary SkipNonFinite LinkedCheckpoint SaveOnFailure"
+CLASSES += " EngineCheck LiveView BottleneckVerdict RunSummary SkipNonFinite LinkedCheckpoint SaveOnFailure"
 CLASSES += " SaveOnSigterm"
 
 
@@ -127,7 +127,7 @@ def test_own_callbacks_of_the_same_class_take_the_place_of_defaults():
     trainer = rl.Trainer(accelerator="cpu", callbacks=own, max_steps=1)
     for callback in own[:2]:
         assert [c for c in trainer.callbacks if type(c) is type(callback)] == [callback]
-    assert "Progress" not in kinds(trainer)
+    assert "LiveView" not in kinds(trainer)
 
 
 def test_a_default_is_switched_off_or_changed_by_name():

@@ -19,6 +19,8 @@ MODEL = asset("sort_policy")
 PROMPTS = rl.SortDigits(4, size=8)
 NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made without
     "AnnealBeta": dict(final=0.1, steps=3),
+    "BatchedReward": dict(reward=lambda prompts, completions: [0.0]),
+    "TRLReward": dict(reward=lambda completions, **columns: [0.0]),
     "EpisodeEngine": dict(engine=rl.EmbeddedEngine(), environment=rl.Calculator()),
     "Evaluation": dict(datasets={"held_out": PROMPTS}),
     "GymnasiumEnvironment": dict(make=lambda prompt: None),
@@ -35,7 +37,13 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
 }
 VALUES = {"Completion", "GenerationRequest", "PromptBatch", "Rollout", "RolloutBatch", "RolloutGroup", "Turn"}
-FILES = {"HuggingFacePrompts", "JsonlPrompts", "ParquetPrompts", "RecordPrompts"}  # `InMemoryPrompts` stands for them
+FILES = {
+    "CsvPrompts",
+    "HuggingFacePrompts",
+    "JsonlPrompts",
+    "ParquetPrompts",
+    "RecordPrompts",
+}  # `InMemoryPrompts` stands for them
 LIGHTNING = {"CSVLog", "FSDPStrategy", "LinkedCheckpoint", "ModelParallelStrategy"}  # arguments of its own classes
 
 

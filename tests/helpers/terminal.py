@@ -47,8 +47,9 @@ class Terminals:
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", "OMP_NUM_THREADS": "1"}
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._process = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def type(self, words: Sequence[str], columns: int, folder: Path, code: str | None = None) -> Seen:
         """Runs `python scripts/train.py WORDS`, or code."""
@@ -66,7 +67,7 @@ class Terminals:
 
 def type_command(argv: Sequence[str], columns: int, folder: Path, limit_s: float = 240.0) -> Seen:
     """Runs a program."""
-    status, parts = _in_terminal(columns, str(folder), limit_s, lambda: os.execvpe(argv[0], list(argv), os.environ))
+    status, parts = _in_terminal(columns, str(folder), limit_s, run=lambda: os.execvpe(argv[0], list(argv), os.environ))
     return emulated(parts, columns, status)
 
 
@@ -142,7 +143,7 @@ def _serve() -> None:
             sys.stdout.flush()
             os._exit(status)
 
-        status, parts = _in_terminal(asked["columns"], asked["folder"], 200.0, run)
+        status, parts = _in_terminal(asked["columns"], asked["folder"], 200.0, run=run)
         print(json.dumps([status, [base64.b64encode(part).decode() for part in parts]]), flush=True)
 
 
