@@ -209,8 +209,8 @@ class DecodeLoop(RolloutEngine):
         self._newest = NewestUpdate()
         self._report: WeightReport | None = None
         self._error: BaseException | None = None  # of `poll`, which then uses no update any more
-        # `load_weights` waits for it; not set while `MAX_PENDING_UPDATES` are queued. The loop sets it under the lock when
-        # it uses one of them, and for good when it breaks.
+        # `load_weights` waits for it; not set while `MAX_PENDING_UPDATES` are queued. The loop sets it under the lock
+        # when it uses one of them, and for good when it breaks.
         self._has_room = threading.Event()
         self._has_room.set()
         limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
