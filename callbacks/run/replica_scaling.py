@@ -1,4 +1,4 @@
-"""Moves the number of replicas on Ray by what limits the run."""
+"""Adapts the number of replicas on Ray to the bottleneck of the run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lit_async_rl.scheduling.bottleneck import Intervals, Settings, diagnose
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-MARGIN = 0.15  # share of a step that fewer replicas must leave free; keeps a steady load at one number
+MIN_FREE_SHARE = 0.15  # of a step, with fewer replicas; prevents alternating numbers at a constant load
 
 
 def wanted_replicas(window: Intervals, replicas: int, low: int, high: int) -> int:
-    """The number of replicas with which generation would just keep up with training.
+    """The smallest number of replicas that can generate as fast as the trainer trains.
 
-    Generating took E = replicas * T_gen seconds of replicas in the window, training T_train. With n of them a step
-    takes max(T_train, E / n): n rises to E / T_train when the engine is the bottleneck, at most doubling, because E is
-    extrapolated; and it falls when the trainer is, to the fewest that leave `MARGIN` of T_train free.
+    In the window, generation took E = replicas * T_gen replica seconds, and training T_train. With n replicas the
+    window takes max(T_train, E / n). If the engine is the bottleneck, n rises to E / T_train, but at most doubles,
+    because E is extrapolated. If the trainer is, n falls to E / ((1 - `MIN_FREE_SHARE`) T_train).
 
     Args:
-        window: of the run, with the present number.
-        replicas: present number.
-        low: fewest.
-        high: most.
+        window: totals of a window with a constant number of replicas.
+        replicas: number of replicas in the window.
+        low: minimum number.
+        high: maximum number.
     """
     work_s = replicas * window.engine_busy_s
     side = diagnose(window, Settings()).side
@@ -38,26 +38,26 @@ def wanted_replicas(window: Intervals, replicas: int, low: int, high: int) -> in
     if side == "engine":
         wanted = min(2 * replicas, max(replicas + 1, math.ceil(work_s / max(1e-9, window.trainer_s))))
     elif side in ("trainer", "weight sync"):
-        wanted = min(replicas, max(1, math.ceil(work_s / max(1e-9, (1 - MARGIN) * window.trainer_s))))
+        wanted = min(replicas, max(1, math.ceil(work_s / max(1e-9, (1 - MIN_FREE_SHARE) * window.trainer_s))))
     return min(high, max(low, wanted))
 
 
 class ReplicaScaling(pl.Callback):
-    """Starts and ends replicas of a `RayEngine` while a run goes on, so that neither side waits for the other.
+    """Starts and ends replicas of a `RayEngine` during a run, so that engine and trainer do not wait for each other.
 
-    Each window of `every_n_steps` steps is judged as `BottleneckVerdict` does. When the engine is the bottleneck, so
-    many replicas are added as would remove the wait; when the trainer is, those that it does not need are ended as soon
-    as they have finished what they had. The staleness bound does not depend on their number.
+    The bottleneck of each window of `every_n_steps` steps is determined as in `BottleneckVerdict`. If it is the engine,
+    replicas are added until the trainer would no longer wait. If it is the trainer, superfluous replicas are ended
+    after their running requests. The staleness bound does not depend on the number of replicas.
 
     Logs `perf/replicas`.
 
     Args:
-        min_replicas: fewest.
-        max_replicas: most; Ray may have room for fewer, and those beyond wait.
-        every_n_steps: optimizer steps of a window.
+        min_replicas: minimum number of replicas.
+        max_replicas: maximum number of replicas; those for which Ray has no resources wait.
+        every_n_steps: optimizer steps per window.
 
     Raises:
-        ValueError: a setting is out of range, or the engine is no `RayEngine`.
+        ValueError: a setting is out of range, or the engine is not a `RayEngine`.
     """
 
     def __init__(self, min_replicas: int = 1, max_replicas: int = 8, every_n_steps: int = 20) -> None:
@@ -76,12 +76,12 @@ class ReplicaScaling(pl.Callback):
         self._step = trainer.global_step
 
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._began = None  # its time belongs to no window
+        self._began = None  # begins a new window: the time of validation must not count
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Judges a window that has ended."""
+        """Adapts the number of replicas at the end of a window."""
         data = rollout_data(trainer, "ReplicaScaling")
         stats = data.stats()
         if stats is None or trainer.global_step == self._step:  # another rank has the engine
@@ -96,7 +96,7 @@ class ReplicaScaling(pl.Callback):
             engine_busy_s=stats.engine_busy_s,
             scoring_s=stats.scoring_s,
         )
-        if self._began is None or engine.num_ready != engine.replicas:  # a window has one number of replicas
+        if self._began is None or engine.num_ready != engine.replicas:  # the number is constant within a window
             self._began = now
             self._step = trainer.global_step
         elif trainer.global_step - self._step >= self.every_n_steps:

@@ -143,18 +143,19 @@ class GlobalMeanStd(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class GDPO(AdvantageEstimator):
-    """Parts of a reward, each normalised within its group, then added and normalised over the step.
+    """Normalises each part of a reward within its group, adds the parts, and normalises the sum over the step.
 
     A_ik = (r_ik - mean_k) / (std_k + eps) over the rollouts i of a group, A_i = sum_k w_k A_ik, and then
-    (A_i - mean) / (std + eps) over all rollouts of the step. GDPO, arXiv:2601.05242, eq. 4 to 6. Combined before they
-    are normalised, rewards (1, 0) and (0, 1) of two parts would be the same.
+    (A_i - mean) / (std + eps) over all rollouts of the step. GDPO, arXiv:2601.05242, eq. 4 to 6. If parts were added
+    before normalisation, the rewards (1, 0) and (0, 1) of two parts could not be distinguished.
 
-    The parts are those of `CombinedReward`, as they are: its `weights`, `gates` and `combine` do not apply. A reward
-    without parts is one part. A rollout to which a part does not apply has 0 for it, and is left out of its mean. The
-    mean over the step is 0 but for rounding, so a group whose rewards are equal in each part gives exactly 0.
+    r_ik is the unweighted reward of a part of `CombinedReward`; its `weights`, `gates` and `combine` do not apply. A
+    reward without parts is one part. If part k does not apply to rollout i, A_ik is 0, and r_ik is omitted from mean_k
+    and std_k. A group with equal rewards in every part gives exactly 0, because the mean over the step is 0 up to
+    rounding.
 
     Args:
-        weights: weight of each part, by name, 1 for those that are not named; 0 leaves a part out.
+        weights: weight of each part by name; 1 by default, 0 excludes a part.
         eps: added to the standard deviations, which bounds advantages of nearly equal rewards.
 
     Raises:
@@ -172,7 +173,7 @@ class GDPO(AdvantageEstimator):
         """Advantage of each completion token, from the parts of the rewards.
 
         Raises:
-            ValueError: a weight is that of a part which no rollout of the step has.
+            ValueError: `weights` names a part that no rollout of the step has.
         """
         parts = [[r.reward_parts or {"reward": r.reward} for r in group.rollouts] for group in groups]
         known = {name for group in parts for row in group for name in row}
@@ -202,7 +203,7 @@ class GDPO(AdvantageEstimator):
     def _over_step(self, advantages: list[list[float]]) -> list[list[float]]:
         flat = list(chain.from_iterable(advantages))
         rest = iter(standardized(flat, self.eps))
-        # a rollout without signal keeps exactly 0: the mean differs from 0 by rounding alone
+        # a rollout without signal keeps exactly 0: the mean differs from 0 only by rounding
         return [[value if a else 0.0 for a, value in ((a, next(rest)) for a in group)] for group in advantages]
 
 

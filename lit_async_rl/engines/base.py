@@ -1,7 +1,7 @@
-"""Interface of rollout engines: requests in, completions out, each token tagged with the weights' version.
+"""Interface of rollout engines: requests in, completions out, each token with the version of its weights.
 
 The producer's thread calls `submit` and `poll`; the trainer's thread calls `setup`, `load_weights` and `close`. An
-engine with a thread of its own (vLLM) generates continuously; the embedded one generates inside `poll`.
+engine with its own thread (vLLM) generates continuously; the embedded one generates inside `poll`.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ WeightReport = Callable[[int, Iterable[tuple[str, Tensor]]], None]  # called wit
 
 
 class RolloutEngine(ABC):
-    """Samples completions from the newest weights it was given.
+    """Samples completions from the newest weights that were loaded.
 
     Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
 
     Attributes:
-        in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
-        scores: whether completions come with their rewards.
+        in_flight_weight_updates: True if running requests continue with new weights; False if they finish first.
+        scores: whether completions have rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
-        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
-        records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
-        records_entropy: whether the entropy of these distributions is known, too.
-        records_experts: whether completions come with the experts of each token (`sampling.experts`).
-        records_spans: whether it records in a timeline when it generates, in a lane of `lit_async_rl.utils.spans` that
-            it asks for in `setup`; else a timeline shows what `busy_s` gains in each `poll`.
-        startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that were loaded before.
+        records_heads: whether completions have the distributions they were sampled from (`sampling.head`).
+        records_entropy: whether these distributions have their entropy.
+        records_experts: whether completions have the experts of each token (`sampling.experts`).
+        records_spans: whether the engine adds spans to the timeline, in a lane of `lit_async_rl.utils.spans` that it
+            gets in `setup`; otherwise the timeline shows the increase of `busy_s` in each `poll`.
+        startup_timeout_s: timeout of `setup` in seconds, including downloads; then the engine counts as hanging.
         num_slots: samples decoded together, also by validation.
-        update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
-        has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
-        dtype: of weights and computation; says how exact log-probabilities are.
-        uses_probe: whether `probe` is to be set before each `load_weights`.
+        update_timeout_s: timeout of any other call in seconds, if longer than `data.limits.rollout_timeout_s`.
+        has_model: False for engines without a model; their log-probabilities are meaningless.
+        dtype: precision of weights and computation; determines the expected error of log-probabilities.
+        uses_probe: whether the trainer must set `probe` before each `load_weights`.
         sleep_level: 0 if `sleep` does nothing.
-        needs_weights: whether the weights are gone, so that `load_weights` must come before the next token.
-        probe: what the trainer computes with the weights that come next, for engines that check theirs.
-        is_used: whether a run has set it up; another run then takes a fresh one.
-        special_tokens: in the texts that environments get, see `data.scoring.special_tokens`.
-        self_check: whether decoding is compared with plain forward passes; None leaves it to the model's setting.
+        needs_weights: whether the weights were freed, so that `load_weights` must come before the next token.
+        probe: log-probabilities computed by the trainer with the next weights, for engines that check their own.
+        is_used: whether a run has set the engine up; another run then makes a fresh one.
+        special_tokens: form of special tokens in texts for environments, see `data.scoring.special_tokens`.
+        self_check: whether decoding is compared with plain forward passes; None means as in the model's setting.
     """
 
     in_flight_weight_updates: bool
@@ -85,7 +85,7 @@ class RolloutEngine(ABC):
         """A new engine with the same arguments, not set up; replaces one that hangs or failed.
 
         Args:
-            out_of_memory: this one ran out of memory; the new one should need less, if it can.
+            out_of_memory: whether this engine ran out of memory; the new one should use less, if possible.
         """
 
         def renewed(argument: Any) -> Any:
@@ -98,15 +98,15 @@ class RolloutEngine(ABC):
         return engine
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
-        """Wraps another engine the way this one extends plain generation; used by validation."""
+        """Extends another engine in the same way as this one extends plain generation; used by validation."""
         return engine
 
     def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:  # noqa: B027
-        """Refuses parameters that the engine cannot sample with as they are; called before `setup`.
+        """Refuses unsupported sampling parameters; called before `setup`.
 
         Args:
             setting: path of the parameters in messages, such as `data.sampling`.
-            sampling: the parameters.
+            sampling: sampling parameters.
             num_samples: samples of one request.
 
         Raises:
@@ -119,7 +119,7 @@ class RolloutEngine(ABC):
 
     @property
     def scoring_identity(self) -> str | None:
-        """Digest of the settings that the engine's rewards depend on, for resumes; None where it is not known."""
+        """Digest of the settings that affect the engine's rewards, for resumes; None if unknown."""
         return None
 
     @property
@@ -142,8 +142,8 @@ class RolloutEngine(ABC):
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads `weights` (Hugging Face names, full tensors) to sample from, tagged `version`.
 
-        Consumes the iterable before it returns. With in-flight updates running requests go on under the new weights;
-        otherwise they finish under the old ones first, and requests submitted later wait for that.
+        Consumes the iterable before it returns. With in-flight updates, running requests continue with the new weights;
+        otherwise they finish with the old ones, and requests submitted later wait for them.
         """
 
     @abstractmethod
@@ -158,27 +158,27 @@ class RolloutEngine(ABC):
         return []
 
     def take_given_up(self) -> list[int]:
-        """Requests given up since the last call: nothing more comes for them, and their prompts are to be left out.
+        """Requests given up since the last call: they have no further completions, and their prompts are left out.
 
-        Only engines with an environment give up, which failed in all of its tries. The producer's thread asks after
-        each `poll`.
+        A request is given up if its environment failed in all tries. The producer's thread calls this after each
+        `poll`.
         """
         return []
 
     def outside_work(self) -> Work | None:
-        """Calls of something else that tokens wait for, such as an environment; None if the engine alone works."""
+        """Running calls outside of the engine that delay tokens, such as calls of an environment; None without any."""
         return None
 
     def end(self) -> None:  # noqa: B027
-        """Closes what restarts and validations share, such as an environment.
+        """Closes resources shared by restarted engines and validations, such as an environment.
 
         Called at the end of a run, after `close`. Safe to call twice.
         """
 
     def watch_weights(self, report: WeightReport) -> bool:
-        """Has `report(version, weights)` called after each update, before the next token, with what was updated.
+        """Registers `report(version, weights)`, to be called after each update and before the next token.
 
-        The weights are those that tokens are sampled from now, read back from where the engine keeps them.
+        The weights are the updated ones, read back from the memory from which the engine samples.
 
         Returns:
             False if the engine cannot read them back; `report` is then never called.
@@ -186,10 +186,10 @@ class RolloutEngine(ABC):
         return False
 
     def sleep(self) -> None:  # noqa: B027  (most have nothing to free)
-        """Frees memory of the accelerator until the next `load_weights`, if it is set to, and nothing is running.
+        """Frees memory of the accelerator until the next `load_weights`, if `sleep_level` is set and no request runs.
 
-        Called by the trainer's thread when sampling waits for training. A request submitted meanwhile wakes the engine
-        up, or waits for the next weights.
+        The trainer's thread calls this when sampling waits for training. A request submitted in the meantime wakes the
+        engine up, or waits for the next weights.
         """
 
     def random_state(self) -> Tensor | None:
@@ -223,7 +223,7 @@ class RolloutEngine(ABC):
 # -- Base class of engines around another engine ----------------------------------------------------------------------
 
 
-ABILITIES = (
+FORWARDED_ATTRIBUTES = (
     "records_heads",
     "records_entropy",
     "records_experts",
@@ -240,19 +240,19 @@ ABILITIES = (
 
 
 class EngineWrapper(RolloutEngine):
-    """Has the settings and abilities of the engine that it wraps, and hands on whatever a subclass does not change.
+    """Forwards attributes and calls to an inner engine, except those that a subclass overrides.
 
-    Requests, partial completions and the random state are the subclass's own.
+    Requests, partial completions and the random state are not forwarded: subclasses implement them.
 
     Args:
-        engine: the inner one, not set up.
+        engine: inner engine, before `setup`.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         kinds = type(self).__mro__
-        for name in ABILITIES:
-            # what a subclass states about itself stands, such as `records_heads = False`
+        for name in FORWARDED_ATTRIBUTES:
+            # not if a subclass defines the attribute, such as `records_heads = False`
             if not any(name in vars(kind) for kind in kinds[: kinds.index(EngineWrapper)]):
                 setattr(self, name, getattr(engine, name))
         self.dtype = engine.dtype
@@ -330,7 +330,7 @@ T = TypeVar("T")
 
 
 def set_up(part: T | None) -> T:
-    """The part of an engine that its `setup` makes.
+    """A member that `setup` creates, if it is not None.
 
     Raises:
         SetupError: `setup` was not called yet.
@@ -362,20 +362,21 @@ def check_request(request: GenerationRequest, max_model_len: int, vocab_size: in
         )
 
 
-# -- How far log-probabilities of engine and trainer may differ, by their precision -----------------------------------
+# -- Largest difference between log-probabilities of engine and trainer, by their precision ---------------------------
 
 
-BOUNDS = {"float32": 1e-4, "tf32": 2e-3, "float16": 0.03, "bfloat16": 0.1}  # nats, of the mean absolute difference
+# mean absolute difference in nats, by dtype
+LOGPROB_ERROR_BOUNDS = {"float32": 1e-4, "tf32": 2e-3, "float16": 0.03, "bfloat16": 0.1}
 PROBE_TOKENS = 48
 
 
 def default_bound(*dtypes: str) -> float:
-    """Largest mean absolute difference, in nats, that the coarsest of these dtypes explains.
+    """Largest mean absolute difference, in nats, to expect from rounding in the coarsest of these dtypes.
 
-    On CPUs float32 agrees to about 1e-5; accelerators may multiply it in TF32, to a few 1e-4; bfloat16 agrees to 2e-3
-    ... 4e-2. Unknown names count as the coarsest.
+    Measured: about 1e-5 for float32 on CPUs, a few 1e-4 for float32 multiplied in TF32 on accelerators, and 2e-3 to
+    4e-2 for bfloat16. Unknown names count as the coarsest dtype.
     """
-    return max(BOUNDS.get(dtype, max(BOUNDS.values())) for dtype in dtypes)
+    return max(LOGPROB_ERROR_BOUNDS.get(dtype, max(LOGPROB_ERROR_BOUNDS.values())) for dtype in dtypes)
 
 
 @dataclass(frozen=True)
@@ -383,10 +384,10 @@ class Probe:
     """Log-probabilities of a fixed token sequence under the trainer's weights of one version.
 
     Attributes:
-        version: of the weights.
-        token_ids: the sequence.
-        logprobs: of all its tokens but the first, at temperature 1.
-        dtype: the trainer computes in it.
+        version: version of the weights.
+        token_ids: T tokens.
+        logprobs: T - 1 log-probabilities, of all tokens but the first, at temperature 1.
+        dtype: precision in which the trainer computed them.
     """
 
     version: int

@@ -15,8 +15,8 @@ from lit_async_rl.types import OWN_CHOICE, Completion, ExpertChoices, Generation
 from lit_async_rl.utils.checks import MAX_REWARD
 from lit_async_rl.utils.waiting import Wait
 
-MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
-MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws what is less likely
+MAX_LOGPROB = 1e-4  # rounding in float32 may give a nearly certain token a log-probability slightly above 0
+MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws less likely tokens
 
 
 def find_fault(
@@ -32,13 +32,13 @@ def find_fault(
     """Describes the first fault of a completion; empty if it is valid.
 
     Args:
-        completion: of `request`, which its `request_id` and `sample_index` fit.
-        request: what was asked for.
-        versions: the oldest and the newest that a token may have; None is not checked.
-        vocab_size: token ids are smaller; None checks only that they are not negative.
-        max_model_len: tokens of prompt and completion, where there are several turns.
-        scores: whether the engine gives rewards.
-        is_partial: it is not finished, has no reward yet, and may be empty.
+        completion: completion with valid `request_id` and `sample_index`.
+        request: its request.
+        versions: oldest and newest valid version of a token; None is not checked.
+        vocab_size: number of valid token ids; None checks only that they are not negative.
+        max_model_len: maximum number of tokens of prompt and completion, for completions of several turns.
+        scores: whether the engine computes rewards.
+        is_partial: whether the completion is unfinished; it then has no reward yet, and may be empty.
     """
     return (
         _bad_sequences(completion)
@@ -60,7 +60,7 @@ def show(value: Any) -> str:
 
 
 def _bad_sequences(completion: Completion) -> str:
-    """Python's own types: numbers of other libraries would end in a checkpoint, or break far from here."""
+    """Requires Python's own types: other numbers would get into checkpoints, or cause errors far from here."""
     allowed: dict[str, set[type]] = {
         "token_ids": {int},
         "logprobs": {float, int},
@@ -98,7 +98,7 @@ def _bad_tokens(completion: Completion, vocab_size: int | None) -> str:
 
 
 def _bad_length(completion: Completion, request: GenerationRequest, max_model_len: int, is_partial: bool) -> str:
-    """`max_tokens` bounds one turn of the policy; the model's context bounds all turns together."""
+    """`max_tokens` limits one turn of the policy; the model's context limits all turns together."""
     num_tokens = len(completion.token_ids)
     limit = request.sampling.max_tokens
     mask = completion.loss_mask
@@ -111,12 +111,12 @@ def _bad_length(completion: Completion, request: GenerationRequest, max_model_le
     if problem := _bad_turns(completion.turns, num_tokens, is_partial):
         return problem
     mask = mask or (True,) * num_tokens
-    longest = max(_written_in_turns(mask, completion.turns), default=0)
+    longest = max(_num_policy_tokens(mask, completion.turns), default=0)
     return f"has {longest} token_ids in one turn, more than max_tokens={limit}" if longest > limit else ""
 
 
 def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
-    """Turns follow each other; the last one ends with the completion, unless that is not finished."""
+    """Turns must be contiguous, and the last one must end with the completion, unless that is partial."""
     if turns is None:
         return ""
     if type(turns) is not tuple or not all(isinstance(turn, Turn) for turn in turns):
@@ -133,8 +133,8 @@ def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
     return ""
 
 
-def _written_in_turns(mask: tuple[bool, ...], turns: tuple[Turn, ...] | None) -> list[int]:
-    """Number of tokens the policy wrote in each turn; without turns, in each contiguous stretch of the mask."""
+def _num_policy_tokens(mask: tuple[bool, ...], turns: tuple[Turn, ...] | None) -> list[int]:
+    """Number of the policy's tokens in each turn; without turns, in each contiguous stretch of the mask."""
     if turns is not None:
         ends = [turn.end for turn in turns] + [len(mask)]
         return [sum(mask[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -205,7 +205,7 @@ def _bad_reward(completion: Completion, scores: bool) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    """True for a number that is finite in float32, in which rewards are trained on."""
+    """True for a number that is finite in float32, the precision of rewards in training."""
     if not isinstance(value, Real):
         return False
     try:
@@ -219,25 +219,25 @@ def _is_finite(value: Any) -> bool:
 # completions validated earlier are kept.
 
 
-NUM_REMEMBERED = 16384  # requests that have ended: what comes of them is late, or a duplicate
+MAX_ENDED_REQUESTS = 16384  # remembered, to recognize late completions and duplicates
 
 
 @dataclass
-class _Asked:
+class _OpenRequest:
     request: GenerationRequest
-    oldest: int | None  # version that a token may have
-    received: set[int] = field(default_factory=set)  # samples: of a hundred thousand, most come later
+    oldest: int | None  # oldest valid version of a token
+    received: set[int] = field(default_factory=set)  # sample indices; a set, because a request may have very many
 
 
 @dataclass(frozen=True)
-class _Ended:
-    """The rest of a request that has ended: never its prompt and samples, which are thousands of tokens long."""
+class _EndedRequest:
+    """Record of an ended request, without its prompt and samples, which may have thousands of tokens."""
 
     num_samples: int
-    received: frozenset[int] | None  # None: all of them
+    received: frozenset[int] | None  # sample indices; None means all
 
     @classmethod
-    def of(cls, asked: _Asked) -> _Ended:
+    def of(cls, asked: _OpenRequest) -> _EndedRequest:
         num_samples = asked.request.num_samples
         return cls(num_samples, None if len(asked.received) == num_samples else frozenset(asked.received))
 
@@ -246,13 +246,13 @@ class RequestLedger:
     """Requests submitted to an engine and the samples received for them. Not thread-safe.
 
     Args:
-        engine: named in errors; says whether completions bring rewards, and how long an episode may be.
-        vocab_size: token ids are smaller; None checks only that they are not negative.
-        version: of the weights that the engine has; None checks no versions.
+        engine: engine, for its name in errors, `scores` and `max_model_len`.
+        vocab_size: number of valid token ids; None checks only that they are not negative.
+        version: version of the engine's weights; None checks no versions.
 
     Attributes:
-        loaded: newest version whose `load_weights` has returned: requests from now on get no older token.
-        newest: newest version that the engine was given, whether or not `load_weights` has returned.
+        loaded: version of the last `load_weights` that has returned: the oldest valid version for new requests.
+        newest: version of the last `load_weights`, even if it has not returned yet: the newest valid version.
     """
 
     def __init__(self, engine: RolloutEngine, vocab_size: int | None = None, version: int | None = None) -> None:
@@ -261,38 +261,38 @@ class RequestLedger:
         self.max_model_len = engine.max_model_len
         self.vocab_size = vocab_size
         self.loaded = self.newest = version
-        self._running: dict[int, _Asked] = {}
-        self._ended: OrderedDict[int, _Ended] = OrderedDict()
+        self._running: dict[int, _OpenRequest] = {}
+        self._ended: OrderedDict[int, _EndedRequest] = OrderedDict()
 
     def open(self, requests: Iterable[GenerationRequest]) -> None:
         """Registers submitted requests."""
         for request in requests:
             self._ended.pop(request.id, None)
-            self._running[request.id] = _Asked(request, self.loaded)
+            self._running[request.id] = _OpenRequest(request, self.loaded)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Unregisters requests; samples of them that still arrive are dropped."""
+        """Unregisters requests; samples of them that arrive later are dropped."""
         for request_id in request_ids:
             self._end(request_id)
 
     def _end(self, request_id: int) -> None:
         if (asked := self._running.pop(request_id, None)) is not None:
-            self._ended[request_id] = _Ended.of(asked)
-            while len(self._ended) > NUM_REMEMBERED:
+            self._ended[request_id] = _EndedRequest.of(asked)
+            while len(self._ended) > MAX_ENDED_REQUESTS:
                 self._ended.popitem(last=False)
 
     def receive(self, completion: Any) -> bool:
         """Validates a finished completion; False for a late one of an aborted request.
 
         Raises:
-            CompletionError: it cannot be right: unknown, there already, or a field is wrong.
+            CompletionError: the completion is unknown, a duplicate, or has an invalid field.
         """
         asked = self._find(completion)
         sample = completion.sample_index
         if asked.received is None or sample in asked.received:
             raise self._error(completion, "has come already: sample_index is a duplicate")
-        if isinstance(asked, _Ended):
-            self._ended[completion.request_id] = _Ended(asked.num_samples, asked.received | {sample})
+        if isinstance(asked, _EndedRequest):
+            self._ended[completion.request_id] = _EndedRequest(asked.num_samples, asked.received | {sample})
             return False
         self._check_fields(completion, asked, is_partial=False)
         asked.received.add(sample)
@@ -301,7 +301,7 @@ class RequestLedger:
         return True
 
     def num_missing(self, request_id: int) -> int:
-        """Samples of a registered request that have not come; 0 for any other."""
+        """Number of samples of a registered request that have not arrived; 0 for any other request."""
         asked = self._running.get(request_id)
         return 0 if asked is None else asked.request.num_samples - len(asked.received)
 
@@ -309,12 +309,12 @@ class RequestLedger:
         """Validates partial completions and returns those of registered requests.
 
         Raises:
-            CompletionError: one of them cannot be right.
+            CompletionError: a completion is invalid.
         """
         wanted = []
         for completion in self.listed(completions, "partial_completions"):
             asked = self._find(completion)
-            if isinstance(asked, _Ended):
+            if isinstance(asked, _EndedRequest):
                 continue
             self._check_fields(completion, asked, is_partial=True)
             if completion.sample_index not in asked.received:
@@ -325,13 +325,13 @@ class RequestLedger:
         """Checks that a call of the engine returned a list.
 
         Raises:
-            CompletionError: it is no list.
+            CompletionError: it returned something else.
         """
         if not isinstance(completions, list | tuple):
             raise CompletionError(f"{self.name}.{call} returned {show(completions)} instead of a list of completions")
         return completions
 
-    def _find(self, completion: Any) -> _Asked | _Ended:
+    def _find(self, completion: Any) -> _OpenRequest | _EndedRequest:
         if not isinstance(completion, Completion):
             raise CompletionError(f"{self.name} returned {show(completion)} instead of a Completion")
         number = completion.request_id
@@ -341,13 +341,13 @@ class RequestLedger:
         asked = self._running.get(number) or self._ended.get(number)
         if asked is None:
             raise self._error(completion, f"has request_id={number}, which was never asked for")
-        num_samples = asked.num_samples if isinstance(asked, _Ended) else asked.request.num_samples
+        num_samples = asked.num_samples if isinstance(asked, _EndedRequest) else asked.request.num_samples
         if type(sample) is not int or not 0 <= sample < num_samples:
             rule = f"must be an int from 0 to {num_samples - 1}"
             raise self._error(completion, f"has sample_index={show(sample)}, {rule}")
         return asked
 
-    def _check_fields(self, completion: Completion, asked: _Asked, is_partial: bool) -> None:
+    def _check_fields(self, completion: Completion, asked: _OpenRequest, is_partial: bool) -> None:
         problem = find_fault(
             completion,
             asked.request,
@@ -380,18 +380,19 @@ def run_requests(
 ) -> list[list[Completion]]:
     """All completions of each request, by sample index; blocks until they are finished.
 
-    A request that the engine gave up has none.
+    A request that the engine gave up has no completions.
 
     Args:
-        engine: loaded with weights and polled only here.
-        requests: with different ids.
-        vocab_size: of the model, to check completions against.
-        timeout_s: longest time without a token or a completion, except while an environment works within its limits.
-        on_progress: called about once a second, as long as tokens come.
+        engine: engine with weights that no other thread polls.
+        requests: requests with different ids.
+        vocab_size: vocabulary size of the model, to validate completions.
+        timeout_s: longest time in seconds without a token or completion, except during calls of an environment within
+            their limits.
+        on_progress: called about once a second while tokens are sampled.
 
     Raises:
-        CompletionError: the engine returned something that cannot be right.
-        StalledError: nothing came for `timeout_s`.
+        CompletionError: the engine returned an invalid completion.
+        StalledError: there was no token or completion for `timeout_s`.
     """
     found: dict[int, list[Completion]] = {request.id: [] for request in requests}
     missing = sum(request.num_samples for request in requests)

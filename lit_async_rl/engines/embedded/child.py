@@ -1,10 +1,10 @@
-"""The process in which `EmbeddedEngine(own_process=True)` generates; `own_process.py` is the trainer's side.
+"""Child process of `EmbeddedEngine(own_process=True)`; `own_process.py` is the trainer's side.
 
 | thread | does | waits for |
 |---|---|---|
-| main | one token for every row at a time, and sends what is finished | work |
-| commands | what the trainer's messages say, in order | the next one; without a trainer the process ends |
-| updates | `load_weights` without in-flight updates | room for one more, see `DecodeLoop` |
+| main | samples one token for every row at a time, sends finished completions | work |
+| commands | executes the trainer's messages in order | the next message; the process ends with the connection |
+| updates | `load_weights` without in-flight updates | room for another update, see `DecodeLoop` |
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lit_async_rl.types import Completion
 from lit_async_rl.utils.spans import recorder, start_recording
 from lit_async_rl.utils.waiting import FairLock
 
-REPORT_INTERVAL_S = 0.1  # of a process that finishes nothing
-IDLE_INTERVAL_S = 0.5  # of reports of a process that has nothing to do
+REPORT_INTERVAL_S = 0.1  # while no completion is finished
+IDLE_INTERVAL_S = 0.5  # while there are no requests
 
 
 def main() -> None:
-    """Entry point: the number of the connection's file descriptor is the only argument."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer saves, and ends the connection
+    """Entry point; the only argument is the number of the connection's file descriptor."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer handles them, and ends this process after saving
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     message = channel.receive()
@@ -48,7 +48,7 @@ def main() -> None:
     try:
         engine = DecodeLoop(DecodeSettings(**fields["settings"]))
         if engine.settings.num_threads is not None:
-            torch.set_num_threads(engine.settings.num_threads)  # also of the threads that load the model
+            torch.set_num_threads(engine.settings.num_threads)  # applies to threads started from here on
         engine.setup(fields["model"])
     except Exception as error:
         channel.send({"kind": "answer", "call": fields["call"], "error": as_json(error)})
@@ -59,11 +59,11 @@ def main() -> None:
 
 
 class Child:
-    """Generates, and does what the trainer's process asks for.
+    """Generates, and executes the commands of the trainer's process.
 
     Args:
-        channel: to the trainer.
-        engine: of this process, set up.
+        channel: connection to the trainer.
+        engine: decode loop after `setup`.
     """
 
     def __init__(self, channel: Channel, engine: DecodeLoop) -> None:
@@ -71,8 +71,9 @@ class Child:
         self._engine = engine
         limit_s = engine.update_timeout_s
         what = f"the token that the embedded engine's process computes (data.engine.update_timeout_s={limit_s:g})"
-        # Held from a poll until its completions are sent: what was finished before an abort arrives before its answer.
-        self._turn = FairLock(limit_s, what)
+        # Held from a poll until its completions are sent, so that the trainer receives completions finished before an
+        # abort earlier than the answer to the abort.
+        self._poll_lock = FairLock(limit_s, what)
         self._work = threading.Event()
         self._updates = ThreadPoolExecutor(1)  # one thread, so that updates stay in order
         self._last_report = 0.0
@@ -80,22 +81,22 @@ class Child:
 
     def serve(self) -> None:
         """Generates until the trainer ends the connection, which ends the process."""
-        threading.Thread(target=self._carry_out_commands, daemon=True).start()
+        threading.Thread(target=self._execute_commands, daemon=True).start()
         try:
             while True:
                 self._work.wait(IDLE_INTERVAL_S)
-                self._work.clear()  # before the look: work that comes during it is seen by the next one
+                self._work.clear()  # before decoding: work that arrives during it sets the event again
                 while self._decode():
                     pass
                 self._report([])
         except Exception as error:
             self._channel.send({"kind": "failed", "error": as_json(error)})
-        threading.Event().wait()  # the other thread ends the process when the trainer has read the error
+        threading.Event().wait()  # the commands' thread ends the process when the trainer closes the connection
 
     def _decode(self) -> bool:
         """Samples one token for every row; False if there was nothing to do."""
         engine = self._engine
-        with self._turn.hold():
+        with self._poll_lock.hold():
             before = engine.num_tokens
             finished = engine.poll(0.0)
             if finished or time.monotonic() - self._last_report > REPORT_INTERVAL_S:
@@ -103,7 +104,7 @@ class Child:
             return bool(finished) or engine.num_tokens != before
 
     def _report(self, finished: Sequence[Completion]) -> None:
-        if os.getppid() != self._trainer:  # a process that the trainer forked may still hold the connection
+        if os.getppid() != self._trainer:  # the trainer has ended, but one of its forks keeps the connection open
             os._exit(0)
         engine = self._engine
         self._last_report = time.monotonic()
@@ -118,12 +119,12 @@ class Child:
         }
         self._channel.send(report, tensors)
 
-    def _carry_out_commands(self) -> None:
+    def _execute_commands(self) -> None:
         try:
             while (message := self._channel.receive()) is not None:
                 fields, tensors = message
                 if fields["kind"] == "load_weights" and not self._engine.in_flight_weight_updates:
-                    # may wait for running requests, which later commands abort
+                    # in another thread: it may wait for running requests, and a later command may abort those
                     self._updates.submit(self._answer, fields, tensors)
                 else:
                     self._answer(fields, tensors)
@@ -131,20 +132,18 @@ class Child:
             os._exit(0)
 
     def _answer(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Carries out a command, and answers one that has a number."""
+        """Executes a command, and sends an answer if the command has a number."""
         number = fields.get("call")
         try:
-            answer, state = self._carry_out(fields, tensors)
+            answer, state = self._execute(fields, tensors)
             if number is not None:
                 self._channel.send({"kind": "answer", "call": number, **answer}, state)
         except Exception as error:
             to = {"kind": "failed"} if number is None else {"kind": "answer", "call": number}
             self._channel.send({**to, "error": as_json(error)})
 
-    def _carry_out(
-        self, fields: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Fields and tensors of the answer."""
+    def _execute(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Executes a command and returns fields and tensors of the answer."""
         engine = self._engine
         match fields["kind"]:
             case "submit":
@@ -156,7 +155,7 @@ class Child:
                 engine.load_weights(fields["version"], read_weights(fields["folder"], fields["unchanged"]))
                 self._work.set()
             case "abort":
-                with self._turn.hold():
+                with self._poll_lock.hold():
                     engine.abort(fields["request_ids"])
             case "partial_completions":
                 completions, heads = pack_completions(engine.partial_completions())
@@ -169,12 +168,12 @@ class Child:
 
 
 def read_weights(folder: str, unchanged: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the weights in a folder, then the names of those that are as before."""
+    """Pairs (name, tensor) of the weights in a folder, then (name, `UNCHANGED`) of the unchanged ones."""
     yield from read_folder(folder)
     for name in unchanged:
         yield name, UNCHANGED
 
 
 def as_json(error: BaseException) -> dict[str, str]:
-    """An error as the trainer reads it, see `from_json`."""
+    """Fields of an error for the trainer, see `from_json`."""
     return {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}

@@ -42,7 +42,7 @@ from lit_async_rl.utils.spans import ENGINE, Lane, recorder
 from lit_async_rl.utils.waiting import FairLock, Wait
 
 MAX_PENDING_UPDATES = 2
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 class EmbeddedEngine(EngineWrapper):
@@ -64,23 +64,25 @@ class EmbeddedEngine(EngineWrapper):
 
     Args:
         num_slots: rows decoded together.
-        seed: of the random number generator.
+        seed: seed of the random number generator.
         in_flight_weight_updates: True: new weights are used from the next token on; running completions keep their KV
             cache. False: the requests of one `submit` are a batch that starts when all earlier ones are finished, and
             updates are applied between batches. Samples then depend only on the seed, the id of the first request of
             each batch and the order of calls, not on timing, also after a resume.
         device: `auto` is the first accelerator, or the CPU.
-        dtype: of the weights; log-probabilities are float32 always.
-        num_threads: torch threads of the thread that polls, and of threads started later; None leaves it alone.
-        max_model_len: tokens of prompt and completion together; None is the model's own limit.
-        update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step.
-        self_check: compare a few tokens with full forward passes once there are weights; refuse wrong ones.
-        own_process: generate in a child process. The trainer then has its interpreter's lock to itself, which is worth
-            most where models are small.
+        dtype: precision of the weights; log-probabilities are always float32.
+        num_threads: number of torch threads of the polling thread and of threads started later; None keeps torch's
+            number.
+        max_model_len: maximum number of tokens of prompt and completion together; None is the model's limit.
+        update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step, in seconds.
+        self_check: compare a few tokens with full forward passes when the first weights are loaded; raise if they
+            differ.
+        own_process: generate in a child process. The trainer then does not share the GIL, which matters most for small
+            models.
 
     Attributes:
         engine: the decode loop, or the process that runs it.
-        cache_class: of the keys and values.
+        cache_class: class of the KV cache.
 
     Raises:
         ValueError: a setting is out of range.
@@ -130,7 +132,15 @@ class EmbeddedEngine(EngineWrapper):
     def from_module(
         cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True, side: str = "engine"
     ) -> EmbeddedEngine:
-        """Samples from the live weights of `lm` without a copy; call `run` in its thread. For `side` see the check."""
+        """An engine that samples from the live weights of `lm`, without a copy; only for `run`, in the thread of `lm`.
+
+        Args:
+            lm: model to sample from.
+            num_slots: rows decoded together.
+            seed: seed of the random number generator.
+            self_check: compare a few tokens with full forward passes.
+            side: name of the model in errors of the check, see `check_decoding`.
+        """
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None, self_check=self_check)
         loop = DecodeLoop(engine.engine.settings, cls.cache_class)
         loop.adopt(lm, owns_weights=False)
@@ -140,7 +150,7 @@ class EmbeddedEngine(EngineWrapper):
         return engine
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
-        """A new engine with the same settings; after running out of memory, with half the slots from then on."""
+        """A new engine with the same settings; with half the slots if this one ran out of memory."""
         engine: Any = super().fresh(out_of_memory)
         engine.engine.settings.num_slots = max(1, self.num_slots // (2 if out_of_memory else 1))
         return engine
@@ -182,8 +192,8 @@ class DecodeLoop(RolloutEngine):
     """Decodes inside `poll`, in the thread that calls it.
 
     Args:
-        settings: see `EmbeddedEngine`.
-        cache_class: of the keys and values.
+        settings: settings of `EmbeddedEngine`.
+        cache_class: class of the KV cache.
     """
 
     records_heads = True
@@ -204,8 +214,8 @@ class DecodeLoop(RolloutEngine):
         self._slots: Slots | None = None
         self._queue = RequestQueue()
         self._record = WorkRecord()
-        self._version = 0  # of the weights that are used
-        self._has_weights = True  # unless `setup` has built a model without any
+        self._version = 0  # of the weights in use
+        self._has_weights = True  # False after `setup`, which builds a model without weights
         self._newest = NewestUpdate()
         self._report: WeightReport | None = None
         self._error: BaseException | None = None  # of `poll`, which then uses no update any more
@@ -214,8 +224,8 @@ class DecodeLoop(RolloutEngine):
         self._has_room = threading.Event()
         self._has_room.set()
         limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
-        # Slots and queue belong to whoever holds it: the thread that polls, for one step at a time, or a caller of
-        # another method. It is fair: the loop would otherwise take it again before a waiting caller wakes up.
+        # Protects slots and queue. The polling thread holds it for one step at a time. Fair, because otherwise the
+        # polling thread would acquire it again before a waiting thread wakes up.
         self._lock = FairLock(settings.update_timeout_s, f"the token that the embedded engine computes ({limit})")
         self._work = threading.Event()  # set while there may be something to decode
         self._closed = False
@@ -228,11 +238,11 @@ class DecodeLoop(RolloutEngine):
         self._has_weights = False
 
     def adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
-        """Decodes this model.
+        """Sets the model to decode.
 
         Args:
-            lm: the model.
-            owns_weights: whether its parameters may be moved in memory, as no other object holds them.
+            lm: model.
+            owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
 
         Raises:
             ValueError: its context is shorter than `max_model_len`.
@@ -253,7 +263,7 @@ class DecodeLoop(RolloutEngine):
 
     @property
     def slots(self) -> Slots:
-        """The rows.
+        """Rows of the batch.
 
         Raises:
             SetupError: there is no model yet.
@@ -294,7 +304,7 @@ class DecodeLoop(RolloutEngine):
     def poll(self, timeout_s: float) -> list[Completion]:
         """Decodes until a completion is finished or `timeout_s` has passed."""
         if self.settings.num_threads is not None and not self._threads_set:
-            torch.set_num_threads(self.settings.num_threads)  # of this thread, so not when the engine is made
+            torch.set_num_threads(self.settings.num_threads)  # here because it applies to the calling thread
             self._threads_set = True
         deadline = time.monotonic() + timeout_s
         while not self._closed:
@@ -314,9 +324,9 @@ class DecodeLoop(RolloutEngine):
         return []
 
     def step(self) -> list[Completion]:
-        """Uses new weights, then fills free slots from the queue or samples one token for every active row.
+        """Applies new weights, then fills free slots from the queue or samples one token for every active row.
 
-        The lock is held.
+        The caller holds the lock.
         """
         slots = self.slots
         if (newest := self._newest.take()) is not None:
@@ -335,7 +345,7 @@ class DecodeLoop(RolloutEngine):
             name = "decode"
             finished = slots.decode(self._version)
         else:
-            self._work.clear()  # under the lock: a `submit` that comes now sets it again afterwards
+            self._work.clear()  # under the lock: a concurrent `submit` sets it afterwards
             return []
         self._record.add(name, began, slots, self._version)
         return finished
@@ -366,7 +376,7 @@ class DecodeLoop(RolloutEngine):
             StalledError: older updates were not used within `update_timeout_s`.
             RuntimeError: `poll` has raised; its error is the cause.
         """
-        # Waits before it copies: each update that is pending is a whole copy of the weights.
+        # before the copy, which bounds memory: each pending update is a complete copy of the weights
         if not self.in_flight_weight_updates:
             wait = Wait(self.update_timeout_s, self._unused_updates)
             wait.until(lambda seconds: self._closed or self._has_room.wait(seconds))
@@ -374,7 +384,7 @@ class DecodeLoop(RolloutEngine):
                 raise RuntimeError(f"the embedded engine broke: {self._error}") from self._error
         update = Update(version, receive_weights(self.slots.lm, weights))
         if self.in_flight_weight_updates and self._has_weights:
-            self._newest.put(update)  # the trainer waits neither for the lock nor for the merging of adapters
+            self._newest.put(update)  # not `_use`: the trainer must not wait for the lock or the merging of adapters
             return
         with self._lock.hold():
             if not self.in_flight_weight_updates and (self._queue or self.slots.num_active):
@@ -386,14 +396,14 @@ class DecodeLoop(RolloutEngine):
                 self._use(update)
 
     def _use(self, update: Update) -> None:
-        """Decodes with these weights from now on. The lock is held."""
+        """Applies an update. The caller holds the lock."""
         slots = self.slots
         apply_weights(slots.lm, update.weights, {name: linear.write for name, linear in slots.packed.items()})
         if self.self_check and not self._has_weights:
             check_decoding(slots)
         self._version = update.version
         self._has_weights = True
-        slots.invalidate_prompts()  # their keys and values are those of the weights before
+        slots.invalidate_prompts()  # their keys and values were computed with the previous weights
         if self._report is not None:
             self._report(update.version, self._weights_in_use(update.weights))
 
@@ -418,8 +428,8 @@ class DecodeLoop(RolloutEngine):
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Within it, decodes a model that another object owns, which may have trained it meanwhile."""
-        self.slots.invalidate_prompts()  # their keys and values may be those of other weights
+        """Context of decoding with a model of another object, which may have trained it since the last time."""
+        self.slots.invalidate_prompts()  # their keys and values may have been computed with other weights
         with evaluation_mode(self.slots.lm):
             yield
 
@@ -429,31 +439,31 @@ class DecodeLoop(RolloutEngine):
         self._work.set()
         self._has_room.set()
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
-        with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
+        with contextlib.suppress(StalledError), self._lock.hold(CLOSE_TIMEOUT_S):
             self._slots = None
             self._queue = RequestQueue()
             self._newest.take()
 
 
 class NewestUpdate:
-    """Newest weights between the trainer's thread, which puts them, and the decode loop, which takes them.
+    """Hands the newest weights from the trainer's thread (`put`) to the decode loop (`take`). Thread-safe.
 
-    An update that was not taken is joined with the next, which may leave unchanged weights out. Thread-safe.
+    An update that was not taken is merged into the next one, which may omit unchanged weights.
     """
 
     def __init__(self) -> None:
-        # Of its own, so that the trainer does not wait for a decode step, during which the engine's lock is held.
+        # not the engine's lock: the trainer must not wait for a decode step
         self._lock = threading.Lock()
         self._update: Update | None = None
 
     def put(self, update: Update) -> None:
-        """Replaces an earlier update, of which only those weights remain that this one leaves out."""
+        """Replaces the weights of an earlier update; weights that are only in the earlier one remain."""
         with self._lock:
             earlier = {} if self._update is None else self._update.weights
             self._update = Update(update.version, earlier | update.weights)
 
     def take(self) -> Update | None:
-        """Pops the update."""
+        """Removes and returns the update; None if there is none."""
         with self._lock:
             update = self._update
             self._update = None
@@ -464,12 +474,12 @@ class NewestUpdate:
 
 
 class WorkRecord:
-    """Adds up seconds and tokens of prefills and decode steps.
+    """Total time and tokens of prefills and decode steps.
 
     Attributes:
-        busy_s: seconds.
-        num_tokens: tokens sampled.
-        lane: of a timeline; None for an engine that does not sample for training.
+        busy_s: total time in seconds.
+        num_tokens: number of sampled tokens.
+        lane: lane of the timeline; None for an engine that does not sample for training.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The embedded engine in a process of its own, as the trainer sees it; `child.py` is the process."""
+"""Trainer's side of an embedded engine in a child process; `child.py` is the process."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ from lit_async_rl.utils.spans import SpanRecorder, recorder
 from lit_async_rl.utils.waiting import Wait
 
 PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
-FILE_BYTES = 2**30  # of weights, and of the copy of them that the trainer holds while it writes them
-CLOSE_S = 5.0
+FILE_BYTES = 2**30  # size of a file of weights; the trainer holds a copy of one file while it writes
+CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
 class DecodeProcess(RolloutEngine):
-    """A decode loop in a child process, to which requests and weights are sent.
+    """Sends requests and weights to a decode loop in a child process.
 
-    Weights go through files in memory; in flight, the trainer does not wait for the process to read them. With LoRA the
-    adapted layers travel whole: the process has no frozen weights to add adapters to.
+    Weights are passed in files in memory. With in-flight updates, the trainer does not wait until the process has read
+    them. With LoRA, merged layers are sent: the process has no frozen weights to add adapters to.
 
     Args:
-        settings: of the decode loop.
+        settings: settings of the decode loop.
     """
 
     records_heads = True
@@ -75,20 +75,20 @@ class DecodeProcess(RolloutEngine):
         self.self_check = settings.self_check
         self._connection: Connection | None = None
         self._folders: WeightFolders | None = None
-        self._finished: deque[Completion] = deque()  # the reader appends, the producer's thread takes: no lock needed
+        self._finished: deque[Completion] = deque()  # without a lock: the reader's thread appends, the producer's pops
         self._busy_s = 0.0
         self._num_tokens = 0
         self._num_running = 0
-        self._recorder: SpanRecorder = recorder()  # replaced by that of the run in `setup`
+        self._recorder: SpanRecorder = recorder()  # `setup` sets the recorder of the run
         self._max_model_len = settings.max_model_len
         self._vocab_size = 0
         self._has_weights = False
-        self._update: tuple[int, Path] | None = None  # number of the newest that was sent, and folder of its weights
+        self._update: tuple[int, Path] | None = None  # message number and folder of the last update sent
         self._closed = False
 
     def setup(self, model: str) -> None:
         """Starts the process, which builds the architecture."""
-        self._recorder = recorder()  # not asked for with each report: one that comes late belongs to this run
+        self._recorder = recorder()  # kept, because a late report must not go to the recorder of the next run
         self._connection = Connection(self._receive_report)
         self._folders = WeightFolders(folder_with_room(weight_bytes(model, getattr(torch, self.dtype))))
         answer, _ = self.connection.ask(
@@ -103,10 +103,10 @@ class DecodeProcess(RolloutEngine):
 
     @property
     def connection(self) -> Connection:
-        """To the process.
+        """Connection to the process.
 
         Raises:
-            SetupError: it was not started yet.
+            SetupError: the process was not started yet.
         """
         return set_up(self._connection)
 
@@ -135,7 +135,7 @@ class DecodeProcess(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if not self._has_weights:
             raise SetupError("the engine was used before load_weights")
-        for request in requests:  # here, where the caller gets the error; the process would break
+        for request in requests:  # here, so that the caller gets the error; in the process it would end the engine
             check_request(request, self.max_model_len, self._vocab_size)
         self.connection.send({"kind": "submit", "requests": pack_requests(requests)})
 
@@ -146,13 +146,13 @@ class DecodeProcess(RolloutEngine):
         try:
             self.connection.wait_for(lambda: self._finished, timeout_s)
         except Exception:
-            if not self._closed:  # in another thread, meanwhile
+            if not self._closed:  # another thread may have closed the engine
                 raise
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._ask("abort", request_ids=list(request_ids))
-        # What was finished before the abort has arrived before its answer, see `Child`.
+        # completions finished before the abort have arrived before its answer, see `Child`
         kept = [c for c in self.poll(0.0) if c.request_id not in set(request_ids)]
         self._finished.extendleft(reversed(kept))
 
@@ -166,10 +166,10 @@ class DecodeProcess(RolloutEngine):
         """Samples from these weights from the next token on, or after all earlier requests (see `EmbeddedEngine`).
 
         Raises:
-            ValueError: names or shapes are not the model's. In flight only the first update says so; a later one has
-                `poll` raise it.
+            ValueError: names or shapes are not the model's. With in-flight updates, `poll` raises this error for all
+                updates but the first.
             StalledError: older updates were not used within `update_timeout_s`.
-            OSError: the weights cannot be written where the process reads them.
+            OSError: the files of weights cannot be written.
             EngineError: the process has ended.
         """
         self._finish_update()
@@ -196,7 +196,7 @@ class DecodeProcess(RolloutEngine):
             version=version,
             folder=str(folder),
             unchanged=unchanged,
-            is_recorded=self._recorder.is_started,  # nothing is sampled before the first weights
+            is_recorded=self._recorder.is_started,  # in time: nothing is sampled before the first weights
         )
         self._update = (number, folder)
         if is_awaited:
@@ -204,17 +204,17 @@ class DecodeProcess(RolloutEngine):
         self._has_weights = True
 
     def _finish_update(self) -> None:
-        """Waits until the process has read the newest update, and removes its files.
+        """Waits until the process has read the last update, and removes its files.
 
-        In flight that is when the next update is written: messages are carried out in order, so that requests submitted
-        meanwhile get the new weights anyway.
+        With in-flight updates, this happens before the next update is written. Nobody needs to wait earlier: messages
+        are executed in order, so that requests submitted after an update are sampled with its weights.
         """
         if self._update is None:
             return
         number, folder = self._update
         self._update = None
         try:
-            # twice: the limit of the process itself ends first, and its error says what it waited for
+            # twice the limit, so that the process times out first: its error names the reason
             self.connection.answer(number, "load_weights", 2 * self.update_timeout_s, self._update_limit)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -235,7 +235,7 @@ class DecodeProcess(RolloutEngine):
         return self.connection.ask(kind, self.update_timeout_s, self._update_limit, tensors, **fields)
 
     def _receive_report(self, report: Message) -> None:
-        """Called by the reader's thread."""
+        """Stores a report; called by the reader's thread."""
         fields, tensors = report
         self._finished.extend(unpack_completions(fields["completions"], tensors))
         self._busy_s = fields["busy_s"]
@@ -255,26 +255,26 @@ class DecodeProcess(RolloutEngine):
 
 
 def _with_number(device: str) -> str:
-    """The device that this process (a rank of several) means; a new one would take the first."""
-    found = find_device(device)
-    if found.type == "cpu" or found.index is not None:
-        return str(found)
-    return f"{found.type}:{torch.accelerator.current_device_index()}"
+    """The device with the index of this rank's device: without an index, the child would use device 0."""
+    resolved = find_device(device)
+    if resolved.type == "cpu" or resolved.index is not None:
+        return str(resolved)
+    return f"{resolved.type}:{torch.accelerator.current_device_index()}"
 
 
 # -- The trainer's connection to the process of an embedded engine (`child.py`) ---------------------------------------
 # | who | waits for | woken by |
 # |---|---|---|
 # | `ask` (any thread) | its answer, at most its limit | the reader, `close`, the end of the process |
-# | `wait_for` (producer's thread) | what reports have brought, at most its timeout | the same |
-# | the reader | the next message | the process; `close` and its end, which end the reader |
+# | `wait_for` (producer's thread) | its condition, at most its timeout | the reader, `close`, the end of the process |
+# | the reader | the next message | the process; ended by `close` and by the end of the process |
 
 
 class Connection:
-    """Starts the process, which ends with this one or with `close`.
+    """Starts the child process, and exchanges messages with it. The child ends with this process or `close`.
 
     Args:
-        on_report: called by the reader with each report, which `wait_for` then sees.
+        on_report: called by the reader's thread with each report, before waiting threads are woken.
     """
 
     def __init__(self, on_report: Callable[[Message], None]) -> None:
@@ -285,30 +285,30 @@ class Connection:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            start_new_session=True,  # Ctrl-C is for the trainer
+            start_new_session=True,  # without the terminal's Ctrl-C, which the trainer handles
         )
         theirs.close()
         self._channel = Channel(ours)
         self._on_report = on_report
         self._numbers = itertools.count()
         self._answers = dict[int, Message]()
-        # Messages of which an error breaks the engine, because nobody waits for an answer that could raise it; None is
-        # the number of those that get no answer.
+        # Numbers of messages with fatal errors, because no thread waits for their answers; None stands for messages
+        # without a number.
         self._must_succeed: set[int | None] = {None}
-        self._error: Exception | None = None  # the first one: from then on every call raises it
-        self._changed = threading.Condition()  # guards answers and error; notified by every message and by the end
+        self._error: Exception | None = None  # the first fatal error; raised by every later call
+        self._changed = threading.Condition()  # of answers and error; notified by every message, and at the end
         threading.Thread(target=self._read, name="embedded-engine", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the child."""
         return self._process.pid
 
     def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Sends a message.
 
         Raises:
-            EngineError: the process has ended, or its own error.
+            EngineError: the process has ended. Fatal errors of the engine are raised as they are.
         """
         if self._error is not None:
             raise self._error
@@ -320,7 +320,7 @@ class Connection:
     def ask(
         self, kind: str, limit_s: float, setting: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any
     ) -> Message:
-        """The answer to a message, see `answer`."""
+        """Sends a message and returns its answer, see `answer`."""
         return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting=setting)
 
     def begin(
@@ -328,7 +328,7 @@ class Connection:
     ) -> int:
         """Sends a message and returns its number, for `answer`.
 
-        With `must_succeed` an error of the process is raised by the next call, not only by `answer`.
+        With `must_succeed`, an error of the process is raised by every later call, not only by `answer`.
         """
         number = next(self._numbers)
         if must_succeed:
@@ -337,10 +337,10 @@ class Connection:
         return number
 
     def answer(self, number: int, kind: str, limit_s: float, setting: str) -> Message:
-        """Waits for the answer to the message that `begin` has sent.
+        """Waits for the answer to a message of `begin`.
 
         Raises:
-            StalledError: there was none within `limit_s`; names the call, `kind`, and the setting behind the limit.
+            StalledError: no answer within `limit_s` seconds; names the call `kind` and the setting of the limit.
             EngineError: the process has ended. Errors of the engine are raised as they are.
         """
         what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s (set by {setting})"
@@ -383,7 +383,7 @@ class Connection:
 
     def _end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(CLOSE_S)
+            code = self._process.wait(CLOSE_TIMEOUT_S)
             return signal.Signals(-code).name if code < 0 else f"status {code}"
         return "it still runs"
 
@@ -392,14 +392,14 @@ class Connection:
         self._break(EngineError("the engine was closed"))
         self._channel.close()
         try:
-            self._process.wait(CLOSE_S)
+            self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
 def from_json(error: Mapping[str, str]) -> Exception:
-    """The error of an engine's process, as the engine would raise it in this one."""
+    """The exception that the engine would have raised in this process."""
     name = error["type"]
     message = error["message"]
     if name == "OutOfMemoryError":

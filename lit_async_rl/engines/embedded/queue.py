@@ -24,7 +24,7 @@ class Pending:
 
     @property
     def stream(self) -> int | None:
-        """Of the first sample's random numbers; None if they are the engine's."""
+        """Seed of the first sample's random stream; None if the engine's generator is used."""
         return None if self.request.seed is None else self.request.seed + self.first_sample
 
 
@@ -44,10 +44,10 @@ class NewBatch:
 
 
 class RequestQueue:
-    """FIFO queue; a higher priority goes first, but never past a barrier.
+    """FIFO queue; requests of higher priority go first, but never past a barrier.
 
-    Prefilling a prompt costs about as much as decoding one token of all rows, so slots are filled several at a time: as
-    soon as an eighth of them is free, or everything queued fits.
+    Prefilling a prompt costs about as much as decoding one token of all rows. Therefore several slots are filled at a
+    time: as soon as an eighth of them is free, or all queued requests fit.
     """
 
     def __init__(self) -> None:
@@ -62,24 +62,25 @@ class RequestQueue:
         return sum(isinstance(item, Update) for item in self._items)
 
     def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
-        """Queues all samples of these requests, behind all others of at least their priority.
+        """Queues all samples of these requests, behind all others of the same or higher priority.
 
-        With a seed they form a batch: it starts when all earlier requests are finished, with its own random numbers.
+        With a seed, the requests form a batch: it starts when all earlier requests are finished, with a generator
+        seeded by `seed` and the id of its first request.
         """
         if requests and seed is not None:
             self.push_barrier(NewBatch(random.Random(f"{seed} {requests[0].id}").getrandbits(63)))
         for request in requests:
             place = len(self._items)
-            while place and self._yields(self._items[place - 1], request):
+            while place and self._gives_way(self._items[place - 1], request):
                 place -= 1
             self._items.insert(place, Pending(request, 0, request.num_samples))
 
     @staticmethod
-    def _yields(item: Pending | Update | NewBatch, request: GenerationRequest) -> bool:
+    def _gives_way(item: Pending | Update | NewBatch, request: GenerationRequest) -> bool:
         return isinstance(item, Pending) and item.request.priority < request.priority
 
     def push_barrier(self, barrier: Update | NewBatch) -> None:
-        """Appends a barrier, which is reached when everything before it is finished."""
+        """Appends a barrier; it is reached when all requests before it are finished."""
         self._items.append(barrier)
 
     def drop(self, request_ids: set[int]) -> None:
@@ -97,9 +98,9 @@ class RequestQueue:
         return barrier
 
     def take_requests(self, num_active: int, num_slots: int) -> list[Pending]:
-        """Pops the requests to prefill now, when `num_active` of `num_slots` slots are in use.
+        """Pops the requests to prefill now, with `num_active` of `num_slots` slots in use.
 
-        A request that does not fit waits for more free slots, so that its prompt is prefilled once; it is split when
+        A request that does not fit waits for more free slots, so that its prompt is prefilled only once. It is split if
         waiting would leave a quarter of the slots idle.
         """
         free = num_slots - num_active
