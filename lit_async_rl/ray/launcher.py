@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,15 @@ PAUSE_S = 0.2
 HOLD_S = 1.0  # how long a line of another rank waits for the same one of rank 0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+PASSED = (
+    "LIT_ASYNC_RL_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "HF_HUB_OFFLINE",
+    "WANDB_MODE",
+)
 QUIET = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -72,11 +81,32 @@ def launch(cluster: RayCluster, job: Callable[[Place], None], *, uses_gpus: bool
 
     Raises:
         SetupError: Ray is not installed, not reachable, reachable by others without a token, or has no room.
-        RankError: the ranks failed more often than `cluster.max_failures`; names node, process and last lines.
+        RankError: the ranks failed more often than `cluster.max_failures` (names node, process and last lines), or the
+            cluster is gone.
     """
     run = _Run(cluster, uses_gpus=uses_gpus)
-    with run.connected(), run.coordinated(job), _received_signals() as received:
-        return run.until_the_end(received)
+    with run.connected() as ray:
+        try:
+            with run.coordinated(job), _received_signals() as received:
+                return run.until_the_end(received)
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RankError(f"the Ray cluster does not answer ({type(error).__name__}: {reason})") from error
+
+
+@contextlib.contextmanager
+def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with variables of this process's environment, by which Ray Train takes its settings."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -109,15 +139,15 @@ class _Run:
         self._error: BaseException | None = None
 
     @contextlib.contextmanager
-    def connected(self) -> Iterator[None]:
+    def connected(self) -> Iterator[Any]:
         """Ray is there: a cluster, or one on this machine for the run."""
-        os.environ[START_TIMEOUT] = str(self._cluster.start_timeout_s)
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
-        with self._cluster.connected() as ray:
+        with (
+            _variables_set(QUIET | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
+            self._cluster.connected() as ray,
+        ):
             self._ray = ray
             self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
-            yield
+            yield ray
 
     @contextlib.contextmanager
     def coordinated(self, job: Callable[[Place], None]) -> Iterator[None]:
@@ -253,12 +283,16 @@ class _Run:
 
 
 def _variables() -> dict[str, str]:
-    """Variables that ranks have from the command: where its modules are, and how wide the terminal is."""
+    """Variables that ranks have from the command: where its modules are, how wide the terminal is, and `PASSED`.
+
+    Others are those of the node's `ray start`, keys above all: they are never sent.
+    """
     own = {Path(path).resolve() for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")) if path}
     found = [path for path in sys.path if path and os.path.isdir(path)]
     paths = [path for path in found if not any(Path(path).resolve().is_relative_to(one) for one in own)]
-    size = shutil.get_terminal_size()
-    return {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": str(size.columns), "PYTHONUNBUFFERED": "1"}
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+    columns = str(shutil.get_terminal_size().columns)
+    return passed | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": columns, "PYTHONUNBUFFERED": "1"}
 
 
 def _shared_gpus() -> Any:

@@ -57,6 +57,15 @@ def supervise(settings: Mapping[str, Any]) -> None:
         RankDied: the process ended so that the ranks should start again.
     """
     import ray
+
+    try:
+        _supervise(settings)
+    except ray.exceptions.RayActorError:  # the command has ended: it owns the coordinator, and nobody starts again
+        return
+
+
+def _supervise(settings: Mapping[str, Any]) -> None:
+    import ray
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -64,13 +73,16 @@ def supervise(settings: Mapping[str, Any]) -> None:
     rank = context.get_world_rank()
     world_size = context.get_world_size()
     local_size = context.get_local_world_size()
-    coordinator = ray.get_actor(settings["run"], namespace=settings["namespace"])
+    try:
+        coordinator = ray.get_actor(settings["run"], namespace=settings["namespace"])
+    except ValueError:  # the command has ended meanwhile
+        return
     ip = ray.util.get_node_ip_address()
     begun: Any = None
     if rank == 0:
         answer: Any = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
-        begun = (answer[0], newest_checkpoint(answer[1]), ip, _free_port())
-    attempt, checkpoint, main_ip, port = broadcast_from_rank_zero(begun)
+        begun = (*answer, newest_checkpoint(answer[1]), ip, _free_port())
+    attempt, folder, checkpoint, main_ip, port = broadcast_from_rank_zero(begun)
     runtime = ray.get_runtime_context()
     process = RankProcess(
         rank=rank,
@@ -96,14 +108,26 @@ def supervise(settings: Mapping[str, Any]) -> None:
             RESUME: checkpoint or "",
         },
     )
-    if problem := _misplaced(ip, world_size, local_size):
+    if problem := misplaced(ip, world_size, local_size=local_size, cwd=settings["cwd"]):
         process.refuse(problem)
         return
+    if rank == 0 and attempt > 0:
+        missing = f"the beginning: node {ip} has no {folder}/last.ckpt" if folder else "the beginning"
+        process.say(f"the ranks start again, for the {attempt}. time, from {checkpoint or missing}\n")
     process.run(settings["cwd"], settings["argv"])
 
 
-def _misplaced(ip: str, world_size: int, local_size: int) -> str:
-    """Why a rank cannot run where it is; empty if it can."""
+def misplaced(ip: str, world_size: int, *, local_size: int, cwd: str) -> str:
+    """Why a rank cannot run where it is; empty if it can.
+
+    Args:
+        ip: of the node.
+        world_size: ranks of the run.
+        local_size: of these on the node.
+        cwd: folder of the command.
+    """
+    if not os.path.isdir(cwd):
+        return f"the command's folder {cwd} is not on the node {ip}: all nodes must share it, docs/ray.md"
     if not is_loopback(ip) and auth_mode() != "token":  # a node that came later
         return refusal(ip, auth_mode())
     if world_size % local_size:
@@ -149,9 +173,13 @@ class RankProcess:
         self._is_preempted = threading.Event()
         self._is_saving = False  # because of that
 
+    def say(self, text: str) -> None:
+        """Shows a text as if the process had said it."""
+        self._output.add("stderr", text)
+
     def refuse(self, problem: str) -> None:
         """Ends the run with an error, without a process."""
-        self._output.add("stderr", f"error: {problem}\n")
+        self.say(f"error: {problem}\n")
         self._finish(status=FINAL_STATUS, where=self._node)
 
     def run(self, cwd: str, argv: list[str]) -> None:
@@ -180,7 +208,7 @@ class RankProcess:
             ray.get(self._coordinator.started.remote(self._rank, process.pid), timeout=ANSWER_S)
             while process.poll() is None:
                 self._pass_signals(process)
-                self._say()
+                self._send_output()
                 time.sleep(PAUSE_S)
         except BaseException:  # the coordinator is gone, and with it the command that owns the run
             process.kill()
@@ -204,7 +232,7 @@ class RankProcess:
             self._is_saving = True
             process.send_signal(signal.SIGTERM)
 
-    def _say(self) -> None:
+    def _send_output(self) -> None:
         import ray
 
         if self._last_said is not None:
@@ -221,8 +249,8 @@ class RankProcess:
         """
         import ray
 
-        self._say()
-        self._say()
+        self._send_output()
+        self._send_output()  # until the first has arrived
         was_asked = self._num_orders > 0
         is_done = status == 0 and not self._is_preempted.is_set()
         is_final = is_done or status == FINAL_STATUS or was_asked

@@ -20,7 +20,9 @@ NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "smollm2.yaml": []}  # the latter: lit-asyn
 OTHERS = {"quickstart.yaml", *NEEDS_HUB}
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}
-ADDED = [p for p in ADDED if p.parent.name not in ("strategies", "time_to_accuracy", "sweeps")]  # parts; no overlays
+ADDED = [
+    p for p in ADDED if p.parent.name not in ("strategies", "time_to_accuracy", "sweeps", "clusters")
+]  # parts; no overlays
 TINY = [
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
     *("--trainer.val_check_interval", "2", "--data.validation.prompts.init_args.size", "8"),

@@ -154,9 +154,13 @@ def test_addresses_of_loopback():
 
 
 def test_a_rank_runs_on_no_node_that_others_reach_without_a_token(monkeypatch):
+    def problem(ip, world_size=2, local_size=2, cwd="/"):
+        return supervise.misplaced(ip, world_size, local_size=local_size, cwd=cwd)
+
     monkeypatch.setenv(AUTH_MODE, "disabled")
-    assert "asks for no token" in supervise._misplaced("10.0.0.3", 2, 2)
-    assert supervise._misplaced("127.0.0.1", 2, 2) == ""
+    assert "asks for no token" in problem("10.0.0.3")
+    assert problem("127.0.0.1") == ""
     monkeypatch.setenv(AUTH_MODE, "token")
-    assert supervise._misplaced("10.0.0.3", 2, 2) == ""
-    assert "each node must have equally many" in supervise._misplaced("10.0.0.3", 4, 3)
+    assert problem("10.0.0.3") == ""
+    assert "each node must have equally many" in problem("10.0.0.3", world_size=4, local_size=3)
+    assert "all nodes must share it" in problem("10.0.0.3", cwd="/nowhere/at/all")
