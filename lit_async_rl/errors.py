@@ -21,14 +21,14 @@ class RewardError(RuntimeError):
     ends_run = False
 
 
-class JudgeError(RewardError):
-    """A judge gave no verdict in its own tries."""
+class FinalRewardError(RewardError):
+    """A reward that tries by itself, such as a judge, has failed in all of its tries."""
 
     is_final = True
 
 
-class JudgeSetupError(JudgeError):
-    """No call of a judge can succeed: its key or model is refused, or its budget is spent."""
+class RewardSetupError(FinalRewardError):
+    """No call of a reward can succeed: its model cannot be loaded, its key is refused, or its budget is spent."""
 
     ends_run = True
 

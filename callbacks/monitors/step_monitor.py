@@ -19,6 +19,7 @@ from torchmetrics.aggregation import CatMetric
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.distributed.ranks import cpu_group, data_parallel
 from lit_async_rl.importance import ess_ratio, kl_k1, kl_k2, kl_k3, safe_exp, sequence_log_ratio
+from lit_async_rl.rewards.hooks import metrics_of
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.types import RolloutBatch
@@ -82,6 +83,7 @@ class RolloutMonitor(StepMonitor):
     * `reward/mean_sampled`: mean over all groups scored since the previous step, before any filter.
     * `reward/part/<name>`: mean of a part of the reward, over the rollouts to which it applies, see `CombinedReward`.
     * `sample/dropped_share`: share of those groups that filters dropped.
+    * what a reward with a method `metrics` returns, such as the cost of a judge.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
     * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Policy-gradient surrogates are
       defined by their gradients; the value means little.

@@ -8,6 +8,7 @@ from typing import Literal
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
+from lit_async_rl.rewards.hooks import num_threads
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.tries import TryPolicy
@@ -55,7 +56,7 @@ class Scoring:
         """A scorer with these settings; None where the engine scores."""
         scorer = Scorer(
             reward,
-            max(self.workers, getattr(reward, "max_batch_size", 1)),
+            num_threads(reward, self.workers),
             self.timeout_s,
             max_tries=self.tries,
             backoff_s=self.backoff_s,

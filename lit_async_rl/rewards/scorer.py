@@ -129,7 +129,8 @@ def is_async(reward: Any) -> bool:
     """Whether a reward is an `async` function, or an object whose `__call__` is one."""
     while isinstance(reward, functools.partial):
         reward = reward.func
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(type(reward), "__call__", None))
+    call = inspect.getattr_static(type(reward), "__call__", None)
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(call)
 
 
 def scores_groups(reward: Any) -> bool:
@@ -297,8 +298,8 @@ class Scorer:
     | `async def` | it is awaited in one event loop, with the others under way |
     | attribute `max_concurrent` of an `async` reward | calls under way, in place of `num_workers` |
     | parameter `token_ids` | the token ids of the completion |
-    | parameter `begun` of an `async` reward | a function that it calls when it begins to work on the completion. It has a |
-    | | queue of its own: it gets up to `MAX_QUEUED` calls, and no time counts before |
+    | parameter `begun` of an `async` reward | it has a queue of its own: it gets up to `MAX_QUEUED` calls at a time, |
+    | | and a function that it calls when it begins to work on a completion, before which no time counts |
     | method `score_group(prompt, completions)` | gives the rewards of all completions of a prompt, in `submit_group` |
 
     Args:
@@ -399,9 +400,7 @@ class Scorer:
     ) -> None:
         """As `submit`, for a reward that `scores_groups`: all completions of a prompt, in one call."""
         self._jobs.put(
-            _Job(
-                prompt, tuple(completions), done, give_up=give_up, is_wanted=is_wanted, group=group, is_group=True
-            )
+            _Job(prompt, tuple(completions), done, give_up=give_up, is_wanted=is_wanted, group=group, is_group=True)
         )
 
     # -- worker threads -----------------------------------------------------------------------------------------------
