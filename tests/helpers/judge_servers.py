@@ -13,7 +13,9 @@ from aiohttp import web
 from lit_async_rl.utils.guarded_calls import LoopThread
 
 MARK = re.compile(r"VERDICT (\w+): VALUE\Z")
-RESPONSE = re.compile(r"^BEGIN RESPONSE(?: [AB])? (?P<mark>\w+)\n(?P<text>.*?)\nEND RESPONSE(?: [AB])? (?P=mark)$", re.S | re.M)
+RESPONSE = re.compile(
+    r"^BEGIN RESPONSE(?: [AB])? (?P<mark>\w+)\n(?P<text>.*?)\nEND RESPONSE(?: [AB])? (?P=mark)$", re.S | re.M
+)
 
 
 class Asked:
