@@ -165,13 +165,17 @@ class RolloutMonitor(StepMonitor):
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
         """Metrics of all groups scored since the last step; empty on ranks without the producer."""
-        now = rollout_data(trainer, "RolloutMonitor").stats()
+        data = rollout_data(trainer, "RolloutMonitor")
+        now = data.stats()
         before = self._previous_stats
         self._previous_stats = now or self._previous_stats
-        if now is None or now.num_sampled <= before.num_sampled:
+        if now is None:
             return {}
+        of_reward: dict[str, Any] = dict(metrics_of(data.reward))
+        if now.num_sampled <= before.num_sampled:
+            return of_reward
         number = now.num_sampled - before.num_sampled
-        return {
+        return of_reward | {
             "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
             "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
         }

@@ -19,7 +19,8 @@ class Scoring:
     """Scoring of training completions.
 
     Args:
-        workers: number of completions scored concurrently, each as soon as it is sampled.
+        workers: number of completions scored concurrently, each as soon as it is sampled: threads, or calls under way
+            of an `async` reward. Rewards that know their own number, such as a judge, have that instead.
         timeout_s: timeout of one reward.
         tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None

@@ -5,7 +5,7 @@
 | `close()` | at the end of the run; a later call of the reward may open again what it needs |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
-| `save_state() -> dict`, `restore_state(state)` | for checkpoints, on the rank that scores; `state` has numbers and texts only |
+| `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
 """
 
 from __future__ import annotations

@@ -74,10 +74,6 @@ def reward_lane(worker: int) -> LaneKind:
 
 
 def recorder() -> SpanRecorder:
-<<<<<<< HEAD
-    """The recorder of this process; it is off unless a run writes a timeline."""
-    return _recorder
-=======
     """The recorder of this process, which is off unless a run writes a timeline."""
     return getattr(_own, "recorder", _recorder)
 
@@ -90,7 +86,6 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         del _own.recorder
->>>>>>> fdb8267f (JudgeReward and RewardModel: first form)
 
 
 def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
