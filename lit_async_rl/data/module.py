@@ -329,8 +329,8 @@ class RolloutDataModule(pl.LightningDataModule):
             if self.replay is not None and self._empty_replay is not None:
                 self.replay.load_state_dict(self._empty_replay)
             self._make_source(self.engine.fresh())
-        if self.reward is not None and self._trainer.loggers:
-            folder = self._trainer.log_dir  # a collective; all ranks have a reward, or none has
+        if hooks.wants_folder(self.reward) and self._trainer.loggers:
+            folder = self._trainer.log_dir  # a collective; all ranks have the same reward
             if folder is not None and "://" not in folder:
                 hooks.use_folder(self.reward, Path(folder))
         self.feed.ranks = connect(

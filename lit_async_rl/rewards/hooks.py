@@ -48,6 +48,11 @@ def metrics_of(reward: Any) -> dict[str, float]:
     return found
 
 
+def wants_folder(reward: Any) -> bool:
+    """Whether the reward or a part of it is to be told the folder of the run."""
+    return any(hasattr(owner, "use_folder") for owner in parts_of(reward))
+
+
 def use_folder(reward: Any, folder: Path) -> None:
     """Tells the reward and its parts the folder of the run."""
     for owner in parts_of(reward):

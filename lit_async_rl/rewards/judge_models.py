@@ -486,7 +486,8 @@ class LocalModel:
                         ),
                     )
         except Exception as error:
-            problem = RewardSetupError(f"the judge {self._model!r} failed: {describe(error)}")
+            reason = describe(error).replace("model.model", "JudgeReward.model")
+            problem = RewardSetupError(f"the judge {self._model!r} failed: {reason}")
             if not loaded.done():
                 loaded.set_exception(problem)
         finally:

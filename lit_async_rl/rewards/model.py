@@ -84,8 +84,6 @@ class RewardModel:
         ValueError: the model has more than one logit or is no classifier, or a setting is out of range.
     """
 
-    max_concurrent = 1024  # completions under way, most of which wait for a batch
-
     def __init__(
         self,
         model: str,
@@ -173,6 +171,11 @@ class RewardModel:
                 self._thread.start()
             self._inbox.put(waiting)
         return await asyncio.wrap_future(waiting.future)
+
+    @property
+    def max_concurrent(self) -> int:
+        """Completions scored at a time; see `Scorer`."""
+        return self._batch_size
 
     def metrics(self) -> dict[str, float]:
         """Totals so far, the mean size of a batch, and the latency of recent completions."""

@@ -345,7 +345,7 @@ class Scorer:
         self._is_closed = False
         self._drawn = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
         self._has_own_queue = False
-        if is_async(reward):
+        if reward is not None and is_async(reward):
             self.num_workers = getattr(reward, "max_concurrent", None) or num_workers
             self._has_own_queue = wants(reward, "begun")
             self._jobs = AsyncCalls(
@@ -413,11 +413,11 @@ class Scorer:
             drawn.flush()
         return self._jobs.get()
 
-    def _score(self, job: _Job) -> Outcome:
+    def _score(self, job: _Job, reward: Any) -> Outcome:
         if not job.is_group:
-            return score(self.reward, job.prompt, job.completions[0], self._awaiter.wait, token_ids=job.token_ids)
-        with _naming(self.reward, job.prompt, job.completions):
-            values = self.reward.score_group(job.prompt, job.completions)
+            return score(reward, job.prompt, job.completions[0], self._awaiter.wait, token_ids=job.token_ids)
+        with _naming(reward, job.prompt, job.completions):
+            values = reward.score_group(job.prompt, job.completions)
             values = self._awaiter.wait(values) if inspect.isawaitable(values) else values
             return _checked_group(values, len(job.completions))
 
@@ -433,8 +433,9 @@ class Scorer:
             began = time.monotonic()
             began_cpu = time.thread_time()
             self._running[number] = (clock.now(), job)
+            outcome: Outcome
             try:
-                outcome = self._score(job)
+                outcome = self._score(job, self.reward)
             except RewardError as error:
                 outcome = error
             except StalledError:
@@ -443,14 +444,14 @@ class Scorer:
                 self._error = error
                 return
             self._cpu_s += time.thread_time() - began_cpu
-            if not self._end(number, job, outcome, began=began, lane=number):
+            seconds = time.monotonic() - began
+            if not self._end(number, job, outcome, began=began, seconds=seconds, lane=number):
                 return
 
-    def _end(self, number: Any, job: _Job, outcome: Outcome, *, began: float, lane: int) -> bool:
+    def _end(self, number: Any, job: _Job, outcome: Outcome, *, began: float, seconds: float, lane: int) -> bool:
         """Files an outcome; returns False if the worker is to end, because it was replaced or this failed."""
         if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
             return False
-        seconds = time.monotonic() - began
         self._busy_s += seconds
         if (drawn := self._drawn.get(lane)) is not None:
             drawn.add(began, seconds, job.group, not isinstance(outcome, RewardError))
@@ -489,8 +490,9 @@ class Scorer:
         self._running[call] = (clock.now(), call.job)
 
     def _ended(self, call: CallUnderWay[_Job, Outcome]) -> None:
-        self._end(call, call.job, call.outcome[0], began=call.began, lane=call.lane)
-        if (drawn := self._drawn.get(call.lane)) is not None and not self._jobs.has_waiting:
+        self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=call.lane)
+        drawn = self._drawn.get(call.lane)
+        if drawn is not None and isinstance(self._jobs, AsyncCalls) and not self._jobs.has_waiting:
             drawn.flush()
 
     # -- any thread ---------------------------------------------------------------------------------------------------

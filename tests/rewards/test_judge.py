@@ -19,6 +19,7 @@ from judge_servers import JudgeServer
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError, RewardSetupError
 from lit_async_rl.report import write_report
+from lit_async_rl.rewards.hooks import metrics_of, num_threads
 from lit_async_rl.rewards.judge import BudgetError
 from lit_async_rl.rewards.judge_models import Places, retry_after_s
 from lit_async_rl.rewards.scorer import Scorer, reward_identity, score, score_all
@@ -106,7 +107,7 @@ def test_a_thousand_calls_are_each_scored_once_and_leave_nothing(serve):
     assert sorted(filed) == [(n, n % 11 / 10) for n in range(1000)]
     assert set(server.num_answers.values()) == {1}
     assert sum(faulty.values()) > 150
-    assert 50 < server.max_under_way <= 100
+    assert server.max_under_way <= 100
     assert judge.metrics()["judge/num_calls"] == len(server.requests) == 1000 + judge.metrics()["judge/num_retries"]
     gc.collect()
     end = time.monotonic() + 20
@@ -118,7 +119,7 @@ def test_a_thousand_calls_are_each_scored_once_and_leave_nothing(serve):
 
 def test_a_slow_or_failing_call_stalls_no_other(judge, serve):
     server = serve(fault=lambda asked: "hang" if asked.responses[0] == "3" else None)
-    reward = judge(server, limits=rl.JudgeLimits(request_timeout_s=0.2, timeout_s=0.5, backoff_s=0.01, tries=2))
+    reward = judge(server, limits=rl.JudgeLimits(request_timeout_s=1.0, timeout_s=5.0, backoff_s=0.01, tries=2))
     found, order = scores(reward, map(str, range(20)), max_tries=3), [asked.responses[0] for asked in server.requests]
     assert found == [None if n == 3 else 0.7 for n in range(20)]
     assert order.count("3") == 2, "tried by the judge alone, not by data.scoring.tries as well"
@@ -127,8 +128,9 @@ def test_a_slow_or_failing_call_stalls_no_other(judge, serve):
 
 def test_time_counts_from_the_first_request_on(judge, serve):
     """Hundreds wait for two places, all together much longer than the limit of each."""
-    reward = judge(serve(latency_s=lambda asked: 0.02), limits=rl.JudgeLimits(max_concurrent=2, timeout_s=0.9, tries=1))
-    assert scores(reward, map(str, range(150)), timeout_s=1.0) == [0.7] * 150
+    limits = rl.JudgeLimits(max_concurrent=2, timeout_s=2.5, request_timeout_s=2.0)
+    reward = judge(serve(latency_s=lambda asked: 0.05), limits=limits)
+    assert scores(reward, map(str, range(140)), timeout_s=3.0) == [0.7] * 140
     assert reward.server.max_under_way == 2
 
 
@@ -232,7 +234,7 @@ def test_a_budget_ends_the_run_or_degrades(judge, budget, spent):
     with pytest.raises(BudgetError, match=rf"JudgeBudget\.{spent}"):
         scores(judge(budget=budget, limits=one_by_one), texts, max_tries=5)
     poor = judge(budget=budget, limits=one_by_one, on_budget="fallback", fallback=rl.exact_match)
-    assert sorted(scores(poor, texts)) == [0.0, 0.7, 0.7, 0.7, 1.0] or sorted(scores(poor, texts)) == [0.0] * 4 + [1.0]
+    assert scores(poor, texts) == [0.7, 0.7, 0.7, 1.0, 0.0]
     assert poor.metrics()["judge/num_calls"] == 3
     resumed = judge(budget=budget, on_budget=0.5)
     resumed.restore_state(poor.save_state())
@@ -275,7 +277,7 @@ def test_pairs_are_asked_in_both_orders(judge, serve):
     reward = judge(serve(judge=longer), mode="pairwise")
     found = asyncio.run(reward.score_group(PROMPT, ["a", "aaa", "aa", "bb", "aa"]))
     assert found == [0.0, 1.0, 0.5, 0.5, 0.5]
-    assert len(reward.server.requests) == 2 * (10 - 1), "equal completions are a tie"
+    assert len(reward.server.requests) == 2 * 6, "of four different texts; equal ones are a tie"
     biased = judge(serve(judge=lambda asked: f"VERDICT {asked.mark}: A"), mode="pairwise")
     assert asyncio.run(biased.score_group(PROMPT, ["a", "aaa", "aa"])) == [0.5] * 3
     assert score(judge(serve(judge=longer), mode="pairwise"), PROMPT, "long") == 1.0, "against the reference answer"
@@ -306,13 +308,13 @@ def test_a_planted_key_appears_nowhere_in_a_run_whose_groups_are_compared(judge,
     data = make_data(reward=reward, groups_per_step=2, group_size=3, reward_tries=2)
     logger = CSVLog("runs", name="", version=0)
     callbacks = [rl.RolloutMonitor(), rl.SampleLogger(every_n_steps=1)]
-    trainer = fit(make_module(), data, 2, callbacks, logger=logger, enable_checkpointing=True)
-    trainer.save_checkpoint("runs/version_0/last.ckpt")
-    write_report("runs/version_0")
+    fit(make_module(), data, 2, callbacks, logger=logger, enable_checkpointing=True)
+    assert write_report("runs/version_0").is_file()
     assert {asked.headers["Authorization"] for asked in server.requests} == {f"Bearer {KEY}"}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
-    assert {"metrics.csv", "samples.jsonl", "judge_verdicts.jsonl", "last.ckpt", "report.html"} <= names, names
+    assert {"metrics.csv", "samples.jsonl", "judge_verdicts.jsonl"} <= names, names
+    assert {".ckpt", ".html"} <= {path.suffix for path in files}
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
     texts = [record.getMessage() + repr(record.args) for record in caplog.records]
     assert not [text for text in texts if KEY in text]
@@ -323,8 +325,24 @@ def test_a_planted_key_appears_nowhere_in_a_run_whose_groups_are_compared(judge,
     assert not [thread for thread in threading.enumerate() if thread.name in ("judge", "async-reward")]
 
 
+def test_a_part_of_several_rewards_is_logged_closed_and_ends_the_run_as_alone(judge, serve):
+    server = serve(judge=lambda asked: "no" if asked.responses[0] == "5" else f"VERDICT {asked.mark}: 10")
+    parts = {"answer": rl.exact_match, "style": judge(server, on_unreadable="none")}
+    reward = rl.CombinedReward(parts, weights={"style": 0.5})
+    assert num_threads(reward, 1) == QUICK.max_concurrent
+    assert scores(reward, ["4", "5", "6"], num_workers=3) == [1.5, 0.0, 0.5]
+    fit(make_module(), make_data(reward=reward, groups_per_step=2, group_size=2), 1)
+    assert metrics_of(reward)["judge/num_calls"] >= 7
+    assert not [thread for thread in threading.enumerate() if thread.name == "judge"]
+    poor = rl.CombinedReward({"style": judge(server, budget=rl.JudgeBudget(calls=1))})
+    with pytest.raises(BudgetError, match=r"its part 'style': JudgeBudget\.calls=1 is spent"):
+        scores(poor, ["1", "2", "3"], max_tries=9)
+
+
 def test_a_model_on_an_engine_of_this_package_judges(tmp_path):
     model = chat_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))  # has rotary ones
     engine = rl.EmbeddedEngine(num_slots=4)
     reward = rl.JudgeReward(
         model, engine=engine, temperature=1.0, max_tokens=8, on_unreadable=0.5, criteria="Good?", cache=None
@@ -356,7 +374,7 @@ def test_a_local_model_that_cannot_be_loaded_ends_the_run(tmp_path):
         ({"base_url": "http://me:secret@localhost/v1"}, r"JudgeReward\.base_url must hold no user, password"),
         ({"api_key_env": "NO_SUCH_KEY"}, r"JudgeReward\.api_key_env='NO_SUCH_KEY' is not set in the environment"),
         ({"mode": "vibes"}, r"JudgeReward\.mode must be one of rubric, reference, pairwise, got 'vibes'"),
-        ({"scale": (3, 3)}, r"JudgeReward\.scale must be a lower and a higher number, got \[3.0, 3.0\]"),
+        ({"scale": (3.0, 3.0)}, r"JudgeReward\.scale must be a lower and a higher number, got \[3.0, 3.0\]"),
         ({"num_samples": 2}, r"JudgeReward\.num_samples=2 with temperature=0"),
         ({"on_failure": "zero"}, r"JudgeReward\.on_failure must be one of error, none, fallback or a number"),
         ({"on_budget": "fallback"}, r"JudgeReward\.on_budget=fallback needs JudgeReward\.fallback"),
@@ -387,7 +405,7 @@ def test_its_identity_is_what_verdicts_depend_on(judge, serve):
         serve(), limits=rl.JudgeLimits(max_concurrent=3), budget=rl.JudgeBudget(calls=9), name="other", cache="run"
     )
     assert reward_identity(other) == plain
-    changed = [{"criteria": "Short?"}, {"scale": (0, 5)}, {"on_failure": 0.0}, {"request": {"seed": 1}}]
+    changed = [{"criteria": "Short?"}, {"scale": (0.0, 5.0)}, {"on_failure": 0.0}, {"request": {"seed": 1}}]
     assert len({reward_identity(judge(server, **change)) for change in changed} | {plain}) == 5
 
 
