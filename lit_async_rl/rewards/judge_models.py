@@ -414,6 +414,7 @@ class LocalModel:
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._loaded: concurrent.futures.Future[RolloutEngine] = concurrent.futures.Future()
+        self._problem: RewardSetupError | None = None  # why the thread has ended
         self.special_tokens: tuple[str, ...] = ()
 
     async def open(self) -> None:
@@ -425,7 +426,10 @@ class LocalModel:
         if self._thread is None:
             self._loaded = concurrent.futures.Future()
             self._inbox = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._work, name="judge-model", daemon=True)
+            self._problem = None
+            self._thread = threading.Thread(
+                target=self._work, args=(self._inbox, self._loaded), name="judge-model", daemon=True
+            )
             self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._loaded))
 
@@ -441,6 +445,8 @@ class LocalModel:
         """Answers a conversation; see `Endpoint.ask`."""
         self._on_request(True)
         began = time.monotonic()
+        if self._problem is not None:
+            raise self._problem
         if self._codec is None:
             raise RewardSetupError(f"the judge {self._model!r} was asked before it was loaded")
         try:
@@ -457,9 +463,7 @@ class LocalModel:
         self._on_answer(answer, time.monotonic() - began)
         return answer
 
-    def _work(self) -> None:
-        inbox = self._inbox
-        loaded = self._loaded
+    def _work(self, inbox: queue.SimpleQueue[_Asked | None], loaded: concurrent.futures.Future[RolloutEngine]) -> None:
         waiting: dict[int, _Asked] = {}
         engine = self._given.fresh()
         problem: BaseException = FinalRewardError(f"the judge {self._model!r} was closed")
@@ -475,7 +479,7 @@ class LocalModel:
                 for asked in _taken(inbox, wait=not waiting):
                     if asked is None:
                         return
-                    self._submit(engine, next(numbers), asked, waiting)
+                    self._submit(engine, next(numbers), asked, waiting=waiting)
                 for completion in engine.poll(POLL_S) if waiting else ():
                     done = waiting.pop(completion.request_id)
                     text = codec.decode(completion.token_ids, self._sampling.stop)
@@ -487,7 +491,7 @@ class LocalModel:
                     )
         except Exception as error:
             reason = describe(error).replace("model.model", "JudgeReward.model")
-            problem = RewardSetupError(f"the judge {self._model!r} failed: {reason}")
+            problem = self._problem = RewardSetupError(f"the judge {self._model!r} failed: {reason}")
             if not loaded.done():
                 loaded.set_exception(problem)
         finally:
@@ -496,7 +500,7 @@ class LocalModel:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
                     asked.future.set_exception(problem)
 
-    def _submit(self, engine: RolloutEngine, number: int, asked: _Asked, waiting: dict[int, _Asked]) -> None:
+    def _submit(self, engine: RolloutEngine, number: int, asked: _Asked, *, waiting: dict[int, _Asked]) -> None:
         room = engine.max_model_len - len(asked.token_ids)
         if room < 1:
             length = len(asked.token_ids)

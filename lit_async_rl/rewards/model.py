@@ -161,7 +161,7 @@ class RewardModel:
                     "(RewardModel.on_too_long says what they give)"
                 )
             return None if isinstance(self.on_too_long, str) else self.on_too_long
-        waiting = _Waiting(token_ids, concurrent.futures.Future(), begun, time.monotonic())
+        waiting = _Waiting(token_ids, concurrent.futures.Future(), begun=begun, since=time.monotonic())
         with self._lock:
             if self._thread is None:
                 self._inbox = queue.SimpleQueue()

@@ -415,7 +415,7 @@ class Scorer:
 
     def _score(self, job: _Job, reward: Any) -> Outcome:
         if not job.is_group:
-            return score(reward, job.prompt, job.completions[0], self._awaiter.wait, token_ids=job.token_ids)
+            return score(reward, job.prompt, job.completions[0], wait=self._awaiter.wait, token_ids=job.token_ids)
         with _naming(reward, job.prompt, job.completions):
             values = reward.score_group(job.prompt, job.completions)
             values = self._awaiter.wait(values) if inspect.isawaitable(values) else values

@@ -92,7 +92,7 @@ def test_a_model_that_is_none_is_refused(tmp_path):
         rl.RewardModel("no/such/folder")
     with pytest.raises(ValueError, match=r"RewardModel\.max_length=300 exceeds the model's 256 positions"):
         rl.RewardModel(classifier(tmp_path / "one"), max_length=300)
-    for settings in ({"batch_size": 0}, {"form": "x"}, {"on_too_long": "x"}, {"device": "x"}, {"dtype": "int8"}):
+    for settings in ({"batch_size": 0}, {"max_wait_s": -1.0}, {"device": "x"}, {"dtype": "int8"}, {"name": "a b"}):
         with pytest.raises(ValueError, match=rf"RewardModel\.{next(iter(settings))}"):
             rl.RewardModel(str(tmp_path / "one"), **settings)
 
