@@ -466,7 +466,7 @@ class LocalModel:
     def _work(self, inbox: queue.SimpleQueue[_Asked | None], loaded: concurrent.futures.Future[RolloutEngine]) -> None:
         waiting: dict[int, _Asked] = {}
         engine = self._given.fresh()
-        problem: BaseException = FinalRewardError(f"the judge {self._model!r} was closed")
+        problem = FinalRewardError(f"the judge {self._model!r} was closed")
         try:
             codec = self._codec = TextCodec(self._model, "all")
             self.special_tokens = tuple(map(str, codec.tokenizer.all_special_tokens))
@@ -497,15 +497,15 @@ class LocalModel:
         finally:
             engine.close()
             for asked in (*waiting.values(), *filter(None, _taken(inbox, wait=False))):
-                with contextlib.suppress(concurrent.futures.InvalidStateError):
-                    asked.future.set_exception(problem)
+                _resolve(asked.future, problem)
 
     def _submit(self, engine: RolloutEngine, number: int, asked: _Asked, *, waiting: dict[int, _Asked]) -> None:
         room = engine.max_model_len - len(asked.token_ids)
         if room < 1:
             length = len(asked.token_ids)
-            asked.future.set_exception(
-                FinalRewardError(f"a question of {length} tokens is longer than the judge's {engine.max_model_len}")
+            longest = engine.max_model_len
+            _resolve(
+                asked.future, FinalRewardError(f"a question of {length} tokens is longer than the judge's {longest}")
             )
             return
         sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
@@ -522,9 +522,12 @@ def _taken(inbox: queue.SimpleQueue[_Asked | None], wait: bool) -> list[_Asked |
     return found
 
 
-def _resolve(future: concurrent.futures.Future[Answer], answer: Answer) -> None:
+def _resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up meanwhile
-        future.set_result(answer)
+        if isinstance(outcome, Answer):
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)
 
 
 def _weights(model: str) -> Iterator[tuple[str, Any]]:
