@@ -165,6 +165,26 @@ METRICS: dict[str, list[Metric]] = {
         staleness/smoothed_ess_ratio | share | effective sample size, smoothed
         staleness/smoothed_kl | nats | KL, smoothed, where that is the target
     """),
+    "JudgeReward": _metrics("""
+        judge/num_verdicts | completions | that it was asked about so far; its `name` stands in place of `judge`
+        judge/num_cached | answers | so far that were known already, or asked for at that moment
+        judge/num_retries | requests | so far that were made again
+        judge/num_unreadable | answers | so far without a verdict
+        judge/num_failed | questions | so far without an answer
+        judge/num_substituted | completions | so far with the reward of `on_unreadable`, `on_failure` or `on_budget`
+        judge/num_calls | requests | so far, those of earlier parts of a resumed run included
+        judge/num_input_tokens | tokens | read by the judge so far, likewise
+        judge/num_output_tokens | tokens | written by it so far, likewise
+        judge/cost | currency | of `JudgeBudget`'s prices, so far, likewise
+        judge/latency_s | s | mean of the last 1,000 requests that were answered
+        judge/latency_p95_s | s | their 95th percentile
+    """),
+    "RewardModel": _metrics("""
+        reward_model/num_scored | completions | so far; its `name` stands in place of `reward_model`
+        reward_model/num_too_long | completions | so far
+        reward_model/batch_size | completions | of a forward pass, mean
+        reward_model/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
+    """),
     "AnnealBeta": _metrics("""
         loss/beta | factor | present beta of the loss
     """),

@@ -171,6 +171,10 @@ from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
+from .rewards.judge import JudgeBudget as JudgeBudget
+from .rewards.judge import JudgeReward as JudgeReward
+from .rewards.judge_models import JudgeLimits as JudgeLimits
+from .rewards.model import RewardModel as RewardModel
 from .rewards.references import grades as grades
 from .rollouts.intake import DynamicSampling as DynamicSampling
 from .rollouts.intake import GroupFilter as GroupFilter

@@ -10,7 +10,27 @@ class ProducerError(RuntimeError):
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, returned a value that is not a finite number, or timed out."""
+    """A reward function raised, returned a value that is not a finite number, or timed out.
+
+    Attributes:
+        is_final: whether another try is of no use, because the reward has tried itself.
+        ends_run: whether the run ends even where `data.scoring.tries` would leave the prompt out.
+    """
+
+    is_final = False
+    ends_run = False
+
+
+class FinalRewardError(RewardError):
+    """A reward that tries by itself, such as a judge, has failed in all of its tries."""
+
+    is_final = True
+
+
+class RewardSetupError(FinalRewardError):
+    """No call of a reward can succeed: its model cannot be loaded, its key is refused, or its budget is spent."""
+
+    ends_run = True
 
 
 class EnvironmentFailure(RuntimeError):

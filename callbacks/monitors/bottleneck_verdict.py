@@ -24,6 +24,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.rewards.functions import IsolatedReward
+from lit_async_rl.rewards.judge import JudgeReward
+from lit_async_rl.rewards.model import RewardModel
+from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.scheduling.bottleneck import (
@@ -129,7 +132,7 @@ def num_cores() -> int:
 def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
     """Number of threads competing for cores: trainers, engine and reward workers."""
     trainers = num_ranks * (torch.get_num_threads() if pl_module.device.type == "cpu" else 1)
-    return trainers + _engine_threads(data.engine) + data.scoring.workers
+    return trainers + _engine_threads(data.engine) + (1 if is_async(data.reward) else data.scoring.workers)
 
 
 def _engine_threads(engine: RolloutEngine) -> int:
@@ -174,6 +177,11 @@ def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -
     """More workers, unless they would compete: for the GIL if rewards compute, or for cores if processes do."""
     is_computing = cpu_share > MAX_CPU_SHARE
     if is_computing or (isinstance(data.reward, IsolatedReward) and not is_spare):
+        return None
+    if isinstance(data.reward, JudgeReward):
+        present = data.reward.max_concurrent
+        return Setting(name="data.reward.init_args.limits.max_concurrent", present=present, suggested=2 * present)
+    if isinstance(data.reward, RewardModel):  # one forward pass at a time
         return None
     workers = data.scoring.workers
     return Setting(name="data.scoring.workers", present=workers, suggested=2 * workers)

@@ -19,6 +19,7 @@ from torchmetrics.aggregation import CatMetric
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.distributed.ranks import cpu_group, data_parallel
 from lit_async_rl.importance import ess_ratio, kl_k1, kl_k2, kl_k3, safe_exp, sequence_log_ratio
+from lit_async_rl.rewards.hooks import metrics_of
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.types import RolloutBatch
@@ -84,6 +85,7 @@ class RolloutMonitor(StepMonitor):
     * `sample/dropped_share`: share of those groups that filters dropped.
     * `sample/dropped_token_share`: share of the tokens of the groups that were trained on or dropped since the step
       before that was dropped, by filters, the bound, redundancy, failed rewards or restarts of the engine.
+    * what a reward with a method `metrics` returns, such as the cost of a judge.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
     * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Policy-gradient surrogates are
       defined by their gradients; the value means little.
@@ -165,13 +167,17 @@ class RolloutMonitor(StepMonitor):
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
         """Metrics of all groups scored since the last step; empty on ranks without the producer."""
-        now = rollout_data(trainer, "RolloutMonitor").stats()
+        data = rollout_data(trainer, "RolloutMonitor")
+        now = data.stats()
         before = self._previous_stats
         self._previous_stats = now or self._previous_stats
-        if now is None or now.num_sampled <= before.num_sampled:
+        if now is None:
             return {}
+        of_reward: dict[str, Any] = dict(metrics_of(data.reward))
+        if now.num_sampled <= before.num_sampled:
+            return of_reward
         number = now.num_sampled - before.num_sampled
-        return {
+        return of_reward | {
             "sample/dropped_token_share": sum(now.dropped_share(before).values()),
             "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
             "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,

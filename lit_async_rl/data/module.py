@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,7 @@ from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import NoEngine, Replay
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
@@ -44,6 +46,8 @@ from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
+
+REWARD_STATE = "reward_state"  # in a checkpoint: of a reward that has one
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -341,6 +345,10 @@ class RolloutDataModule(pl.LightningDataModule):
             if self.replay is not None and self._empty_replay is not None:
                 self.replay.load_state_dict(self._empty_replay)
             self._make_source(self.engine.fresh())
+        if hooks.wants_folder(self.reward) and self._trainer.loggers:
+            folder = self._trainer.log_dir  # a collective; all ranks have the same reward
+            if folder is not None and "://" not in folder:
+                hooks.use_folder(self.reward, Path(folder))
         self.feed.ranks = connect(
             self._trainer,
             stall_s=self.limits.rollout_timeout_s,
@@ -366,11 +374,14 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.resume`."""
-        return self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
+        state = self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
+        reward_state = hooks.save_state(self.reward)
+        return state | {REWARD_STATE: reward_state} if reward_state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stores the state; it is restored when the engine has its weights."""
-        self._source.load_state_dict(state_dict)
+        hooks.restore_state(self.reward, state_dict.get(REWARD_STATE, {}))
+        self._source.load_state_dict({name: value for name, value in state_dict.items() if name != REWARD_STATE})
 
     def stop(self) -> None:
         """Stops the background thread and closes the engine. Safe to call twice."""
@@ -380,9 +391,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self._end()
 
     def _end(self) -> None:
-        """Closes the environment, if there is one, unless the run goes on after this fit or validation."""
+        """Closes environment and reward, if there is anything to close, unless the run goes on after this fit."""
         if not self._is_kept_open:
             self._source.end()
+            hooks.close(self.reward)
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Literal
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
+from lit_async_rl.rewards.hooks import num_threads
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.tries import TryPolicy
@@ -18,7 +19,8 @@ class Scoring:
     """Scoring of training completions.
 
     Args:
-        workers: number of completions scored concurrently, each as soon as it is sampled.
+        workers: number of completions scored concurrently, each as soon as it is sampled: threads, or calls under way
+            of an `async` reward. Rewards that know their own number, such as a judge, have that instead.
         timeout_s: timeout of one reward.
         tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
@@ -59,7 +61,7 @@ class Scoring:
         """A scorer with these settings; None where the engine scores."""
         scorer = Scorer(
             reward,
-            max(self.workers, getattr(reward, "max_batch_size", 1)),
+            num_threads(reward, self.workers),
             self.timeout_s,
             max_tries=self.tries,
             backoff_s=self.backoff_s,

@@ -143,6 +143,8 @@ def _errors_of(part: str) -> Iterator[None]:
         yield
     except StalledError:
         raise
+    except RewardError as error:  # keeps its class: one says that no other try helps, another ends the run
+        raise type(error)(f"its part {part!r}: {error}") from error
     except Exception as error:
         raise RewardError(f"its part {part!r} raised {type(error).__name__}: {error}") from error
 

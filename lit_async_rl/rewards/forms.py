@@ -15,9 +15,14 @@ if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` doe
 MAX_BATCH_SIZE = 16
 
 
+def wants(reward: Callable[..., Any], parameter: str) -> bool:
+    """Whether a reward has a parameter of this name, and is called with its value."""
+    return parameter in _parameters(reward)
+
+
 def wants_token_ids(reward: Callable[..., Any]) -> bool:
-    """Whether a reward has a parameter `token_ids` for the token ids of the completion."""
-    return "token_ids" in _parameters(reward)
+    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
+    return wants(reward, "token_ids")
 
 
 def as_reward_function(reward: Callable[..., Any], answer_field: str | None = None) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""Scoring of completions in worker threads, with a timeout.
+"""Scoring of completions, with a timeout: in worker threads, or for an `async` reward in one event loop.
 
 Workers wait for jobs (`submit` and `close` wake them); no thread waits for a worker. The producer thread calls `check`
 in each iteration, which raises errors of the workers. Workers are daemon threads, so that a hanging reward cannot keep
-the process alive.
+the process alive. An `async` reward has no workers: see `async_calls`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from lit_async_rl.errors import RewardError, SetupError, StalledError
-from lit_async_rl.rewards.forms import BatchedReward, wants_token_ids
+from lit_async_rl.errors import InvariantError, RewardError, SetupError, StalledError
+from lit_async_rl.rewards.async_calls import ANSWER_S, AsyncCalls, CallUnderWay
+from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.guarded_calls import LoopThread
@@ -33,13 +35,11 @@ from lit_async_rl.utils.waiting import clock
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
 
 
-LOOP_RESPONSE_TIMEOUT_S = 1.0  # an event loop that does not run an empty coroutine within this time is blocked
-
 T = TypeVar("T")
 
 
 class Awaiter:
-    """Runs awaitables in one event loop, so that all workers can share a client (such as an HTTP session).
+    """Runs awaitables in one event loop, so that all threads that wait for one can share a client (an HTTP session).
 
     The loop is started on first use, and replaced if a reward blocks it (`time.sleep` in an `async def`).
 
@@ -63,7 +63,7 @@ class Awaiter:
         try:
             return loop.call(_result(awaitable), self._timeout_s, "it")
         except StalledError:
-            if not loop.answers(LOOP_RESPONSE_TIMEOUT_S):
+            if not loop.answers(ANSWER_S):
                 with self._lock:
                     self._loop = None if self._loop is loop else self._loop
             raise
@@ -78,7 +78,7 @@ class Awaiter:
         with self._lock:
             loop = self._loop
             self._loop = None
-        if loop is not None and loop.answers(LOOP_RESPONSE_TIMEOUT_S):
+        if loop is not None and loop.answers(ANSWER_S):
             loop.close(asyncio.sleep(0))
 
 
@@ -89,8 +89,8 @@ async def _result(awaitable: Awaitable[T]) -> T:
 # -- Evaluation of a reward function on one completion ----------------------------------------------------------------
 
 
-LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size")
-Reward = Callable[..., float | Awaitable[float]]  # (prompt, completion), or (prompt, completion, token_ids)
+LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size", "max_concurrent")
+Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
 
 
 def reward_name(reward: Any) -> str:
@@ -125,6 +125,19 @@ def reward_identity(reward: Any) -> str:
     return f"{name}({', '.join(plain)}: {digest})" if plain else name
 
 
+def is_async(reward: Any) -> bool:
+    """Whether a reward is an `async` function, or an object whose `__call__` is one."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    call = inspect.getattr_static(type(reward), "__call__", None)
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(call)
+
+
+def scores_groups(reward: Any) -> bool:
+    """Whether a reward scores the completions of a group together, with a method `score_group`."""
+    return callable(getattr(reward, "score_group", None))
+
+
 def _identity(value: Any) -> Any:
     """A setting in a form with the same `repr` in every process; None if it has no such form."""
     if isinstance(value, str | int | float):
@@ -139,6 +152,42 @@ def _identity(value: Any) -> Any:
     if callable(value) and not isinstance(value, type):
         return reward_identity(value)
     return None
+
+
+@contextmanager
+def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> Iterator[None]:
+    """Context in which errors name reward, prompt and completion."""
+    which = f"completion {completions[0][:200]!r}" if len(completions) == 1 else f"{len(completions)} completions"
+    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, {which}"
+    try:
+        yield
+    except StalledError:
+        raise
+    except _NotANumber as error:
+        raise RewardError(f"{where} returned {error}") from None
+    except RewardError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+class _NotANumber(Exception):
+    """A reward is not a finite number; says what it is."""
+
+
+def _checked(value: Any) -> float:
+    try:
+        number = as_reward(value)
+    except (TypeError, ValueError) as error:
+        raise _NotANumber(str(error)) from None
+    return Score(number, value.parts) if isinstance(value, Score) else number
+
+
+def _checked_group(values: Any, number: int) -> list[float]:
+    found = list(values)
+    if len(found) != number:
+        raise _NotANumber(f"{len(found)} rewards for {number} completions")
+    return [_checked(value) for value in found]
 
 
 def score(
@@ -160,23 +209,10 @@ def score(
     Raises:
         RewardError: the function raised, or did not return a finite number.
     """
-    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
-    try:
+    with _naming(reward, prompt, [completion]):
         ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
         value: Any = reward(prompt, completion, **ids)
-        if inspect.isawaitable(value):
-            value = wait(value)
-    except StalledError:
-        raise
-    except RewardError as error:  # raised by `CombinedReward`; has the name of the part
-        raise RewardError(f"{where}: {error}") from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would silently end the worker thread
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-    try:
-        number = as_reward(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"{where} returned {error}") from None
-    return Score(number, value.parts) if isinstance(value, Score) else number
+        return _checked(wait(value) if inspect.isawaitable(value) else value)
 
 
 # -- Spans of a reward worker in the timeline of a run ----------------------------------------------------------------
@@ -231,24 +267,40 @@ class ScoreSpans:
 
 CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
+MAX_QUEUED = 1024  # calls under way of a reward that has a queue of its own
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Job:
     prompt: Prompt
-    completion: str
-    done: Callable[[float], None]
+    completions: tuple[str, ...]  # one, or those of a group, which are scored together
+    done: Callable[[Any], None]
     give_up: Callable[[], None]
     is_wanted: Callable[[], bool]
     group: int | None = None
     token_ids: Sequence[int] = ()
+    is_group: bool = False
     num_tries: int = 0
     is_reported_slow: bool = False
 
 
+Outcome = float | list[float] | RewardError  # of a job
+
+
 class Scorer:
-    """Scores completions in worker threads.
+    """Scores completions in worker threads, or in the event loop of an `async` reward.
+
+    What a reward may be or have, besides a function `reward(prompt, completion)`:
+
+    | | |
+    |---|---|
+    | `async def` | it is awaited in one event loop, with the others under way |
+    | attribute `max_concurrent` of an `async` reward | calls under way, in place of `num_workers` |
+    | parameter `token_ids` | the token ids of the completion |
+    | parameter `begun` of an `async` reward | it has a queue of its own: it gets up to `MAX_QUEUED` calls at a time, |
+    | | and a function that it calls when it begins to work on a completion, before which no time counts |
+    | method `score_group(prompt, completions)` | gives the rewards of all completions of a prompt, in `submit_group` |
 
     Args:
         reward: `reward(prompt, completion) -> float`; None if nothing is submitted.
@@ -280,10 +332,10 @@ class Scorer:
         self.keeps_rewards = False
         self.timeout_s = timeout_s
         self.num_workers = num_workers
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops a worker's
-        # entry of `_running` handles its job: the worker itself, or `check` after a timeout.
-        self._running: dict[int, tuple[float, _Job]] = {}  # start time and job, by worker
+        self._jobs: queue.SimpleQueue[_Job | None] | AsyncCalls[_Job, Outcome] = queue.SimpleQueue()
+        # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops an entry of
+        # `_running` handles its job: the worker (or loop) itself, or `check` after a timeout.
+        self._running: dict[Any, tuple[float, _Job]] = {}  # start time and job, by worker or call in the loop
         self._error: BaseException | None = None
         self._retries = Retries(self.policy)
         self._pausing: list[tuple[float, _Job]] = []  # earliest time of the next attempt, and job; see `check`
@@ -294,6 +346,18 @@ class Scorer:
         self._cpu_s = 0.0
         self._is_closed = False
         self._spans = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
+        self._has_own_queue = False
+        if reward is not None and is_async(reward):
+            self.num_workers = getattr(reward, "max_concurrent", None) or num_workers
+            self._has_own_queue = wants(reward, "begun")
+            self._jobs = AsyncCalls(
+                max(MAX_QUEUED, self.num_workers) if self._has_own_queue else self.num_workers,
+                call=self._await,
+                is_wanted=lambda job: job.is_wanted() and not self._is_closed,
+                on_begin=self._began,
+                on_end=self._ended,
+            )
+            return
         for _ in range(num_workers):
             self._add_worker()
 
@@ -325,14 +389,45 @@ class Scorer:
             token_ids: token ids of the completion, for rewards with a parameter of that name.
         """
         self._jobs.put(
-            _Job(prompt, completion, done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
+            _Job(prompt, (completion,), done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
         )
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the completions of a group are to be scored together, with `submit_group`."""
+        return scores_groups(self.reward)
+
+    def submit_group(
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        done: Callable[[list[float]], None],
+        give_up: Callable[[], None] = lambda: None,
+        is_wanted: Callable[[], bool] = lambda: True,
+        group: int | None = None,
+    ) -> None:
+        """As `submit`, for a reward that `scores_groups`: all completions of a prompt, in one call."""
+        self._jobs.put(
+            _Job(prompt, tuple(completions), done, give_up=give_up, is_wanted=is_wanted, group=group, is_group=True)
+        )
+
+    # -- worker threads -----------------------------------------------------------------------------------------------
+
     def _next(self, number: int) -> _Job | None:
-        """The next job, or None at the end. Ends the worker's span before it waits."""
+        """Waits for a job."""
+        if not isinstance(self._jobs, queue.SimpleQueue):
+            raise InvariantError("an `async` reward has no workers")
         if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
             spans.flush()
         return self._jobs.get()
+
+    def _score(self, job: _Job, reward: Any) -> Outcome:
+        if not job.is_group:
+            return score(reward, job.prompt, job.completions[0], wait=self._awaiter.wait, token_ids=job.token_ids)
+        with _naming(reward, job.prompt, job.completions):
+            values = reward.score_group(job.prompt, job.completions)
+            values = self._awaiter.wait(values) if inspect.isawaitable(values) else values
+            return _checked_group(values, len(job.completions))
 
     def _work(self, number: int) -> None:
         while (job := self._next(number)) is not None:
@@ -346,42 +441,76 @@ class Scorer:
             began = time.monotonic()
             began_cpu = time.thread_time()
             self._running[number] = (clock.now(), job)
-            failure: RewardError | None = None
+            outcome: Outcome
             try:
-                reward = score(
-                    self.reward, job.prompt, job.completion, wait=self._awaiter.wait, token_ids=job.token_ids
-                )
+                outcome = self._score(job, self.reward)
             except RewardError as error:
-                failure = error
+                outcome = error
             except StalledError:
-                failure = self._too_late(job)
+                outcome = self._too_late(job)
             except BaseException as error:
                 self._error = error
                 return
-            is_replaced = self._running.pop(number, None) is None  # by `check`, after a timeout
-            if is_replaced or self._is_closed:
-                return
-            seconds = time.monotonic() - began
-            self._busy_s += seconds
             self._cpu_s += time.thread_time() - began_cpu
-            if (spans := self._spans.get(number)) is not None:
-                spans.add(began, seconds, job.group, failure is None)
-            try:
-                if failure is None:
-                    self._retries.succeed()
-                    job.done(reward)
-                else:
-                    self._fail(job, failure)
-            except BaseException as error:
-                self._error = error
+            seconds = time.monotonic() - began
+            if not self._end(number, job, outcome, began=began, seconds=seconds, lane=number):
                 return
+
+    def _end(self, number: Any, job: _Job, outcome: Outcome, *, began: float, seconds: float, lane: int) -> bool:
+        """Files an outcome; returns False if the worker is to end, because it was replaced or this failed."""
+        if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
+            return False
+        self._busy_s += seconds
+        if (spans := self._spans.get(lane)) is not None:
+            spans.add(began, seconds, job.group, not isinstance(outcome, RewardError))
+        try:
+            if isinstance(outcome, RewardError):
+                self._fail(job, outcome)
+            else:
+                self._retries.succeed()
+                job.done(outcome)
+        except BaseException as error:
+            self._error = error
+            return False
+        return True
+
+    # -- event loop of an `async` reward, and the thread that files what it returns -----------------------------------
+
+    async def _await(self, job: _Job, begin: Callable[[], None]) -> Outcome:
+        reward: Any = self.reward
+        begun = {"begun": begin} if self._has_own_queue else {}
+        if not self._has_own_queue:
+            begin()
+        try:
+            with _naming(reward, job.prompt, job.completions):
+                if job.is_group:
+                    values = reward.score_group(job.prompt, job.completions, **begun)
+                    values = await values if inspect.isawaitable(values) else values
+                    return _checked_group(values, len(job.completions))
+                ids = {"token_ids": tuple(job.token_ids)} if wants_token_ids(reward) else {}
+                return _checked(await reward(job.prompt, job.completions[0], **ids, **begun))
+        except RewardError as error:
+            return error
+        except StalledError:
+            return self._too_late(job)
+
+    def _began(self, call: CallUnderWay[_Job, Outcome]) -> None:
+        self._running[call] = (clock.now(), call.job)
+
+    def _ended(self, call: CallUnderWay[_Job, Outcome]) -> None:
+        self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=call.lane)
+        spans = self._spans.get(call.lane)
+        if spans is not None and isinstance(self._jobs, AsyncCalls) and not self._jobs.has_waiting:
+            spans.flush()
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
 
     def _fail(self, job: _Job, error: RewardError) -> None:
         """Queues another attempt, gives up the prompt, or raises."""
         if not job.is_wanted():
             return
         job.num_tries += 1
-        if self._retries.may_try_again(job.prompt, job.num_tries, error):
+        if self._retries.may_try_again(job.prompt, job.num_tries, error, is_final=error.is_final):
             job.is_reported_slow = False
             if pause_s := self.policy.pause_s(job.num_tries):
                 self._pausing.append((clock.now() + pause_s, job))
@@ -397,8 +526,9 @@ class Scorer:
 
     @property
     def cpu_share(self) -> float:
-        """CPU time of the workers as a share of the time spent scoring; for the rest they waited."""
-        return min(1.0, self._cpu_s / self._busy_s) if self._busy_s else 0.0
+        """Share of the time spent scoring in which the workers computed; the rest they waited."""
+        cpu_s = self._jobs.cpu_s if isinstance(self._jobs, AsyncCalls) else self._cpu_s
+        return min(1.0, cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
         """Raises errors of the workers, replaces those that timed out, and queues jobs whose pause is over.
@@ -420,8 +550,11 @@ class Scorer:
                 log.warning("reward %s is slow: %s, %r", self._name, took, job.prompt.text[:200])
             if seconds <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
-            del self._workers[number]
-            self._add_worker()
+            if isinstance(self._jobs, AsyncCalls):
+                self._jobs.abandon(number)
+            else:
+                del self._workers[number]
+                self._add_worker()
             self._fail(job, self._too_late(job))
 
     def work(self) -> Work | None:
@@ -449,9 +582,12 @@ class Scorer:
         """
         self._is_closed = True
         self._awaiter.close()
-        for _ in range(self.num_workers):
-            self._jobs.put(None)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        if isinstance(self._jobs, AsyncCalls):
+            self._jobs.close(CLOSE_TIMEOUT_S)
+        else:
+            for _ in range(self.num_workers):
+                self._jobs.put(None)
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))

@@ -65,6 +65,7 @@ class GroupEntry:
         requests: ids of its requests in the engine.
         began: `time.monotonic` of the admission, or of a resume; likewise `finished_at`.
         rewarded: samples whose reward was filed in this run.
+        is_submitted: whether its completions were submitted together, to a reward that scores groups.
     """
 
     index: int
@@ -81,6 +82,7 @@ class GroupEntry:
     began: float = field(default_factory=time.monotonic, compare=False)
     finished_at: float = field(default=0.0, compare=False)
     rewarded: set[int] = field(default_factory=set)
+    is_submitted: bool = field(default=False, compare=False)
 
     @property
     def is_open(self) -> bool:

@@ -8,7 +8,7 @@ The life of a group (`GroupState`), with the thread of each transition and the t
         v                                                                              |
     `SAMPLING`: the engine generates tokens, each tagged with its version              |
         |  `_collect`, producer: each completion goes to                               |
-        |  the scorer by itself                            -> a reward worker          |
+        |  the scorer by itself, or with its group         -> a reward worker          |
         v                                                                              |
     `SCORING`: all completions are there                                               |
         |  `_file_reward`, reward worker: the last reward                              |
@@ -311,6 +311,9 @@ class Producer:
         if completion.reward is not None:
             self._file_reward(group, sample, completion.reward)
             return
+        if self.scorer.scores_groups:
+            self._score_group(group)
+            return
         self.scorer.submit(
             group.prompt,
             completion.text,
@@ -319,6 +322,22 @@ class Producer:
             is_wanted=lambda: group.is_open,
             group=group.index,
             token_ids=completion.token_ids,
+        )
+
+    def _score_group(self, group: GroupEntry) -> None:
+        """Submits all completions of a group together, once the last one is sampled."""
+        with self.changed:
+            if group.state is not GroupState.SCORING or group.is_submitted:
+                return
+            group.is_submitted = True
+            texts = [completion.text for _, completion in sorted(group.rollouts.items())]
+        self.scorer.submit_group(
+            group.prompt,
+            texts,
+            done=partial(self._file_rewards, group),
+            give_up=partial(self._give_up, group),
+            is_wanted=lambda: group.is_open,
+            group=group.index,
         )
 
     def _lose_request(self, request_id: int) -> None:
@@ -349,6 +368,11 @@ class Producer:
                 self._drop_lost()
                 self._admit()
                 self.changed.notify_all()  # only now: the trainer could not take a group that is not finished
+
+    def _file_rewards(self, group: GroupEntry, rewards: list[float]) -> None:
+        with self.changed:
+            for sample, reward in enumerate(rewards):
+                self._file_reward(group, sample, reward)
 
     def _filter(self, group: GroupEntry) -> None:
         """Filters a finished group; if it is dropped, another prompt takes its slot."""

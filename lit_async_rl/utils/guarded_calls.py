@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections import deque
@@ -227,7 +228,8 @@ class LoopThread:
             StalledError: `what` did not finish within `timeout_s`; names the `setting` behind the limit, if given.
             EngineError: `close` was called meanwhile.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if (future := self.begin(coroutine)) is None:
+            raise EngineError(f"{self.name} was closed before {what}")
 
         def check() -> None:
             if self._closed.is_set():  # which cancels whatever is running
@@ -245,20 +247,22 @@ class LoopThread:
 
     def answers(self, timeout_s: float) -> bool:
         """Whether the loop runs a coroutine within `timeout_s`: none that it runs blocks it."""
-        future = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        return bool(concurrent.futures.wait([future], timeout_s).done)
+        future = self.begin(asyncio.sleep(0))
+        return future is not None and bool(concurrent.futures.wait([future], timeout_s).done)
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs `coroutine` in the loop without waiting for it. Ignored after `close`."""
-        if self._closed.is_set():
-            coroutine.close()
-        else:
-            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
+        """Runs `coroutine` in the loop without waiting for it; returns its future. Ignored after `close`: None."""
+        if not self._closed.is_set():
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        return None
 
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Schedules `callback` in the loop's thread; ignored after `close`."""
         if not self._closed.is_set():
-            self._loop.call_soon_threadsafe(callback, *args)
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def close(self, last: Coroutine[Any, Any, Any] | None = None) -> None:
         """Cancels all tasks, runs `last`, and joins the thread. Safe to call twice."""
@@ -271,6 +275,8 @@ class LoopThread:
         concurrent.futures.wait([future], JOIN_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
+        if not self._thread.is_alive():
+            self._loop.close()  # its sockets, and the threads in which it has looked up host names
 
 
 async def _end_all(last: Coroutine[Any, Any, Any] | None) -> None:

@@ -74,8 +74,18 @@ def reward_lane(worker: int) -> LaneKind:
 
 
 def recorder() -> SpanRecorder:
-    """The recorder of this process; it is off unless a run writes a timeline."""
-    return _recorder
+    """The recorder of this process, which is off unless a run writes a timeline."""
+    return getattr(_own, "recorder", _recorder)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context in which this thread has a recorder that is off: an engine beside the policy's has no lane of its own."""
+    _own.recorder = SpanRecorder()
+    try:
+        yield
+    finally:
+        del _own.recorder
 
 
 def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
@@ -209,6 +219,7 @@ class SpanRecorder:
 
 
 _recorder = SpanRecorder()
+_own = threading.local()  # recorder of a thread, in `unrecorded`
 
 
 class Lane:

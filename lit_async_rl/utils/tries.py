@@ -97,17 +97,19 @@ class Retries:
         """Resets the count of consecutive failures."""
         self._left_out = []
 
-    def may_try_again(self, prompt: object, num_failed: int, error: Exception) -> bool:
+    def may_try_again(self, prompt: object, num_failed: int, error: Exception, is_final: bool = False) -> bool:
         """Whether to try a call again after `num_failed` failures; otherwise its prompt is left out.
+
+        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run.
 
         Raises:
             Exception: the run ends with `error`, or with another error of its class.
         """
         tries = self.policy.tries
         setting = f"{self.policy.owner}.tries"
-        if tries is None:
+        if tries is None or getattr(error, "ends_run", False):
             raise error
-        if num_failed < tries:
+        if num_failed < tries and not is_final:
             pause_s = self.policy.pause_s(num_failed)
             when = f" in {pause_s:g} s" if pause_s else ""
             self._tries_log.warning(
@@ -121,5 +123,6 @@ class Retries:
                 f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done} in {setting}={tries} "
                 f"tries each, with no success in between; the last: {error}"
             ) from error
-        self._log.warning("a prompt is left out after %s=%d: %s", setting, tries, error)
+        after = "a failure that no other try mends" if is_final else f"{setting}={tries}"
+        self._log.warning("a prompt is left out after %s: %s", after, error)
         return False

@@ -751,6 +751,11 @@ NOT_HERE = {
     "sample/total_tokens": "a count at one moment while the engine works; tests/rollouts has it in virtual time",
     "sample/lost": "groups are lost by timing; tests/scheduling/test_expiry.py has it in virtual time",
 }
+NOT_HERE |= {
+    metric.name: "tests/rewards/test_judge.py and test_reward_model.py count what server and model do"
+    for source in ("JudgeReward", "RewardModel")
+    for metric in METRICS[source]
+}
 LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",

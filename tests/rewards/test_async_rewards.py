@@ -90,3 +90,86 @@ def test_the_next_try_succeeds_after_one_that_hangs(block):
         assert scored(reward, ["x"], timeout_s=0.5, max_tries=20) == [1]
     finally:
         end.set()
+
+
+def test_hundreds_wait_at_once_in_two_threads():
+    class Crowd:
+        max_concurrent = 300
+        present = 0
+        everyone = None
+
+        async def __call__(self, prompt, completion):
+            self.everyone = self.everyone or asyncio.Event()
+            self.present += 1
+            if self.present == 300:
+                self.everyone.set()
+            await self.everyone.wait()  # hangs unless all are awaited at once
+            return float(threading.active_count() - before)
+
+    before = threading.active_count()
+    assert max(scored(Crowd(), map(str, range(300)), timeout_s=60.0)) <= 3, "the loop, the filing thread, the clock"
+
+
+def test_no_more_are_awaited_than_there_are_workers():
+    under_way = []
+
+    async def reward(prompt, completion):
+        under_way.append(1)
+        most = len(under_way)
+        await asyncio.sleep(0.001)
+        under_way.pop()
+        return float(most)
+
+    assert max(scored(reward, map(str, range(50)), num_workers=3)) == 3
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_group_is_scored_in_one_call(is_async):
+    calls = []
+
+    def ranks(prompt, completions):
+        calls.append(completions)
+        return [float(sorted(completions).index(text)) for text in completions][: 2 if "short" in completions else None]
+
+    class Plain:
+        score_group = staticmethod(ranks)
+
+        def __call__(self, prompt, completion):
+            raise AssertionError("its group is scored")
+
+    class Async(Plain):
+        async def __call__(self, prompt, completion):
+            raise AssertionError("its group is scored")
+
+        async def score_group(self, prompt, completions):
+            await asyncio.sleep(0)
+            return ranks(prompt, completions)
+
+    scorer, found, gone = Scorer((Async if is_async else Plain)(), max_tries=2), [], threading.Event()
+    assert scorer.scores_groups
+    scorer.submit_group(PROMPT, ["b", "c", "a"], done=found.append, give_up=pytest.fail)
+    scorer.submit_group(PROMPT, ["short", "c", "a"], done=pytest.fail, give_up=gone.set)
+    assert gone.wait(30)
+    scorer.check()
+    scorer.close()
+    assert found == [[1.0, 2.0, 0.0]]
+    assert calls == [("b", "c", "a")] + 2 * [("short", "c", "a")]
+
+
+def test_a_job_that_nobody_wants_any_more_is_dropped():
+    called, is_done, first = [], threading.Event(), threading.Event()
+
+    async def reward(prompt, completion):
+        called.append(completion)
+        await asyncio.get_running_loop().run_in_executor(None, first.wait, 30)
+        return 1.0
+
+    scorer, wanted = Scorer(reward), [True]
+    scorer.submit(PROMPT, "a", done=lambda reward: None)
+    scorer.submit(PROMPT, "b", done=lambda reward: None, is_wanted=lambda: wanted[0])
+    scorer.submit(PROMPT, "c", done=lambda reward: is_done.set())
+    wanted[0] = False
+    first.set()
+    assert is_done.wait(30)
+    scorer.close()
+    assert called == ["a", "c"]

@@ -115,7 +115,7 @@ class VirtualScorer(Scorer):
                 if job.num_tries == self.max_tries:
                     self.given_up.append(job.give_up.args[0].index)
             else:
-                job.done(score(_reward, job.prompt, job.completion))
+                job.done(score(_reward, job.prompt, job.completions[0]))
                 self._retries.succeed()
         except RewardError as error:
             self._error = error

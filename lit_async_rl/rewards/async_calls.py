@@ -1,0 +1,194 @@
+"""Calls of an `async` reward: all in one event loop, hundreds at a time, without a thread for each.
+
+| who | waits for | woken by |
+|---|---|---|
+| event loop | what the calls await | the operating system |
+| filing thread | a call that has ended or is abandoned | the event loop, `abandon`, `close` |
+| caller of `put` and `abandon` | nothing | |
+
+Outcomes are filed by a thread of its own: filing takes the producer's lock, which may be held while an engine takes
+requests, and a loop that waits for it would let the connections of all other calls time out.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from lit_async_rl.utils.guarded_calls import LoopThread
+
+ANSWER_S = 1.0  # in which a loop that works runs a coroutine that does nothing
+J = TypeVar("J")
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class CallUnderWay(Generic[J, R]):
+    """One call of the reward.
+
+    Attributes:
+        job: what is scored.
+        loop: runs it.
+        lane: lowest number that no other call under way has.
+        future: of its coroutine; cancels it.
+        has_started: whether the loop has come to it.
+        began: `time.monotonic` when its work began, see `AsyncCalls`; 0 before.
+        seconds: that it took; 0 until it has ended.
+        outcome: what it returned.
+    """
+
+    job: J
+    loop: LoopThread
+    lane: int
+    future: concurrent.futures.Future[Any] | None = None
+    has_started: bool = False
+    began: float = 0.0
+    seconds: float = 0.0
+    outcome: list[R] = field(default_factory=list)
+
+
+class AsyncCalls(Generic[J, R]):
+    """Queue of jobs, at most `limit` of which are called at a time.
+
+    Args:
+        limit: calls under way.
+        call: scores a job; never raises. Its second argument is to be called when the work begins, which may be long
+            after the call, if the reward has a queue of its own.
+        is_wanted: whether a job is still to be scored; asked when its turn comes.
+        on_begin: called in the event loop when the work on a job begins.
+        on_end: called in the filing thread with a call that has ended.
+        name: of the threads.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        call: Callable[[J, Callable[[], None]], Awaitable[R]],
+        is_wanted: Callable[[J], bool],
+        on_begin: Callable[[CallUnderWay[J, R]], None],
+        on_end: Callable[[CallUnderWay[J, R]], None],
+        name: str = "async-reward",
+    ) -> None:
+        self._limit = limit
+        self._call = call
+        self._is_wanted = is_wanted
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._name = name
+        self._lock = threading.Lock()  # guards the next five; held for a moment only
+        self._loop: LoopThread | None = None
+        self._blocked: list[LoopThread] = []  # were replaced
+        self._waiting: deque[J] = deque()
+        self._under_way: dict[CallUnderWay[J, R], None] = {}  # in the order in which they were started
+        self._free_lanes = list(range(limit))
+        self._cpu: dict[LoopThread, float] = {}
+        self._to_file: SimpleQueue[tuple[CallUnderWay[J, R], bool] | None] = SimpleQueue()  # and whether it has ended
+        self._is_closed = False
+        self._filer = threading.Thread(target=self._file, name="reward-filing", daemon=True)
+        self._filer.start()
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of the event loop, up to the last call that has ended."""
+        return sum(list(self._cpu.values()))
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a job waits for its turn."""
+        return bool(self._waiting)
+
+    def put(self, job: J | None) -> None:
+        """Queues a job; None, the mark of the end in other queues, is ignored."""
+        if job is not None:
+            with self._lock:
+                self._waiting.append(job)
+                self._begin_more()
+
+    def abandon(self, call: CallUnderWay[J, R]) -> None:
+        """Cancels a call that takes too long. If its loop is blocked, the jobs that follow get another loop."""
+        self._to_file.put((call, False))
+
+    def _begin_more(self) -> None:
+        """Starts as many jobs as there is room for. The lock is held."""
+        while self._waiting and len(self._under_way) < self._limit and not self._is_closed:
+            if self._loop is None:
+                self._loop = LoopThread(self._name)
+            lane = heapq.heappop(self._free_lanes)
+            call: CallUnderWay[J, R] = CallUnderWay(self._waiting.popleft(), self._loop, lane)
+            self._under_way[call] = None
+            call.future = call.loop.begin(self._run(call))
+
+    async def _run(self, call: CallUnderWay[J, R]) -> None:
+        with self._lock:
+            call.has_started = call in self._under_way  # else it was moved to another loop
+        if not call.has_started:
+            return
+
+        def begin() -> None:
+            if not call.began:
+                call.began = time.monotonic()
+                self._on_begin(call)
+
+        try:
+            if self._is_wanted(call.job):
+                outcome = await self._call(call.job, begin)
+                begin()  # of an outcome that took no work
+                call.seconds = time.monotonic() - call.began
+                call.outcome.append(outcome)
+                self._to_file.put((call, True))
+        finally:
+            self._cpu[call.loop] = time.thread_time()
+            self._free(call)
+
+    def _free(self, call: CallUnderWay[J, R]) -> None:
+        with self._lock:
+            if call in self._under_way:
+                self._remove(call)
+                self._begin_more()
+
+    def _remove(self, call: CallUnderWay[J, R]) -> None:
+        """Gives its place and its lane back. The lock is held."""
+        del self._under_way[call]
+        heapq.heappush(self._free_lanes, call.lane)
+
+    def _file(self) -> None:
+        while (entry := self._to_file.get()) is not None:
+            call, has_ended = entry
+            if has_ended:
+                self._on_end(call)
+            else:
+                self._cancel(call)
+
+    def _cancel(self, call: CallUnderWay[J, R]) -> None:
+        if call.loop is self._loop and not call.loop.answers(ANSWER_S):
+            with self._lock:
+                self._blocked.append(call.loop)
+                self._loop = None
+                stuck = [other for other in self._under_way if other.loop is call.loop and not other.has_started]
+                for other in stuck:
+                    self._remove(other)
+                self._waiting.extendleft(other.job for other in reversed(stuck))
+        if call.future is not None:
+            call.future.cancel()
+        self._free(call)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancels the calls, and stops loop and thread; what was not filed is dropped."""
+        with self._lock:
+            self._is_closed = True
+            loops = [*self._blocked, *([] if self._loop is None else [self._loop])]
+            self._waiting.clear()
+        for loop in loops:
+            if loop.answers(ANSWER_S):
+                loop.close()
+        self._to_file.put(None)
+        if threading.current_thread() is not self._filer:
+            self._filer.join(timeout_s)

@@ -1,0 +1,80 @@
+"""What a reward may do besides rewarding: methods that a run calls if the reward has them, also those of its parts.
+
+| method | called |
+|---|---|
+| `close()` | at the end of the run; a later call of the reward may open again what it needs |
+| `metrics() -> dict[str, float]` | after each step, for the loggers |
+| `use_folder(path)` | at the start, with the folder of the run, on every rank |
+| `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lit_async_rl.rewards.combined import CombinedReward
+from lit_async_rl.rewards.forms import BatchedReward
+
+MAX_WAITING = 64  # threads that wait for one part of a combined reward
+
+
+def parts_of(reward: Any) -> list[Any]:
+    """The rewards that users wrote: the parts of a combined one, the function of a batched one; none of None."""
+    if isinstance(reward, CombinedReward):
+        return [owner for part in reward.rewards.values() for owner in parts_of(part)]
+    if isinstance(reward, BatchedReward):
+        return [reward.reward]
+    return [] if reward is None else [reward]
+
+
+def num_threads(reward: Any, num_workers: int) -> int:
+    """Worker threads of a scorer: `num_workers`, or as many as a batch or the requests of a part need to be there."""
+    wanted = [num_workers, getattr(reward, "max_batch_size", 1)]
+    if isinstance(reward, CombinedReward):
+        for part in reward.rewards.values():
+            wanted.append(getattr(part, "max_batch_size", 1))
+        wanted += [min(MAX_WAITING, getattr(owner, "max_concurrent", None) or 1) for owner in parts_of(reward)]
+    return max(wanted)
+
+
+def metrics_of(reward: Any) -> dict[str, float]:
+    """What the reward and its parts have to log."""
+    found: dict[str, float] = {}
+    for owner in parts_of(reward):
+        if (metrics := getattr(owner, "metrics", None)) is not None:
+            found |= metrics()
+    return found
+
+
+def wants_folder(reward: Any) -> bool:
+    """Whether the reward or a part of it is to be told the folder of the run."""
+    return any(hasattr(owner, "use_folder") for owner in parts_of(reward))
+
+
+def use_folder(reward: Any, folder: Path) -> None:
+    """Tells the reward and its parts the folder of the run."""
+    for owner in parts_of(reward):
+        if (use := getattr(owner, "use_folder", None)) is not None:
+            use(folder)
+
+
+def save_state(reward: Any) -> dict[str, Any]:
+    """State of the reward and its parts, by their position; empty where there is none."""
+    owners = enumerate(parts_of(reward))
+    return {str(n): owner.save_state() for n, owner in owners if hasattr(owner, "save_state")}
+
+
+def restore_state(reward: Any, state: Mapping[str, Any]) -> None:
+    """Restores what `save_state` returned; what belongs to no part any more is left out."""
+    for n, owner in enumerate(parts_of(reward)):
+        if str(n) in state and hasattr(owner, "restore_state"):
+            owner.restore_state(state[str(n)])
+
+
+def close(reward: Any) -> None:
+    """Closes the reward and its parts. Safe to call twice, if theirs are."""
+    for owner in parts_of(reward):
+        if (end := getattr(owner, "close", None)) is not None:
+            end()

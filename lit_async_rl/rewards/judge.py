@@ -1,0 +1,589 @@
+"""A reward that asks a language model: `JudgeReward`, with its cache and its budget.
+
+| who | waits for | woken by |
+|---|---|---|
+| judge's event loop | the endpoint, a place for a request, a pause, the local model | the operating system, a timer |
+| caller of the reward (the scorer's event loop) | a verdict | the judge's event loop |
+| thread of a local model | questions | `ask`, `close` |
+
+The judge has one event loop of its own, because it is called from several: those of training, of validation and of
+whoever calls it directly share its places, its connections and its budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+import logging
+import statistics
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
+from lit_async_rl.rewards.judge_models import Answer, Endpoint, JudgeLimits, LocalModel, Places, Turn
+from lit_async_rl.rewards.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
+from lit_async_rl.rewards.scorer import Reward
+from lit_async_rl.types import Prompt, SamplingParams
+from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.files import LimitedLog, append, tolerate_full_disk
+from lit_async_rl.utils.guarded_calls import LoopThread
+
+Substitute = Literal["error", "none", "fallback"] | float
+CHOICES = ("error", "none", "fallback")
+IN_RUN = "run"
+RECENT = 1000  # requests whose latency is logged
+CLOSE_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class BudgetError(RewardSetupError):
+    """The budget of a judge is spent."""
+
+
+# -- Budget and counts ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeBudget:
+    """What a run may spend on a judge, and what that costs. None is no limit.
+
+    What was spent is saved in checkpoints, and a resumed run goes on from there. Requests that are under way when the
+    limit is reached are answered, and may exceed it.
+
+    Args:
+        calls: requests, failed ones included.
+        tokens: read and written by the judge.
+        cost: in the currency of the prices.
+        input_price: of a million tokens that the judge reads.
+        output_price: of a million tokens that it writes.
+
+    Raises:
+        ValueError: a number is out of range, or there is a limit of cost and no price.
+    """
+
+    calls: int | None = None
+    tokens: int | None = None
+    cost: float | None = None
+    input_price: float = 0.0
+    output_price: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range("JudgeBudget", "integer positive", calls=self.calls, tokens=self.tokens)
+        check_range("JudgeBudget", "positive", cost=self.cost)
+        check_range("JudgeBudget", ">= 0 and finite", input_price=self.input_price, output_price=self.output_price)
+        if self.cost is not None and not (self.input_price or self.output_price):
+            raise ValueError(f"JudgeBudget.cost={self.cost:g} needs input_price and output_price, of a million tokens")
+
+
+class Account:
+    """Counts what a judge does and spends.
+
+    Args:
+        budget: its limits.
+    """
+
+    def __init__(self, budget: JudgeBudget) -> None:
+        self._budget = budget
+        self.spent = {"calls": 0, "input_tokens": 0, "output_tokens": 0}
+        self.counts = {"verdicts": 0, "cached": 0, "retries": 0, "unreadable": 0, "failed": 0, "substituted": 0}
+        self._latencies: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def cost(self) -> float:
+        """Spent so far."""
+        budget = self._budget
+        tokens = self.spent["input_tokens"] * budget.input_price + self.spent["output_tokens"] * budget.output_price
+        return tokens / 1e6
+
+    def note_request(self, is_first: bool) -> None:
+        """Counts a request.
+
+        Raises:
+            BudgetError: the budget allows no further one.
+        """
+        budget = self._budget
+        num_tokens = self.spent["input_tokens"] + self.spent["output_tokens"]
+        limits = {"calls": self.spent["calls"], "tokens": num_tokens, "cost": self.cost}
+        for name, spent in limits.items():
+            limit = getattr(budget, name)
+            if limit is not None and spent >= limit:
+                raise BudgetError(f"JudgeBudget.{name}={limit:g} is spent: {spent:g}")
+        self.spent["calls"] += 1
+        self.counts["retries"] += not is_first
+
+    def note_answer(self, answer: Answer, latency_s: float) -> None:
+        """Counts an answer.
+
+        Raises:
+            RewardSetupError: its tokens are to be counted, and it does not say how many there were.
+        """
+        self._latencies.append(latency_s)
+        if answer.prompt_tokens is None or answer.completion_tokens is None:
+            for name in ("tokens", "cost"):
+                if (limit := getattr(self._budget, name)) is not None:
+                    raise RewardSetupError(
+                        f"JudgeBudget.{name}={limit:g} cannot be kept: the endpoint does not say how many tokens a "
+                        "request took (`usage`). Use JudgeBudget.calls"
+                    )
+        self.spent["input_tokens"] += answer.prompt_tokens or 0
+        self.spent["output_tokens"] += answer.completion_tokens or 0
+
+    def metrics(self) -> dict[str, float]:
+        """Totals so far, and the latency of recent requests."""
+        found: dict[str, float] = {f"num_{name}": float(count) for name, count in self.counts.items()}
+        found |= {f"num_{name}": float(count) for name, count in self.spent.items()}
+        found["cost"] = self.cost
+        if latencies := sorted(self._latencies):
+            found["latency_s"] = statistics.fmean(latencies)
+            found["latency_p95_s"] = latencies[int(0.95 * (len(latencies) - 1))]
+        return found
+
+
+# -- Verdicts by content ----------------------------------------------------------------------------------------------
+
+
+class VerdictCache:
+    """Verdicts by the digest of everything that they depend on; in a file of JSON lines, if it has one.
+
+    The file holds digests and verdicts, and no text. Several processes may append to one file.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, float] = {}
+        self._path: Path | None = None
+
+    def use(self, path: Path) -> None:
+        """Reads a file, and adds further verdicts to it; lines that are damaged are left out."""
+        if path == self._path:
+            return
+        self._path = path
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                    self._known[str(row["key"])] = as_reward(row["verdict"])
+                except (ValueError, LookupError, TypeError):
+                    continue
+
+    def get(self, key: str) -> float | None:
+        """A verdict; None if it is not known."""
+        return self._known.get(key)
+
+    def put(self, key: str, verdict: float) -> None:
+        """Adds a verdict."""
+        self._known[key] = verdict
+        if self._path is not None:
+            with tolerate_full_disk(str(self._path)):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append(self._path, json.dumps({"key": key, "verdict": verdict}) + "\n")
+
+
+# -- The reward -------------------------------------------------------------------------------------------------------
+
+
+class JudgeReward:
+    """Asks a language model how good a completion is; the reward lies between 0 and 1.
+
+    The judge must end its answer with a line `VERDICT <mark>: <value>`, where the mark is random and new in each call:
+    see `judge_questions` for what completions that address the judge can do. An answer without such a line, such as a
+    refusal, is never a 0, unless `on_unreadable` says so.
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        judge = rl.JudgeReward(model="Qwen/Qwen3-8B", base_url="http://localhost:8000/v1", mode="reference")
+        ```
+
+    | `mode` | the judge sees | verdict |
+    |---|---|---|
+    | `rubric` | prompt, completion | a number in `scale`, mapped to [0, 1] |
+    | `reference` | prompt, completion, `prompt.answer` | the same |
+    | `pairwise` | prompt, two completions of its group | the mean over the pairs of 1 (better), 0.5 (tie) and 0 |
+
+    Each pair is asked in both orders, since judges prefer the first (or the second) response. Held-out completions
+    have no group: there `pairwise` compares with `prompt.answer`.
+
+    Args:
+        model: name that the endpoint knows; with `engine` a Hugging Face name or folder.
+        base_url: of an OpenAI-compatible endpoint, such as `https://api.openai.com/v1`.
+        engine: in place of `base_url`: an engine that runs the model here, beside the policy's, such as
+            `EmbeddedEngine()`. Its model keeps its weights, also where `model` is the policy in training.
+        api_key_env: name of the environment variable with the endpoint's key; None sends none. The key is read from
+            there, and written nowhere.
+        mode: see above.
+        criteria: what the judge is asked about the completion, in place of the mode's own question.
+        scale: lowest and highest grade.
+        num_samples: answers for each verdict.
+        aggregate: `mean` or `median` of those that can be read.
+        temperature: of the judge; None leaves it to the endpoint.
+        max_tokens: of an answer, reasoning included.
+        max_opponents: with `pairwise`, completions that each one is compared with, the next ones in a ring on both
+            sides; None is all. An even number; all of a group of G take G (G - 1) requests and sample.
+        on_unreadable: what no readable answer gives: `error` (a failed try, see `data.scoring.tries`), `none` (the
+            reward does not apply), `fallback`, or a number.
+        on_failure: what a judge gives that has not answered in all of its tries.
+        on_budget: what it gives when its budget is spent; `error` ends the run.
+        fallback: reward in its place, `fallback(prompt, completion)`.
+        limits: of calls and time.
+        budget: prices, and limits of what may be spent.
+        cache: where verdicts are kept by content: `run` (a file in the run's folder), the path of a file, or None.
+            Equal completions are judged once in any case.
+        request: further fields of each request to an endpoint, such as `reasoning_effort`.
+        name: first part of the names of its metrics, and name of its file.
+
+    Raises:
+        ValueError: a setting is out of range, contradicts another one, or the variable is not set.
+        ModuleNotFoundError: `base_url` is given and the extra `judge` is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str | None = None,
+        engine: RolloutEngine | None = None,
+        api_key_env: str | None = None,
+        mode: Literal["rubric", "reference", "pairwise"] = "rubric",
+        criteria: str | None = None,
+        scale: tuple[float, float] = (0.0, 10.0),
+        num_samples: int = 1,
+        aggregate: Literal["mean", "median"] = "mean",
+        temperature: float | None = 0.0,
+        max_tokens: int = 1024,
+        max_opponents: int | None = None,
+        on_unreadable: Substitute = "error",
+        on_failure: Substitute = "error",
+        on_budget: Substitute = "error",
+        fallback: Reward | None = None,
+        limits: JudgeLimits = JudgeLimits(),  # noqa: B008  frozen
+        budget: JudgeBudget = JudgeBudget(),
+        cache: str | None = IN_RUN,
+        request: Mapping[str, Any] | None = None,
+        name: str = "judge",
+    ) -> None:
+        # What verdicts depend on is public under the argument's name, for `reward_identity`; all else is private.
+        self.model = model
+        self.mode = mode
+        self.criteria = criteria or {"rubric": RUBRIC, "reference": REFERENCE, "pairwise": PAIRWISE}.get(mode, "")
+        self.scale = (float(scale[0]), float(scale[1]))
+        self.num_samples = num_samples
+        self.aggregate = aggregate
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.max_opponents = max_opponents
+        self.on_unreadable = on_unreadable
+        self.on_failure = on_failure
+        self.on_budget = on_budget
+        self.fallback = fallback
+        self.request = dict(request or {})
+        self.name = name
+        self._limits = limits
+        self._account = Account(budget)
+        self._check(base_url, engine)
+        self._asked: Endpoint | LocalModel
+        if base_url is not None:
+            length = {} if "max_completion_tokens" in self.request else {"max_tokens": max_tokens}
+            warmth = {} if temperature is None else {"temperature": temperature}
+            self._asked = Endpoint(
+                base_url,
+                model,
+                api_key_env,
+                fields=length | warmth | self.request,
+                limits=limits,
+                on_request=self._account.note_request,
+                on_answer=self._account.note_answer,
+            )
+        elif engine is not None:
+            sampling = SamplingParams(temperature=1.0 if temperature is None else temperature, max_tokens=max_tokens)
+            self._asked = LocalModel(
+                model,
+                engine,
+                sampling=sampling,
+                on_request=self._account.note_request,
+                on_answer=self._account.note_answer,
+            )
+        self._cache_setting = cache
+        self._cache = VerdictCache()
+        if cache not in (None, IN_RUN):
+            self._cache.use(Path(str(cache)))
+        self._places = Places(limits.max_concurrent)
+        self._orders = itertools.count()
+        self._pending: dict[str, asyncio.Task[float | None]] = {}  # samples that are asked for, by their keys
+        self._opening: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()  # guards the next one
+        self._loop: LoopThread | None = None
+        self._log = LimitedLog(log)
+
+    def _check(self, base_url: str | None, engine: RolloutEngine | None) -> None:
+        if (base_url is None) == (engine is None):
+            which = "neither" if base_url is None else "both"
+            raise ValueError(f"JudgeReward needs either base_url or engine, got {which}")
+        choices = {
+            "mode": (self.mode, ("rubric", "reference", "pairwise")),
+            "aggregate": (self.aggregate, ("mean", "median")),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise ValueError(f"JudgeReward.{name} must be one of {', '.join(known)}, got {value!r}")
+        check_range("JudgeReward", "finite", low=self.scale[0], high=self.scale[1])
+        if self.scale[0] >= self.scale[1]:
+            raise ValueError(f"JudgeReward.scale must be a lower and a higher number, got {list(self.scale)}")
+        check_range("JudgeReward", "integer positive", num_samples=self.num_samples, max_tokens=self.max_tokens)
+        check_range("JudgeReward", "integer >= 2", max_opponents=self.max_opponents)
+        check_range("JudgeReward", ">= 0 and finite", temperature=self.temperature)
+        if self.max_opponents is not None and self.max_opponents % 2:
+            raise ValueError(f"JudgeReward.max_opponents must be even, got {self.max_opponents}")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"JudgeReward.num_samples={self.num_samples} with temperature=0: the samples would be equal. Use a "
+                "temperature > 0"
+            )
+        for name in ("on_unreadable", "on_failure", "on_budget"):
+            choice = getattr(self, name)
+            if isinstance(choice, str) and choice not in CHOICES:
+                raise ValueError(f"JudgeReward.{name} must be one of {', '.join(CHOICES)} or a number, got {choice!r}")
+            if not isinstance(choice, str):
+                check_range("JudgeReward", "finite", **{name: choice})
+            if choice == "fallback" and self.fallback is None:
+                raise ValueError(f"JudgeReward.{name}=fallback needs JudgeReward.fallback, a reward")
+        if not self.name.isidentifier():
+            raise ValueError(f"JudgeReward.name must be letters, digits and underscores, got {self.name!r}")
+
+    # -- what scorer, data module and monitors use, from any thread ---------------------------------------------------
+
+    @property
+    def max_concurrent(self) -> int:
+        """Requests under way; see `Scorer`."""
+        return self._limits.max_concurrent
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Longest time of one question; must be less than `data.scoring.timeout_s`."""
+        return self._limits.timeout_s
+
+    async def __call__(self, prompt: Prompt, completion: str, begun: Callable[[], None] = lambda: None) -> float | None:
+        """Reward of one completion; None if that was chosen for the case at hand.
+
+        Args:
+            prompt: with `answer` in the modes `reference` and `pairwise`.
+            completion: text to judge.
+            begun: called from another thread when the first request is made, or has been.
+
+        Raises:
+            FinalRewardError: there is no answer.
+            RewardError: the answer holds no verdict.
+        """
+        return await self._in_loop(self._one(prompt, completion, begun))
+
+    @property
+    def score_group(self) -> Callable[..., Awaitable[list[float | None]]] | None:
+        """With `pairwise`, gives the rewards of all completions of a prompt; None in other modes. See `Scorer`."""
+        return self._score_group if self.mode == "pairwise" else None
+
+    async def _score_group(
+        self, prompt: Prompt, completions: Sequence[str], begun: Callable[[], None] = lambda: None
+    ) -> list[float | None]:
+        return await self._in_loop(self._group(prompt, completions, begun))
+
+    async def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        with self._lock:
+            if self._loop is None:
+                self._loop = LoopThread(self.name)
+            future = self._loop.begin(coroutine)
+        if future is None:
+            raise FinalRewardError(f"{self.name} was closed")
+        return await asyncio.wrap_future(future)
+
+    def metrics(self) -> dict[str, float]:
+        """Totals so far and recent latencies, for loggers."""
+        return {f"{self.name}/{name}": value for name, value in self._account.metrics().items()}
+
+    def use_folder(self, folder: Path) -> None:
+        """Keeps verdicts in the folder of the run, if `cache` says so."""
+        if self._cache_setting == IN_RUN:
+            self._cache.use(folder / f"{self.name}_verdicts.jsonl")
+
+    def save_state(self) -> dict[str, int]:
+        """What was spent, for a checkpoint."""
+        return dict(self._account.spent)
+
+    def restore_state(self, state: Mapping[str, int]) -> None:
+        """Goes on from what an earlier run has spent."""
+        for name in self._account.spent:
+            self._account.spent[name] = int(state.get(name, 0))
+
+    def close(self) -> None:
+        """Cancels what is asked, closes connections or model, and ends all threads; a later call opens them again."""
+        with self._lock:
+            loop = self._loop
+            self._loop = None
+            self._opening = None
+            self._pending = {}
+            self._places = Places(self._limits.max_concurrent)
+        if loop is not None and loop.answers(CLOSE_S):
+            loop.close(self._asked.close())
+
+    # -- the judge's event loop ---------------------------------------------------------------------------------------
+
+    async def _one(self, prompt: Prompt, completion: str, begun: Callable[[], None]) -> float | None:
+        self._account.counts["verdicts"] += 1
+        order = next(self._orders)
+        if self.mode == "pairwise":
+            grade = partial(self._compare, prompt, completion, _answer(prompt, self.mode), order=order, begun=begun)
+        else:
+            reference = _answer(prompt, self.mode) if self.mode == "reference" else None
+            question = Question(self.criteria, prompt.text, (completion,), reference=reference, scale=self.scale)
+            grade = partial(self._grade, question, order, begun)
+        try:
+            verdict = await grade()
+        except FinalRewardError as error:
+            return await self._substitute(error, prompt, completion)
+        return verdict if verdict is not None else await self._substitute(None, prompt, completion)
+
+    async def _group(self, prompt: Prompt, completions: Sequence[str], begun: Callable[[], None]) -> list[float | None]:
+        number = len(completions)
+        if number < 2:
+            raise ValueError("JudgeReward.mode=pairwise compares completions of a group: data.group_size must be >= 2")
+        self._account.counts["verdicts"] += number
+        order = next(self._orders)
+        reach = number // 2 if self.max_opponents is None else min(self.max_opponents // 2, number // 2)
+        pairs = sorted({tuple(sorted((n, (n + step) % number))) for n in range(number) for step in range(1, reach + 1)})
+        asked = [self._compare(prompt, completions[a], completions[b], order=order, begun=begun) for a, b in pairs]
+        verdicts = await asyncio.gather(*asked, return_exceptions=True)
+        points: list[list[float]] = [[] for _ in completions]
+        problems: list[FinalRewardError | None] = [None for _ in completions]
+        for (a, b), verdict in zip(pairs, verdicts, strict=True):
+            if isinstance(verdict, FinalRewardError):
+                problems[a] = problems[b] = verdict
+            elif isinstance(verdict, BaseException):
+                raise verdict
+            elif verdict is not None:
+                points[a].append(verdict)
+                points[b].append(1.0 - verdict)
+        return [
+            statistics.fmean(found) if found else await self._substitute(problem, prompt, completion)
+            for found, problem, completion in zip(points, problems, completions, strict=True)
+        ]
+
+    async def _compare(
+        self, prompt: Prompt, one: str, other: str, *, order: int, begun: Callable[[], None]
+    ) -> float | None:
+        """1 if the first is better, 0 if the other one is, 0.5 for a tie; the mean over both orders."""
+        if one == other:
+            return 0.5
+        there = Question(self.criteria, prompt.text, (one, other))
+        back = Question(self.criteria, prompt.text, (other, one))
+        first, second = await asyncio.gather(self._grade(there, order, begun), self._grade(back, order, begun))
+        readable = ([] if first is None else [first]) + ([] if second is None else [1.0 - second])
+        return statistics.fmean(readable) if readable else None
+
+    async def _grade(self, question: Question, order: int, begun: Callable[[], None]) -> float | None:
+        samples = await asyncio.gather(
+            *(self._sample(question, n, order, begun=begun) for n in range(self.num_samples))
+        )
+        readable = [sample for sample in samples if sample is not None]
+        if not readable:
+            return None
+        return statistics.median(readable) if self.aggregate == "median" else statistics.fmean(readable)
+
+    async def _sample(self, question: Question, number: int, order: int, *, begun: Callable[[], None]) -> float | None:
+        """One verdict: known, asked for already, or asked for now."""
+        settings = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        key = question.key(settings | self.request, number)
+        if (known := self._cache.get(key)) is not None:
+            self._account.counts["cached"] += 1
+            return known
+        task = self._pending.get(key)
+        if task is None:
+            # Of its own, so that one caller's timeout does not take the answer from others, and from the cache.
+            task = asyncio.ensure_future(self._ask(question, key, order, begun=begun))
+            self._pending[key] = task
+            task.add_done_callback(partial(self._forget, key))
+        else:
+            self._account.counts["cached"] += 1
+            begun()
+        return await asyncio.shield(task)
+
+    def _forget(self, key: str, task: asyncio.Task[float | None]) -> None:
+        if self._pending.get(key) is task:
+            del self._pending[key]
+        if not task.cancelled():
+            task.exception()  # was looked at: its callers may be gone
+
+    async def _ask(self, question: Question, key: str, order: int, *, begun: Callable[[], None]) -> float | None:
+        await self._open()
+        turn = Turn(self._places, order)
+        try:
+            await turn.take()
+            begun()
+            deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
+            mark = question.draw_mark()
+            answer = await self._asked.ask(question.messages(mark, self._asked.special_tokens), turn, deadline)
+        except FinalRewardError:
+            self._account.counts["failed"] += 1
+            raise
+        finally:
+            turn.give_back()
+        verdict = question.read(answer.text, mark)
+        if verdict is None:
+            self._account.counts["unreadable"] += 1
+            self._log.warning("%s: no verdict in the answer %.200r", self.name, answer.text)
+        else:
+            self._cache.put(key, verdict)
+        return verdict
+
+    async def _open(self) -> None:
+        """Opens connections, or loads the model, once."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._asked.open())
+        await asyncio.shield(self._opening)
+
+    async def _substitute(self, error: FinalRewardError | None, prompt: Prompt, completion: str) -> float | None:
+        """What stands in for a verdict; `error` is None if the answers could not be read.
+
+        Raises:
+            FinalRewardError: nothing is to stand in for it.
+        """
+        if error is None:
+            name = "on_unreadable"
+        elif isinstance(error, BudgetError):
+            name = "on_budget"
+        elif isinstance(error, RewardSetupError):
+            raise error
+        else:
+            name = "on_failure"
+        choice = getattr(self, name)
+        if choice == "error":
+            if error is not None:
+                raise error
+            raise RewardError(
+                f"no answer of {self.model!r} ends with a verdict of the stated form, within JudgeReward.max_tokens="
+                f"{self.max_tokens} (JudgeReward.on_unreadable says what stands in for it)"
+            )
+        self._account.counts["substituted"] += 1
+        self._log.warning("JudgeReward.%s=%s: %s", name, choice, error or "the judge's answer holds no verdict")
+        if choice == "none":
+            return None
+        if choice != "fallback":
+            return float(choice)
+        if self.fallback is None:
+            raise RewardSetupError("JudgeReward.fallback is not set")
+        # A plain function may take its time, in which all other questions would stand still.
+        value: Any = await asyncio.to_thread(self.fallback, prompt, completion)
+        return await value if inspect.isawaitable(value) else value
+
+
+def _answer(prompt: Prompt, mode: str) -> str:
+    if prompt.answer is None:
+        raise ValueError(f"JudgeReward.mode={mode} needs a reference answer: set answer_field of the prompt source")
+    return prompt.answer
