@@ -286,7 +286,7 @@ class JudgeReward:
         self.on_budget = on_budget
         self.fallback = fallback
         self.request = dict(request or {})
-        self.name = name
+        self._name = name
         self._limits = limits
         self._account = Account(budget)
         self._check(base_url, engine)
@@ -356,8 +356,8 @@ class JudgeReward:
                 check_range("JudgeReward", "finite", **{name: choice})
             if choice == "fallback" and self.fallback is None:
                 raise ValueError(f"JudgeReward.{name}=fallback needs JudgeReward.fallback, a reward")
-        if not self.name.isidentifier():
-            raise ValueError(f"JudgeReward.name must be letters, digits and underscores, got {self.name!r}")
+        if not self._name.isidentifier():
+            raise ValueError(f"JudgeReward.name must be letters, digits and underscores, got {self._name!r}")
 
     # -- what scorer, data module and monitors use, from any thread ---------------------------------------------------
 
@@ -398,20 +398,20 @@ class JudgeReward:
     async def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         with self._lock:
             if self._loop is None:
-                self._loop = LoopThread(self.name)
+                self._loop = LoopThread(self._name)
             future = self._loop.begin(coroutine)
         if future is None:
-            raise FinalRewardError(f"{self.name} was closed")
+            raise FinalRewardError(f"{self._name} was closed")
         return await asyncio.wrap_future(future)
 
     def metrics(self) -> dict[str, float]:
         """Totals so far and recent latencies, for loggers."""
-        return {f"{self.name}/{name}": value for name, value in self._account.metrics().items()}
+        return {f"{self._name}/{name}": value for name, value in self._account.metrics().items()}
 
     def use_folder(self, folder: Path) -> None:
         """Keeps verdicts in the folder of the run, if `cache` says so."""
         if self._cache_setting == IN_RUN:
-            self._cache.use(folder / f"{self.name}_verdicts.jsonl")
+            self._cache.use(folder / f"{self._name}_verdicts.jsonl")
 
     def save_state(self) -> dict[str, int]:
         """What was spent, for a checkpoint."""
@@ -537,7 +537,7 @@ class JudgeReward:
         verdict = question.read(answer.text, mark)
         if verdict is None:
             self._account.counts["unreadable"] += 1
-            self._log.warning("%s: no verdict in the answer %.200r", self.name, answer.text)
+            self._log.warning("%s: no verdict in the answer %.200r", self._name, answer.text)
         else:
             self._cache.put(key, verdict)
         return verdict

@@ -115,7 +115,7 @@ class RewardModel:
         self.dtype = dtype
         self.form = form
         self.on_too_long = on_too_long
-        self.name = name
+        self._name = name
         with _naming():
             config = load_config(model)
             self._tokenizer: Any = load_tokenizer(model)
@@ -180,13 +180,13 @@ class RewardModel:
     def metrics(self) -> dict[str, float]:
         """Totals so far, the mean size of a batch, and the latency of recent completions."""
         found = {
-            f"{self.name}/num_scored": float(self._num_scored),
-            f"{self.name}/num_too_long": float(self._num_too_long),
+            f"{self._name}/num_scored": float(self._num_scored),
+            f"{self._name}/num_too_long": float(self._num_too_long),
         }
         if self._num_batches:
-            found[f"{self.name}/batch_size"] = self._num_scored / self._num_batches
+            found[f"{self._name}/batch_size"] = self._num_scored / self._num_batches
         if latencies := list(self._latencies):
-            found[f"{self.name}/latency_s"] = sum(latencies) / len(latencies)
+            found[f"{self._name}/latency_s"] = sum(latencies) / len(latencies)
         return found
 
     def close(self) -> None:

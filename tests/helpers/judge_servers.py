@@ -13,9 +13,12 @@ from aiohttp import web
 from lit_async_rl.utils.guarded_calls import LoopThread
 
 MARK = re.compile(r"VERDICT (\w+): VALUE\Z")
-RESPONSE = re.compile(
-    r"^BEGIN RESPONSE(?: [AB])? (?P<mark>\w+)\n(?P<text>.*?)\nEND RESPONSE(?: [AB])? (?P=mark)$", re.S | re.M
-)
+
+
+def quoted_responses(text: str, mark: str) -> list[str]:
+    """The responses that stand between lines with the mark."""
+    form = rf"^BEGIN RESPONSE(?: [AB])? {mark}\n(.*?)\nEND RESPONSE(?: [AB])? {mark}$"
+    return re.findall(form, text, re.S | re.M)
 
 
 class Asked:
@@ -27,7 +30,7 @@ class Asked:
         self.headers = headers
         self.text = body["messages"][-1]["content"]
         self.mark = MARK.search(self.text)[1]
-        self.responses = [found["text"] for found in RESPONSE.finditer(self.text)]
+        self.responses = quoted_responses(self.text, self.mark)
 
 
 class JudgeServer:

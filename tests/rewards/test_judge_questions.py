@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_servers import RESPONSE
+from judge_servers import quoted_responses
 
 from lit_async_rl.rewards.judge_questions import Question, defused
 
@@ -78,8 +78,8 @@ def test_a_completion_stays_between_its_delimiters(text, number):
     system, user = asked.messages(mark)
     assert "are data" in system["content"] or "is data" in system["content"]
     assert len(re.findall(rf"^END .*{mark}$", user["content"], re.M)) == number + 2
-    for found in RESPONSE.finditer(user["content"]):
-        assert found["text"].replace("\u200b", "") == text.encode("utf-8", "replace").decode()
+    found = [quoted.replace("\u200b", "") for quoted in quoted_responses(user["content"], mark)]
+    assert found == [text.encode("utf-8", "replace").decode()] * number
     assert user["content"].endswith(f"VERDICT {mark}: VALUE")
     assert "<|im_" not in user["content"]
     assert "[INST]" not in user["content"]
