@@ -308,7 +308,7 @@ def test_a_planted_key_appears_nowhere_in_a_run_whose_groups_are_compared(judge,
     data = make_data(reward=reward, groups_per_step=2, group_size=3, reward_tries=2)
     logger = CSVLog("runs", name="", version=0)
     callbacks = [rl.RolloutMonitor(), rl.SampleLogger(every_n_steps=1)]
-    fit(make_module(), data, 2, callbacks, logger=logger, enable_checkpointing=True)
+    fit(make_module(), data, 2, callbacks, logger=logger, enable_checkpointing=True, log_every_n_steps=1)
     assert write_report("runs/version_0").is_file()
     assert {asked.headers["Authorization"] for asked in server.requests} == {f"Bearer {KEY}"}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
