@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_servers import quoted_responses
 
@@ -87,6 +87,7 @@ def test_a_completion_stays_between_its_delimiters(text, number):
     json.dumps([system, user]).encode()
 
 
+@settings(max_examples=50)
 @given(st.text(max_size=200))
 def test_no_text_of_a_completion_is_a_verdict(text):
     asked = question(text)
