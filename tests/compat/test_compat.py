@@ -28,9 +28,14 @@ from benchmarks.time_to_accuracy import suite as time_suites
 ROOT = Path(__file__).parents[2]
 COMMITS = sorted(path.parent for path in Path(__file__).parent.glob("*/frozen.json"))
 FROZEN = {folder: yaml.load((folder / "configurations.yaml").read_bytes(), yaml.CSafeLoader) for folder in COMMITS}
-TRAIN: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="train")["main"]
+MAIN: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="train")["main"]
 TIMES = ("generation_s", "queue_s", "written_at")
 QUICKSTART = ("--config", "configs/quickstart.yaml", "--config", "run.yaml")
+
+
+def train(words: list[str]) -> None:
+    """What `python scripts/train.py WORDS` does."""
+    MAIN(["train", *words])
 
 
 class Done(BaseException):
@@ -90,7 +95,7 @@ def check(unpacked, parser, monkeypatch, capfd) -> Callable[..., str]:
         for page in pages:
             monkeypatch.syspath_prepend(page)
         try:
-            TRAIN(words)
+            train(words)
         except Done:
             return ""
         except SystemExit as end:
@@ -240,7 +245,7 @@ def saved(run: Path, name: str) -> dict:
 def test_a_checkpoint_resumes(run):
     """With the configuration that the run had saved: it trains on the groups of the checkpoint, and counts on."""
     recorded, before = rollouts("tape"), torch.load("step=3.ckpt", weights_only=True)
-    TRAIN(["--config", "config.yaml", "--ckpt_path", "step=3.ckpt"])
+    train(["--config", "config.yaml", "--ckpt_path", "step=3.ckpt"])
     after = saved(run, "epoch=*-step=5.ckpt")
     assert (before["global_step"], after["global_step"]) == (3, 5)
     assert (before["version"], after["version"]) == (3, 5)
@@ -258,7 +263,7 @@ def test_a_checkpoint_resumes(run):
 def test_a_tape_replays(run):
     """With the recorded configuration it leads to the recorded run's checkpoint, up to rounding of another machine."""
     flags = ["--data.admission", "FromTape", "--data.admission.folder", "tape", "--trainer.callbacks", "null"]
-    TRAIN([*QUICKSTART, *flags])
+    train([*QUICKSTART, *flags])
     assert saved(run, "epoch=*-step=5.ckpt")["global_step"] == 5
     recorded, replayed = torch.load("step=3.ckpt", weights_only=True), saved(run, "epoch=*-step=3.ckpt")
     assert replayed["state_dict"].keys() == recorded["state_dict"].keys()
