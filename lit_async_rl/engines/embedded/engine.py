@@ -218,9 +218,9 @@ class DecodeLoop(RolloutEngine):
         self._has_weights = True  # False after `setup`, which builds a model without weights
         self._newest = NewestUpdate()
         self._report: WeightReport | None = None
-        self._error: BaseException | None = None  # of `poll`, which then uses no update any more
-        # `load_weights` waits for it; not set while `MAX_PENDING_UPDATES` are queued. The loop sets it under the lock
-        # when it uses one of them, and for good when it breaks.
+        self._error: BaseException | None = None  # raised by `poll`, which does not use updates afterwards
+        # Cleared while `MAX_PENDING_UPDATES` are queued; `load_weights` waits for it. Set under the lock when the loop
+        # uses an update, and for good when the loop fails.
         self._has_room = threading.Event()
         self._has_room.set()
         limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
@@ -308,8 +308,8 @@ class DecodeLoop(RolloutEngine):
             self._threads_set = True
         deadline = time.monotonic() + timeout_s
         while not self._closed:
-            # Held for one step, so that requests and weights of other threads wait for one token at most. An error of
-            # the step also ends the wait of `load_weights` for room, which this loop will never make again.
+            # Held for one step, so that other threads with requests or weights wait for one token at most. An error of
+            # the step also ends a wait of `load_weights` for room in the queue: no further step would use an update.
             with self._lock.hold():
                 try:
                     finished = [] if self._closed else self.step()
@@ -438,7 +438,7 @@ class DecodeLoop(RolloutEngine):
         self._closed = True
         self._work.set()
         self._has_room.set()
-        # a thread that hangs in a token keeps what it works with; there is nothing that could end it
+        # if a thread hangs in a decode step, which cannot be ended, it keeps the model
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_TIMEOUT_S):
             self._slots = None
             self._queue = RequestQueue()

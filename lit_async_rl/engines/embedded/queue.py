@@ -1,4 +1,4 @@
-"""FIFO request queue with priorities and barriers (not thread-safe: the engine's lock is held)."""
+"""FIFO request queue with priorities and barriers. Not thread-safe: callers hold the engine's lock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RequestQueue:
 
     @property
     def num_updates(self) -> int:
-        """Updates that are not reached yet."""
+        """Number of updates that are not reached yet."""
         return sum(isinstance(item, Update) for item in self._items)
 
     def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
