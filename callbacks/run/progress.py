@@ -133,8 +133,8 @@ class Bars:
 class OneAtATime(Console):
     """A console of which one thread at a time prints, from the place of the cursor to the last character.
 
-    rich looks where its drawing stands, lets other threads print, and then writes: a drawing that grew meanwhile loses a
-    line of it on the screen.
+    rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
+    line would stay on the screen.
 
     Attributes:
         lock: that of the drawing, which holds it while it draws.
@@ -336,7 +336,7 @@ def _dropped_share(trainer: AnyTrainer) -> float:
     """Share of the tokens of all groups so far that nothing was trained on."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     stats = data.stats() if isinstance(data, RolloutDataModule) else None
-    return 0.0 if stats is None else sum(stats.dropped_share().values())
+    return 0.0 if stats is None else float(sum(stats.dropped_share().values()))
 
 
 def step_of(number: int, total: float) -> str:
