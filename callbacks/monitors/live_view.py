@@ -17,7 +17,15 @@ from rich.text import Text
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
-from lit_async_rl.callbacks.run.progress import REFRESH_HZ, Display, LogsAbove, Progress, first_that_fit, step_of
+from lit_async_rl.callbacks.run.progress import (
+    REFRESH_HZ,
+    Display,
+    LogsAbove,
+    OneAtATime,
+    Progress,
+    first_that_fit,
+    step_of,
+)
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.types import RolloutBatch
@@ -56,7 +64,7 @@ class LiveView(Progress):
 
     def make_display(self, trainer: AnyTrainer) -> Display:
         """The view, if the output is a terminal that can draw it and training begins."""
-        console = Console()
+        console = OneAtATime()
         can_draw = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
         draws = can_draw and trainer.state.fn == "fit" and isinstance(trainer.datamodule, RolloutDataModule)
         return _View(self, console) if draws else super().make_display(trainer)
@@ -156,8 +164,9 @@ class _Items:
 class _View:
     """Draws a `LiveView` several times a second, in a thread; at the end the line of the last step takes its place."""
 
-    def __init__(self, view: LiveView, console: Console) -> None:
+    def __init__(self, view: LiveView, console: OneAtATime) -> None:
         live = Live(view, console=console, refresh_per_second=REFRESH_HZ, vertical_overflow="crop", transient=True)
+        console.lock = live._lock
         self._live = live
         self._last = ""
         live.start()

@@ -178,7 +178,7 @@ class RolloutMonitor(StepMonitor):
             return of_reward
         number = now.num_sampled - before.num_sampled
         return of_reward | {
-            "sample/dropped_token_share": sum(now.dropped_share(before).values()),
+            "sample/dropped_token_share": float(sum(now.dropped_share(before).values())),
             "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
             "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
         }

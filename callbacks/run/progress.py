@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -89,7 +90,7 @@ class Lines:
 class Bars:
     """A bar of the steps, and one of a validation while it lasts."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: OneAtATime) -> None:
         # in a narrow terminal the last metrics are left out, and nothing is wrapped
         steps = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=STEP_COLUMNS))
         text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
@@ -97,6 +98,7 @@ class Bars:
         self._bars = RichBars(steps, bar, text, console=console, refresh_per_second=REFRESH_HZ)
         self._steps: Any = None
         self._validation: Any = None
+        console.lock = self._bars.live._lock
         self._bars.start()
         self._logs = LogsAbove()
 
@@ -126,6 +128,35 @@ class Bars:
     def close(self) -> None:
         self._logs.close()
         self._bars.stop()
+
+
+class OneAtATime(Console):
+    """A console of which one thread at a time prints, from the place of the cursor to the last character.
+
+    rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
+    line would stay on the screen.
+
+    Attributes:
+        lock: that of the drawing, which holds it while it draws.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> Console:
+        self.lock.acquire()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self.lock.release()
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        with self.lock:
+            super().print(*objects, **how)
 
 
 class LogsAbove:
@@ -209,7 +240,7 @@ class Progress(ProgressBar):
 
     def make_display(self, trainer: AnyTrainer) -> Display:
         """Bars, if the output is a terminal that can draw them."""
-        console = Console()
+        console = OneAtATime()
         widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None  # needed by rich
         can_draw = widgets or (console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal)
         return Bars(console) if can_draw else Lines(self.every_s)
@@ -305,7 +336,7 @@ def _dropped_share(trainer: AnyTrainer) -> float:
     """Share of the tokens of all groups so far that nothing was trained on."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     stats = data.stats() if isinstance(data, RolloutDataModule) else None
-    return 0.0 if stats is None else sum(stats.dropped_share().values())
+    return 0.0 if stats is None else float(sum(stats.dropped_share().values()))
 
 
 def step_of(number: int, total: float) -> str:

@@ -46,6 +46,7 @@ from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
+from lit_async_rl.utils.logged_rows import LoggedRows
 
 REWARD_STATE = "reward_state"  # in a checkpoint: of a reward that has one
 
@@ -193,6 +194,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.configured_bound = max_staleness
         self._empty_replay = None if replay is None else replay.state_dict()
         self._reference_check = ReferenceCheck(None)
+        self._logged_rows = LoggedRows()
         self._make_source(engine)
         self.intake.use_grader(self._grader)
         # without spans: the reward workers' lanes of a timeline are those of training
@@ -327,6 +329,12 @@ class RolloutDataModule(pl.LightningDataModule):
     def stats(self) -> ProducerStats | None:
         """Totals of sampling and scoring since the start; None before it."""
         return self._source.stats()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The first hook of a micro-batch: what is logged from here on belongs to the next row of the loggers."""
+        if self.trainer is not None and self.trainer.training:
+            self._logged_rows.begin(self.trainer)
+        return batch
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
         """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""

@@ -40,7 +40,6 @@ from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_same_model
 from lit_async_rl.training.combination_checks import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
-from lit_async_rl.training.logged_rows import LoggedRows
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import (
     ConstantRate,
@@ -334,7 +333,6 @@ class PolicyModule(pl.LightningModule):
         self.steps = WholeSteps()
         self.self_check = self_check
         self.stabilizer_signals: dict[str, Any] = {}
-        self._logged_rows = LoggedRows()
         self.saved_weights = SavedWeights(self, model)
         self.validator = Validator()
         self._gradient_scale = 1.0
@@ -423,12 +421,6 @@ class PolicyModule(pl.LightningModule):
             check_last_is_saved(self.trainer)
 
     # -- training -----------------------------------------------------------------------------------------------------
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The first hook of a micro-batch: what callbacks log from here on belongs to the next row of the loggers."""
-        if self.trainer.training:
-            self._logged_rows.begin(self.trainer)
-        return batch
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the gradients of a step sum to that of its average."""
