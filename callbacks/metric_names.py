@@ -113,6 +113,9 @@ METRICS: dict[str, list[Metric]] = {
         eval/seconds | s | from the first request to the last reward
         eval/blocked_s | s | training waited for the evaluation
     """),
+    "LMEvalValidation": _metrics("""
+        lm_eval/<task>/<metric> | as the task | of a task of lm-eval; `_stderr` behind it is its standard error
+    """),
     "LengthBiasMonitor": _metrics("""
         intake/<fate>_share | share | groups with this fate: trained, expired, unbegun, or dropped by a filter
         intake/<fate>_length | tokens | mean length of their completions

@@ -33,6 +33,7 @@ from .callbacks import ImportanceMonitor as ImportanceMonitor
 from .callbacks import LengthBiasMonitor as LengthBiasMonitor
 from .callbacks import LinkedCheckpoint as LinkedCheckpoint
 from .callbacks import LiveView as LiveView
+from .callbacks import LMEvalValidation as LMEvalValidation
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor

@@ -46,6 +46,7 @@ from lit_async_rl.cli.config_checks import (
     places_of_callback,
 )
 from lit_async_rl.cli.error_report import Parser, one_line_errors
+from lit_async_rl.cli.model_card import push, write_card
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model
@@ -363,10 +364,23 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             console.print(f"{name:12} {value:.4f}")
 
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
 def export(args: Sequence[str] | None = None) -> None:
-    """Writes a checkpoint as a Hugging Face folder."""
+    """Writes a checkpoint as a Hugging Face folder with a model card, and uploads it if asked to."""
     with command():
-        cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
+        cli = AsyncRLCLI(
+            args,
+            {
+                "--out": {"type": str, "required": True, "help": "folder to write"},
+                "--push_to_hub": {"type": str | None, "default": None, "help": "user/name on the Hugging Face hub"},
+                "--private": {"type": bool, "default": False, "help": "whether a new repository there is private"},
+            },
+        )
+        repository = cli.config["push_to_hub"]
+        if repository is not None and not REPOSITORY.fullmatch(repository):
+            raise ValueError(f"push_to_hub must be user/name, got {repository!r}: nothing was written")
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
         if not cli.trainer.is_global_zero:  # several processes of torchrun would write into the same files
@@ -384,7 +398,16 @@ def export(args: Sequence[str] | None = None) -> None:
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
         export_model(lm, cli.datamodule.codec.tokenizer, cli.config["out"], weights=weights)
+        write_card(
+            Path(cli.config["out"]),
+            cli.model,
+            cli.datamodule,
+            callbacks=cli.trainer.callbacks,
+            checkpoint=Path(cli.config["ckpt_path"]),
+        )
         print(f"version {cli.model.version} written to {cli.config['out']}")
+        if repository is not None:
+            print(f"uploaded to {push(Path(cli.config['out']), repository, private=cli.config['private'])}")
 
 
 def _own_folder(trainer: LightningTrainer) -> str | None:

@@ -20,7 +20,8 @@ import measurements
 
 LANGUAGES = {"python", "yaml", "bash", "json", "", "text", "bibtex"}
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
-OF_THE_CLI = {"scripts/train.py": {}, "scripts/evaluate.py": {"--num_shown": {}}, "scripts/export.py": {"--out": {}}}
+EXPORT = {"--out": {}, "--push_to_hub": {}, "--private": {}}
+OF_THE_CLI = {"scripts/train.py": {}, "scripts/evaluate.py": {"--num_shown": {}}, "scripts/export.py": EXPORT}
 FILE = re.compile(r"^(scripts|benchmarks|examples)/[\w/]+\.py$")
 
 

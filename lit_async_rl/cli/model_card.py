@@ -1,0 +1,116 @@
+"""The model card of an exported policy, and its upload to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.callbacks import Callback
+
+import lit_async_rl
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.training.module import PolicyModule
+
+CARD = "README.md"
+HOME = "https://github.com/lit-async-rl/lit-async-rl"
+STABILIZERS = "lit_async_rl.callbacks.stabilizers."
+
+
+def write_card(
+    folder: Path,
+    module: PolicyModule,
+    data: RolloutDataModule,
+    callbacks: Sequence[Callback],
+    checkpoint: Path,
+) -> None:
+    """Writes `README.md` into an exported folder: base model, method, versions, and how old the data were.
+
+    Args:
+        folder: of the export.
+        module: with the checkpoint's version.
+        data: of the configuration.
+        callbacks: of the Trainer.
+        checkpoint: whose run's `metrics.csv`, where it is there, has the ages of the data and the accuracy.
+    """
+    is_local = Path(module.model).exists()
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    metadata |= {"tags": ["lit-async-rl", "reinforcement-learning", "grpo"]}
+    metadata |= {} if is_local else {"base_model": module.model}
+    objective = module.objective
+    parts = {
+        "base model": Path(module.model).name if is_local else module.model,
+        "loss": _name(objective.loss),
+        "proximal policy": _name(objective.proximal),
+        "correction of stale data": _name(objective.correction),
+        "baseline or advantage": _name(objective.baseline or data.advantage),
+        "average over tokens": _name(data.aggregation),
+        "stabilizers": ", ".join(_name(c) for c in callbacks if _defined_in(c).startswith(STABILIZERS)) or "none",
+        "adapters": "none" if module.policy.has_adapters is False else "LoRA, merged",
+        "learning rate, largest": "of the optimizer" if module.learning_rate is None else f"{module.learning_rate:g}",
+        "completions of a prompt": data.group_size,
+        "prompts of a step": data.groups_per_step,
+        "version (number of weight updates)": module.version,
+        "bound on the age of a trained token": f"{data.max_staleness} versions",
+    }
+    parts |= _measured(checkpoint.parent.parent / "metrics.csv")
+    rows = [f"| {name} | {value} |" for name, value in parts.items()]
+    lines = [
+        *("---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", ""),
+        f"# {folder.resolve().name}",
+        "",
+        f"Trained by reinforcement learning with [lit-async-rl]({HOME}) {lit_async_rl.__version__}. The data were",
+        "sampled by slightly older versions of the policy while it trained; a version is the weights after one update.",
+        *("", "| | |", "|---|---|", *rows, ""),
+    ]
+    (folder / CARD).write_text("\n".join(lines))
+
+
+def _measured(table: Path) -> dict[str, str]:
+    """What the run's table says of the data's age and of held-out accuracy; empty where there is none."""
+    if not table.is_file():
+        return {}
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {}
+    if ages := _column(rows, "sample/staleness_mean"):
+        oldest = max(_column(rows, "sample/staleness_max") or ages)
+        found["age of the trained tokens, mean and maximum"] = f"{statistics.mean(ages):.2f}, {oldest:g} versions"
+    if ratios := _column(rows, "importance/ess_ratio"):
+        found["effective sample size over rollouts, mean"] = f"{statistics.mean(ratios):.2f}"
+    if accuracies := _column(rows, "val/pass@1"):
+        found["held-out accuracy, first and last"] = f"{accuracies[0]:.3f}, {accuracies[-1]:.3f}"
+    return found
+
+
+def _column(rows: Sequence[Mapping[str, str]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def _name(part: object) -> str:
+    return "none" if part is None else type(part).__name__
+
+
+def _defined_in(part: object) -> str:
+    return f"{type(part).__module__}."
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Uploads an exported folder, card included, as one commit; returns the address of the model.
+
+    The key is the Hugging Face hub's own (`hf auth login`, or `HF_TOKEN`).
+
+    Args:
+        folder: of the export.
+        repository: `user/name`, made if there is none.
+        private: whether one that is made is private.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi(library_name="lit-async-rl", library_version=lit_async_rl.__version__)
+    address = hub.create_repo(repository, private=private, exist_ok=True)
+    hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by lit-async-rl export")
+    return str(address)
