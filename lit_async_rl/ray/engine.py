@@ -60,6 +60,7 @@ NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
 RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
 REFUSED_S = 5.0  # within which Ray refuses a call of an actor that it is bringing back
+LOOK_S = 0.1  # between two looks at all replicas
 STILL_S = 3.0
 STOP_S = 5.0  # for an engine to close before its actor is killed
 log = logging.getLogger(__name__)
@@ -399,6 +400,8 @@ class RayEngine(EngineWrapper):
             self._call(entry, self._ignore, "submit", packed, numbers, self._version)
 
     def _entry(self, number: int) -> ReplicaEntry:
+        if number < len(self._entries) and self._entries[number].number == number:  # unless one before it was ended
+            return self._entries[number]
         return next(entry for entry in self._entries if entry.number == number)
 
     def _assign_waiting(self) -> None:
@@ -644,6 +647,8 @@ class RayEngine(EngineWrapper):
     def _look_after(self, now: float) -> None:
         """Starts replicas anew that wait for it, and loses those that hang. The lock is held."""
         still_s = now - self._looked  # nobody looked: this process stood still, or was not asked for tokens
+        if still_s < LOOK_S:
+            return
         self._looked = now
         for entry in list(self._entries):
             if still_s > STILL_S:
