@@ -89,7 +89,7 @@ def folder_of(tmp_path):
 
 def steps_of(folder):
     with (folder / "metrics.csv").open(newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file) if row.get("loss")]
+        return [int(row["step"]) for row in csv.DictReader(file) if row.get("policy/loss")]
 
 
 def test_the_quick_start_under_ddp_survives_a_killed_rank_and_goes_on_under_fsdp2(address, tmp_path, capfd):
@@ -139,7 +139,7 @@ def test_fit_returns_the_module_that_a_placed_rank_has_trained(address, tmp_path
         cluster=rl.RayCluster(address=address, trainer_resources={"CPU": 0.5}),
     )
     assert trainer.lightning_module.version == 2
-    assert "loss" in trainer.callback_metrics
+    assert "policy/loss" in trainer.callback_metrics
     assert (tmp_path / "runs/version_0/config.yaml").read_text().count("class_path: RayCluster") == 1
 
 
