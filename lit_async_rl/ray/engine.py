@@ -79,7 +79,7 @@ class RayEngine(EngineWrapper):
         ```python
         import lit_async_rl as rl
 
-        engine = rl.RayEngine(rl.EmbeddedEngine(num_slots=32), replicas=4, num_cpus=2)
+        engine = rl.RayEngine(rl.EmbeddedEngine(num_slots=32), replicas=4, num_cpus=2.0)
         assert (engine.replicas, engine.num_slots) == (4, 128)
         ```
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.ray.placement import cost
 from lit_async_rl.ray.placement import NUM_SESSIONS, Placement
 
 
@@ -74,3 +75,10 @@ def test_the_least_loaded_replica_is_found_whatever_came_before(events):
             placement.remove(number)
         elif event == "add" and number not in placement.load:
             placement.add(number)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 30])
+def test_in_virtual_time_every_group_is_trained_on_once_within_its_bound(num_replicas):
+    total, placing, staleness = cost(300, num_replicas, group_size=2, max_staleness=3)
+    assert 0 < placing < total
+    assert staleness <= 3
