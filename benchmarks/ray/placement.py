@@ -101,7 +101,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for num_replicas in (2, 64, 2000):
-        total, placing, staleness = cost(args.num_groups, num_replicas, args.group_size, args.max_staleness)
+        total, placing, staleness = cost(
+            args.num_groups, num_replicas, args.group_size, max_staleness=args.max_staleness
+        )
         rows.append([num_replicas, round(total, 1), round(placing, 1), staleness])
         print(rows[-1], flush=True)
     write_measurement(
