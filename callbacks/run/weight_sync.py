@@ -72,6 +72,11 @@ class WeightSync(pl.Callback):
                 f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
                 "dtype: use model.dtype=bfloat16, or trainer.precision=bf16-mixed"
             )
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__}.automatic_optimization=False: a step trains on all of its micro-batches, "
+                "which automatic optimization counts. Change gradients in callbacks or in optimizer_step instead"
+            )
         if trainer.overfit_batches:
             raise ValueError(
                 f"trainer.overfit_batches={trainer.overfit_batches} would repeat batches, and every step samples new "

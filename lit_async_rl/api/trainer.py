@@ -18,8 +18,9 @@ import yaml
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
@@ -87,6 +88,7 @@ class Trainer(pl.Trainer):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
             )
+        _check_callbacks(own)
         check_range("trainer", "integer >= -1", max_steps=settings.get("max_steps"))
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if repeated := repeated_callback(own):
@@ -105,6 +107,11 @@ class Trainer(pl.Trainer):
             raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
         _check_nodes(self)
         _check_ranks(self)
+        if isinstance(self.strategy.checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(
+                "trainer.plugins holds AsyncCheckpointIO, whose files are not there when they are linked to: leave it "
+                "out. Checkpoints are written in the background, and atomically, by default"
+            )
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log:
@@ -115,8 +122,13 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's settings over those of `configs/defaults.yaml`; validation steps are counted across epochs.
 
     Raises:
-        ValueError: `val_check_interval` is 0, or `gradient_clip_val` negative.
+        ValueError: `val_check_interval` is 0, `gradient_clip_val` negative, or `barebones` set.
     """
+    if settings.get("barebones"):
+        raise ValueError(
+            "trainer.barebones=True switches off callbacks, loggers and checkpoints, and callbacks run the training: "
+            "leave it out"
+        )
     interval = settings.get("val_check_interval")
     if interval is not None and not interval:
         raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
@@ -125,6 +137,20 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(interval, int):
         given.setdefault("check_val_every_n_epoch", None)
     return given
+
+
+REFUSED_CALLBACKS = {
+    BatchSizeFinder: "the size of a step is part of the method: data.groups_per_step and data.micro_batches_per_step",
+    BaseFinetuning: "layers are frozen by model.lora",
+}
+
+
+def _check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Refuses callbacks of Lightning that fail without saying why."""
+    for callback in callbacks:
+        for kind, instead in REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"trainer.callbacks holds {type(callback).__name__}: leave it out; {instead}")
 
 
 def _check_nodes(trainer: pl.Trainer) -> None:
