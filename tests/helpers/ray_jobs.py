@@ -52,6 +52,7 @@ def save_when_told(folder, place):
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, save)
-    Path(folder, "ready").write_text(os.environ["MASTER_ADDR"])
+    Path(folder, "worker").write_text(str(os.getppid()))
+    Path(folder, "ready").touch()
     time.sleep(600)
-    raise AssertionError("nobody told it")
+    raise ValueError("nobody told it")
