@@ -37,7 +37,7 @@ class EngineReplicas:
     replicas: int = 1
     min: int | None = None
     max: int | None = None
-    resources: dict[str, float] | None = None
+    resources: dict[str, int | float] | None = None
 
     def __post_init__(self) -> None:
         owner = "cluster.engines"
@@ -52,7 +52,7 @@ class EngineReplicas:
     @property
     def num_cpus(self) -> float:
         """CPUs of one replica, as Ray counts them."""
-        return DEFAULT_CPUS if self.resources is None else self.resources.get("CPU", 0.0)
+        return DEFAULT_CPUS if self.resources is None else float(self.resources.get("CPU", 0.0))
 
     @property
     def least(self) -> int:
@@ -104,7 +104,7 @@ class RayCluster:
         *,
         address: str | None = None,
         trainer_ranks: int = 1,
-        trainer_resources: dict[str, float] | None = None,
+        trainer_resources: dict[str, int | float] | None = None,
         engines: EngineReplicas | None = None,
         max_failures: int = 3,
         start_timeout_s: float = 300.0,
@@ -172,7 +172,7 @@ class RayCluster:
             return type(engine)(*bound.args, **bound.kwargs)
         from lit_async_rl.ray.engine import RayEngine
 
-        resources = self.engines.resources or {}
+        resources = {name: float(amount) for name, amount in (self.engines.resources or {}).items()}
         return RayEngine(
             engine,
             self.engines.replicas,
@@ -196,11 +196,11 @@ class RayCluster:
             has_gpus: whether the trainer may use GPUs, and the cluster has some.
         """
         if self.trainer_resources is not None:
-            return dict(self.trainer_resources)
+            return {name: float(amount) for name, amount in self.trainer_resources.items()}
         return {"CPU": DEFAULT_CPUS} | ({"GPU": 1.0} if has_gpus else {})
 
 
-def _check_resources(setting: str, resources: Mapping[str, float] | None) -> None:
+def _check_resources(setting: str, resources: Mapping[str, int | float] | None) -> None:
     for name, amount in (resources or {}).items():
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
             raise ValueError(f"{setting}.{name} must be a number >= 0, got {amount!r}")

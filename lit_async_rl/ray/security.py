@@ -19,7 +19,8 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; with 0 its process
 
 def is_loopback(address: str) -> bool:
     """Whether an address, `HOST` or `HOST:PORT`, is of loopback."""
-    host = address.rpartition(":")[0] if address.count(":") == 1 else address
+    has_port = address.count(":") == 1 or address.startswith("[")
+    host = address.rpartition(":")[0] if has_port and not address.endswith("]") else address
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

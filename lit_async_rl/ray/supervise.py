@@ -174,8 +174,8 @@ class RankProcess:
         self._is_saving = False  # because of that
 
     def say(self, text: str) -> None:
-        """Shows a text as if the process had said it."""
-        self._output.add("stderr", text)
+        """Shows a text beside what the process says."""
+        self._output.add("stderr", text, is_own=True)
 
     def refuse(self, problem: str) -> None:
         """Ends the run with an error, without a process."""
@@ -320,9 +320,9 @@ class _Output:
         while data := os.read(pipe.fileno(), 1 << 16):
             self.add(stream, decoder.decode(data))
 
-    def add(self, stream: Stream, text: str) -> None:
+    def add(self, stream: Stream, text: str, is_own: bool = False) -> None:
         with self._lock:
-            if stream == "stderr":
+            if stream == "stderr" and not is_own:
                 rest = self._tail.pop() if self._tail else ""
                 self._tail.extend((rest + text).split("\n"))
             self._unsent.append((self._rank, stream, text))
