@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import inspect
 import logging
 import os
@@ -11,17 +12,19 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_async_rl.api.arguments import as_groups, as_typed, check_model, in_folder
 from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engines, uses_gpus
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
@@ -40,28 +43,42 @@ from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.training.wandb_runs import label_run, sync_command
-from lit_async_rl.utils.checks import meant
+from lit_async_rl.utils.checks import check_kinds, meant
 from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.renamed_keys import new_name
 from lit_async_rl.utils.saving import check_last_is_saved
+from lit_async_rl.utils.user_code import user_traceback, wants_traceback, write_traceback
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from lit_async_rl.api.fit_settings import FitSettings
 
 log = logging.getLogger(__name__)
 
 MODULE_SETTINGS = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]  # without self and the model
 DATA_SETTINGS = tuple(inspect.signature(RolloutDataModule.__init__).parameters)[2:]  # without self and the prompts
 FIT_TRAINER_SETTINGS = ("defaults", *TRAINER_SETTINGS)
+SETTINGS = (*MODULE_SETTINGS, *DATA_SETTINGS, *FIT_TRAINER_SETTINGS)
+ARGUMENTS = ("model", "prompts", "reward")
+
+
+def module_defaults() -> dict[str, Any]:
+    """Default settings of `PolicyModule`."""
+    return {name: one.default for name, one in inspect.signature(PolicyModule).parameters.items()}
 
 
 def fit(
-    model: str | PolicyModule,
-    prompts: Records,
+    model: str | os.PathLike[str] | PreTrainedModel | PolicyModule,
+    prompts: Records | os.PathLike[str],
     reward: Reward | None = None,
     *,
     max_steps: int,
     recipe: str | None = "vcpo",
-    ckpt_path: str | None = None,
+    ckpt_path: str | os.PathLike[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     cluster: RayCluster | None = None,
-    **settings: Any,
+    **settings: Unpack[FitSettings],
 ) -> Trainer:
     """Trains a language model and prints a summary.
 
@@ -81,8 +98,10 @@ def fit(
         ```
 
     Args:
-        model: Hugging Face name or folder, or a `PolicyModule`.
-        prompts: list of texts or dictionaries, `datasets.Dataset`, or source; see `InMemoryPrompts`.
+        model: Hugging Face name or folder, a `transformers.PreTrainedModel` (which is written to the run's folder, not
+            trained in place), or a `PolicyModule`.
+        prompts: list of texts or dictionaries, `datasets.Dataset`, path of a file, name of a dataset, or source; see
+            `InMemoryPrompts` and `lit_async_rl.prompts.sources.source_class`.
         reward: `reward(prompt, completion) -> float`, plain or `async`.
         max_steps: optimizer steps.
         recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
@@ -92,7 +111,10 @@ def fit(
         ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
         cluster: places trainer ranks and engines on Ray; None trains in this process. Arguments of a run whose ranks
             are placed go to them as pickles.
-        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
+        tokenizer: in the place of the model's own.
+        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. A dictionary does for
+            `sampling`, `scoring`, `validation`, `limits`, `lora` and `sharding`, held-out prompts for
+            `validation`, and a `peft.LoraConfig` for `lora`.
 
     Returns:
         The Trainer; `trainer.lightning_module` is the trained module.
@@ -106,6 +128,53 @@ def fit(
         TypeError: none of the three has such an argument.
         ValueError: a setting is out of range, or settings contradict each other.
     """
+    folder: list[str] = []
+    try:
+        return _fit(
+            model,
+            prompts,
+            reward,
+            max_steps=max_steps,
+            recipe=recipe,
+            ckpt_path=ckpt_path,
+            tokenizer=tokenizer,
+            cluster=cluster,
+            settings=dict(settings),
+            folder=folder,
+        )
+    except Exception as error:
+        own = user_traceback(error)
+        if own is None or wants_traceback():
+            _name_as_typed(error)
+            raise
+        kept = next((path for path in folder if Path(path).is_dir()), None)  # not of a run that has not trained yet
+        whole = write_traceback(error, kept) or "LIT_ASYNC_RL_TRACEBACK=1"
+        log.warning("the error below comes from your code; %s shows the whole traceback", whole)
+        # cut to the frames of the user's code, without the threads and loops that the error came through
+        raise error.with_traceback(own) from None
+
+
+def _name_as_typed(error: Exception) -> None:
+    """Names settings in an error as arguments of `fit`, unless it comes from the user's own code."""
+    is_about_settings = isinstance(error, ValueError | TypeError | OSError) and len(error.args) == 1
+    if is_about_settings and user_traceback(error) is None:
+        error.args = (as_typed(str(error.args[0]), (*ARGUMENTS, *SETTINGS)),)
+
+
+def _fit(
+    model: Any,
+    prompts: Any,
+    reward: Any,
+    *,
+    max_steps: int,
+    recipe: str | None,
+    ckpt_path: str | os.PathLike[str] | None,
+    tokenizer: Any,
+    cluster: RayCluster | None,
+    settings: dict[str, Any],
+    folder: list[str],
+) -> Trainer:
+    """`fit`, which turns its errors into what the user sees; `folder` gets the run's."""
     is_module = isinstance(model, PolicyModule)
     known = (() if is_module else MODULE_SETTINGS) + DATA_SETTINGS + FIT_TRAINER_SETTINGS
     for name in settings:
@@ -114,8 +183,12 @@ def fit(
                 raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
             renamed = new_name(f"data.{name}") or new_name(f"model.{name}")
             raise TypeError(renamed or f"fit has no setting {name!r}{meant(name, known)}")
+    check_model(model, tokenizer)
+    settings = as_groups(settings)
     if not is_module:
         settings = with_recipe(recipe, settings)
+    own = {name: value for name, value in settings.items() if name in MODULE_SETTINGS}
+    check_kinds("model", PolicyModule.__init__, module_defaults() | own)
     if cluster is not None:
         cluster.check()
     if ckpt_path is not None:
@@ -123,16 +196,18 @@ def fit(
         check_checkpoint(ckpt_path)
     given = Given(model, prompts, reward, max_steps=max_steps, ckpt_path=ckpt_path, cluster=cluster, settings=settings)
     if cluster is not None and cluster.places_ranks:
+        if tokenizer is not None or isinstance(model, PreTrainedModel):
+            raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
         return _fit_in_ranks(given, cluster)
     with cluster.connected() if cluster is not None and cluster.has_replicas else nullcontext():
-        return _fit_here(given)
+        return _fit_here(given, tokenizer=tokenizer, folder=folder)
 
 
 @dataclass(frozen=True)
 class Given:
     """Arguments of `fit`, of which each process of a run makes its own objects."""
 
-    model: str | PolicyModule
+    model: str | os.PathLike[str] | PreTrainedModel | PolicyModule
     prompts: Records
     reward: Reward | None
     _: KW_ONLY
@@ -151,38 +226,40 @@ class Given:
         return self.model if is_module else PolicyModule(self.model, **self.of(MODULE_SETTINGS))  # type: ignore
 
 
-def _fit_here(given: Given, place: Place | None = None) -> Trainer:
+def _fit_here(
+    given: Given,
+    place: Place | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    folder: list[str] | None = None,
+) -> Trainer:
     """Trains in this process, and those that Lightning starts.
 
     Args:
         given: to `fit`.
         place: of this process among ranks that Ray has placed; None elsewhere.
+        tokenizer: in the place of the model's own.
+        folder: gets the folder of the run.
     """
     trainer_settings = given.of(FIT_TRAINER_SETTINGS)
     ckpt_path = (place.resume_from if place is not None else None) or given.ckpt_path
-    model = given.model
-    sections = {
-        "model": dict(
-            model.given if isinstance(model, PolicyModule) else {"model": model, **given.of(MODULE_SETTINGS)}
-        ),
-        "data": {"prompts": given.prompts, "reward": given.reward, **given.of(DATA_SETTINGS)},
-        "defaults": dict(trainer_settings.get("defaults") or {}),
-        "trainer": _as_saved(given.max_steps, trainer_settings),
-    }
-    if given.cluster is not None:
-        sections["cluster"] = given.cluster.as_config()
-    trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, **placed_settings(place, trainer_settings))
-    trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
-    if place is not None:
-        trainer.callbacks.insert(0, TellFolder(place))  # type: ignore[attr-defined]
-    gather_loggers(trainer, ckpt_path)
-    _label_wandb_runs(trainer, sections)
     data = RolloutDataModule(prompts=given.prompts, reward=given.reward, **given.of(DATA_SETTINGS))
-    set_engines(given.cluster, trainer, data)
-    module = given.make_module()
-    limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
-    with CtrlC():
+    trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, **placed_settings(place, trainer_settings))
+    gather_loggers(trainer, ckpt_path)
+    with contextlib.ExitStack() as stack:
+        if not isinstance(given.model, PolicyModule):
+            given = replace(given, model=stack.enter_context(in_folder(given.model, tokenizer, trainer)))
+        sections = _sections(given)
+        trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
+        if place is not None:
+            trainer.callbacks.insert(0, TellFolder(place))  # type: ignore[attr-defined]
+        _label_wandb_runs(trainer, sections)
+        set_engines(given.cluster, trainer, data)
+        module = given.make_module()
+        limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
+        stack.enter_context(CtrlC())
         with run_folders(trainer, ckpt_path):
+            if folder is not None:
+                folder += [log.log_dir for log in trainer.loggers[:1] if isinstance(log, CSVLogger)]
             stopped_at = run(trainer, module, data, ckpt_path=ckpt_path)
         print_summary(trainer)
         upload_report(trainer)
@@ -191,6 +268,22 @@ def _fit_here(given: Given, place: Place | None = None) -> Trainer:
             print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
         check_last_is_saved(trainer)
     return trainer
+
+
+def _sections(given: Given) -> dict[str, dict[str, Any]]:
+    """The settings of a run by section of the command line."""
+    trainer_settings = given.of(FIT_TRAINER_SETTINGS)
+    model = given.model
+    own = model.given if isinstance(model, PolicyModule) else {"model": model, **given.of(MODULE_SETTINGS)}
+    sections = {
+        "model": dict(own),
+        "data": {"prompts": given.prompts, "reward": given.reward, **given.of(DATA_SETTINGS)},
+        "defaults": dict(trainer_settings.get("defaults") or {}),
+        "trainer": _as_saved(given.max_steps, trainer_settings),
+    }
+    if given.cluster is not None:
+        sections["cluster"] = given.cluster.as_config()
+    return sections
 
 
 def _label_wandb_runs(trainer: pl.Trainer, sections: Mapping[str, Mapping[str, Any]]) -> None:
@@ -237,6 +330,20 @@ def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(callbacks := saved.get("callbacks"), pl.Callback):
         saved["callbacks"] = [callbacks]
     return saved
+
+
+def _full_signature() -> inspect.Signature:
+    """The signature of `fit` with every setting by its name, for `help` and for completion in notebooks."""
+    own = [one for one in inspect.signature(fit).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    names = {one.name for one in own}
+    classes = (PolicyModule, RolloutDataModule, pl.Trainer)
+    rest = [one for kind in classes for one in inspect.signature(kind).parameters.values()]
+    rest.append(inspect.Parameter("defaults", inspect.Parameter.KEYWORD_ONLY, default=None))
+    settings = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in reversed(rest) if one.name not in names}
+    return inspect.Signature([*own, *reversed(settings.values())], return_annotation="Trainer")
+
+
+fit.__signature__ = _full_signature()  # type: ignore[attr-defined]
 
 
 def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:

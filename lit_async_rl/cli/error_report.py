@@ -11,7 +11,6 @@ import os
 import pkgutil
 import re
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from lit_async_rl.errors import (
 from lit_async_rl.utils.checks import closest, meant
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.renamed_keys import new_name
+from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
 
@@ -56,16 +56,12 @@ MAX_ERROR_CHARS = 600
 COMPARED_TYPES = (str, int, float, bool)
 
 
-def wants_traceback() -> bool:
-    """Whether LIT_ASYNC_RL_TRACEBACK=1 is set."""
-    return bool(os.environ.get("LIT_ASYNC_RL_TRACEBACK"))
-
-
 @contextmanager
 def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
     """Ends the process with `error: ...` and status 1 where an exception would end it with a traceback.
 
-    The traceback of an exception that no setting is known to cause goes to `traceback.txt`.
+    The traceback of an exception that no setting is known to cause, or that the user's own code raised, goes to
+    `traceback.txt`. The line of that code is the last thing on the screen.
 
     Args:
         folder: of the run, asked for when something was raised; None if there is none yet.
@@ -78,7 +74,9 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
         if type(error).__module__.startswith("wandb"):  # compared by name: wandb need not be imported
             without = "WANDB_MODE=offline logs without an account"
             sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
-        sys.exit(f"error: {shorten(_sentence(error))}{_hint(error, folder)}")
+        line = user_line(error)
+        hint = _hint(error, folder, is_users=bool(line))
+        sys.exit("\n".join(part for part in (f"error: {shorten(_sentence(error))}{hint}", line) if part))
 
 
 def shorten(text: str) -> str:
@@ -87,19 +85,16 @@ def shorten(text: str) -> str:
     return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 100]} ... {line[-90:]}"
 
 
-def _hint(error: Exception, folder: Callable[[], str | None]) -> str:
-    if isinstance(error, SELF_EXPLAINING_ERRORS):
+def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) -> str:
+    """Where the whole traceback is, if it says more than the message; user's code is shown without it."""
+    if isinstance(error, SELF_EXPLAINING_ERRORS) and not is_users:
         return ""
-    hint = "\nLIT_ASYNC_RL_TRACEBACK=1 shows where it was raised"
-    if (found := folder()) is None:
-        return hint
-    path = Path(found) / "traceback.txt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)))
-    except OSError:
-        return hint
-    return f"\n{path} says where it was raised"
+    found = folder()
+    if is_users and found is not None and not Path(found).is_dir():
+        found = None  # of a run that has not trained yet nothing is kept
+    if path := write_traceback(error, found):
+        return f"\n{path} says where it was raised"
+    return f"\nLIT_ASYNC_RL_TRACEBACK=1 shows {'the whole traceback' if is_users else 'where it was raised'}"
 
 
 class Parser(LightningArgumentParser):

@@ -22,6 +22,7 @@ from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
 from lit_async_rl.data.setting_checks import check_ends
 from lit_async_rl.data.settings import Limits, Scoring, Validation
+from lit_async_rl.data.tuner import refuse_tuner
 from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -38,13 +39,13 @@ from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
-from lit_async_rl.rewards.scorer import Reward, Scorer, score_all
+from lit_async_rl.rewards.scorer import Reward, Scorer, check_reward, score_all
 from lit_async_rl.rewards.success import Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
-from lit_async_rl.utils.checks import check_objects, check_range
+from lit_async_rl.utils.checks import check_kinds, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows
 
@@ -132,6 +133,7 @@ class RolloutDataModule(pl.LightningDataModule):
         replay: ReplayBuffer | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
+        given = dict(locals())
         super().__init__()
         model = os.path.expanduser(model) if isinstance(model, str | os.PathLike) else model
         self.model = model
@@ -139,14 +141,11 @@ class RolloutDataModule(pl.LightningDataModule):
         self.prompts = as_source(prompts, "data.prompts")
         if isinstance(reward, Mapping):  # a file's is written out as the class, see `with_combined_reward`
             reward = CombinedReward(reward)
-        if reward is not None and not callable(reward):
-            raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
         if reward is not None:
+            check_reward(reward)
             reward = as_reward_function(reward)
             name_answers(reward, getattr(self.prompts, "answer_field", None))
-        check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
-        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, curriculum=curriculum)
-        check_objects("data", replay=replay, limits=limits)
+        check_kinds("data", RolloutDataModule.__init__, given)
         self.admission = admission or Bounded()
         self.intake = Intake(filters, curriculum, scoring.success_reward)
         self.stream_groups = stream_groups
@@ -345,8 +344,25 @@ class RolloutDataModule(pl.LightningDataModule):
         """Held-out prompts in batches."""
         return self.held_out.batches(self.codec, self._trainer.global_rank, self._trainer.world_size)
 
+    def test_dataloader(self) -> Iterable[PromptBatch]:
+        """Held-out prompts in batches, as in a validation.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.validation.source is None:
+            raise ValueError("data.validation.prompts is not set: there is nothing to test on")
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> Iterable[PromptBatch]:
+        """Held-out prompts in batches or, without any, the training prompts in their order."""
+        trainer = self._trainer
+        source = self.validation.source or self.prompts
+        return self.held_out.batches(self.codec, trainer.global_rank, trainer.world_size, source=source)
+
     def setup(self, stage: str) -> None:
         """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
+        refuse_tuner(self._trainer)
         if stage == "fit" and self._source.has_begun:
             self.stream.position = 0
             self.intake.reset()
@@ -463,13 +479,16 @@ class HeldOut:
         self._watch.add(self.success.value(reward) for reward in rewards)
         self._watch.warn_once(self.success.threshold)
 
-    def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
-        """This rank's batches of the usable prompts; none without `data.validation.prompts`.
+    def batches(
+        self, codec: TextCodec, rank: int, num_ranks: int, source: PromptSource | None = None
+    ) -> Iterable[PromptBatch]:
+        """This rank's batches of the usable prompts of a source, or of `data.validation.prompts`; none without any.
 
         Raises:
             ValueError: see `UsablePrompts` and `check_ends`.
         """
-        if (source := self._settings.source) is None:
+        source = source or self._settings.source
+        if source is None:
             warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
         check_ends(codec, self._sampling, source)

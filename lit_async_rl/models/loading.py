@@ -541,6 +541,18 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return _load_base(AutoTokenizer, model)
 
 
+def model_folder(model: str) -> Path:
+    """Folder of a model's files, which are fetched from the hub if they are not cached.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    load_config(model)  # with this package's messages
+    return Path(snapshot_download(model, ignore_patterns=["*/*"]))
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
     """Checks that every token id is within the model's vocabulary.
 

@@ -138,6 +138,52 @@ def scores_groups(reward: Any) -> bool:
     return callable(getattr(reward, "score_group", None))
 
 
+GIVEN_BY_NAME = ("token_ids", "begun")  # to a reward that has parameters of these names
+
+
+def check_reward(reward: Any) -> None:
+    """Refuses a reward that cannot be called as `reward(prompt, completion)`, before anything is sampled.
+
+    Raises:
+        ValueError: it is no function, a class, or has other parameters; says which.
+    """
+    form = "reward(prompt, completion) -> float"
+    if not callable(reward):
+        raise ValueError(f"data.reward must be a function, {form}, got {reward!r:.100}")
+    if isinstance(reward, type):
+        raise ValueError(f"data.reward must be a function, {form}, got the class: write {reward.__name__}(...)")
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # of a function in C, which does not tell
+        return
+    if "completions" in signature.parameters or scores_groups(reward):
+        return  # a batch or TRL's form, whose columns are those of the prompts
+    ids = {name: () for name in GIVEN_BY_NAME if name in signature.parameters}
+    shown = f"data.reward={reward_name(reward)} has the parameters {signature}"
+    try:
+        bound = signature.bind("prompt", "completion", **ids)
+    except TypeError as error:
+        raise ValueError(f"{shown}, and must be a function, {form}: {_misfit(signature, error)}") from None
+    names = [name for name, value in bound.arguments.items() if value in ("prompt", "completion")]
+    if len(names) == 2 and names[0].startswith(("completion", "response")) and names[1].startswith("prompt"):
+        raise ValueError(f"{shown}, and is called with the prompt first, {form}: change their order")
+
+
+def _misfit(signature: inspect.Signature, error: TypeError) -> str:
+    """What is missing in a signature, or too much."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [one for one in signature.parameters.values() if one.kind in kinds and one.name not in GIVEN_BY_NAME]
+    if len(positional) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values()):
+        return "a parameter is missing"
+    extra = [one.name for one in positional[2:] if one.default is one.empty]
+    extra += [
+        one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty
+    ]
+    if not extra:
+        return str(error)
+    return f"nothing gives it {', '.join(extra)}; what belongs to a prompt is in prompt.answer and prompt.metadata"
+
+
 def _identity(value: Any) -> Any:
     """A setting in a form with the same `repr` in every process; None if it has no such form."""
     if isinstance(value, str | int | float):

@@ -37,7 +37,7 @@ from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
 from lit_async_rl.stabilizers.step_lr import overflows
-from lit_async_rl.training.checkpoint_io import check_same_model
+from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
 from lit_async_rl.training.combination_checks import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
@@ -56,16 +56,18 @@ from lit_async_rl.training.optimizer import (
     warn_of_lost_updates,
 )
 from lit_async_rl.training.trackers import log_validation
-from lit_async_rl.training.validation import Validator
+from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_objects, check_range
+from lit_async_rl.utils.checks import check_kinds, check_range
+from lit_async_rl.utils.object_config import as_config, as_objects
 from lit_async_rl.utils.saving import check_last_is_saved
 
 # -- The policy that trains, and the frozen one of the KL penalty -----------------------------------------------------
 
 
 log = logging.getLogger(__name__)
+SETTINGS = "policy_settings"  # key of a checkpoint: the module's arguments, as far as plain values can hold them
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
 
 
@@ -290,8 +292,7 @@ class PolicyModule(pl.LightningModule):
         super().__init__()
         self.given = given
         model = os.path.expanduser(model) if isinstance(model, str | os.PathLike) else model
-        check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
-        check_objects("model", lora=lora, sharding=sharding, packing=packing)
+        check_kinds("model", PolicyModule.__init__, given)
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         check_range("model", "finite", entropy_coefficient=entropy_coefficient)
@@ -513,13 +514,79 @@ class PolicyModule(pl.LightningModule):
             data.held_out.watch(sample.reward for sample in self.validator.samples)
         self.validator.end()
 
+    # -- test and prediction ------------------------------------------------------------------------------------------
+
+    def on_test_epoch_start(self) -> None:
+        self.validator.begin(self)
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.validator.step(self, batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Logs what a validation logs, under `test/`; the samples are in `validator.samples`."""
+        metrics = self.validator.compute()
+        self.log_dict({f"test/{name.removeprefix('val/')}": value for name, value in metrics.items()})
+        self.validator.end()
+
+    def on_predict_epoch_start(self) -> None:
+        self.validator.begin(self)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Prediction]:
+        """Completions of each prompt, `data.validation.num_samples` of them, sampled as in a validation, unscored."""
+        return self.validator.predict(self, batch)
+
+    def on_predict_epoch_end(self) -> None:
+        self.validator.end()
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | os.PathLike[str], map_location: Any = None, **settings: Any
+    ) -> PolicyModule:
+        """The module of a checkpoint, with its weights and the settings that it was trained with.
+
+        Nothing in the file is executed: settings are made of classes of this package and of `torch.optim` only.
+
+        Example: `PolicyModule.load_from_checkpoint("runs/version_0/checkpoints/last.ckpt").policy`.
+
+        Args:
+            checkpoint_path: one file, not a folder of shards.
+            map_location: device of the weights.
+            **settings: of the constructor, in the place of those in the checkpoint. What a checkpoint cannot hold
+                (functions of a script, classes of other packages) has its default unless it is given.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint, or the model that it was trained from is gone.
+            ValueError: it is refused, or is of an earlier version, without settings, and `model` is not given.
+        """
+        path = os.path.expanduser(checkpoint_path)
+        check_checkpoint(path)
+        check_is_one_file(path)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved = checkpoint.get(SETTINGS, {"held": {}, "named": {}})
+        left_out = [f"{name} ({text})" for name, text in saved["named"].items() if name not in settings]
+        if left_out:
+            log.warning("%s has no %s: it has its default", path, ", ".join(left_out))
+        known = {name: value for name, value in saved["held"].items() if name not in settings}
+        given = {**as_objects(known), **settings}
+        if "model" not in given:
+            raise ValueError(f"{path} does not say which model it was trained from: give model=...")
+        module = cls(**given)
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        return module if map_location is None else module.to(map_location)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the version; drops the frozen reference and the base of adapters, see `SavedWeights`."""
+        """Adds version and settings; drops the frozen reference and the base of adapters, see `SavedWeights`."""
         checkpoint["version"] = self.version
         checkpoint["updated"] = self._updated
         self.steps.save(checkpoint, self.trainer)
+        held, named = as_config({"": self.given})
+        checkpoint[SETTINGS] = {
+            "held": held.get("", {}),
+            "named": {name.removeprefix("."): text for name, text in named.items()},
+        }
         self.saved_weights.reduce(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

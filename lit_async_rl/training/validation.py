@@ -31,6 +31,14 @@ class Sample:
     reward: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Completions that the policy sampled for one prompt, unscored: what `trainer.predict` returns lists of."""
+
+    prompt: Prompt
+    completions: tuple[str, ...]
+
+
 class Validator(torch.nn.Module):
     """Samples and scores held-out prompts and averages over all ranks.
 
@@ -68,11 +76,30 @@ class Validator(torch.nn.Module):
 
     @torch.no_grad()
     def step(self, module: Any, batch: PromptBatch) -> None:
-        """Samples `data.validation.num_samples` completions of each prompt of the batch."""
+        """Samples `data.validation.num_samples` completions of each prompt of the batch, and scores them."""
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
         self.num_samples = data.validation.num_samples
+        prompts, completions, texts = self._sample(module, batch)
+        rewards = [[completion.reward for completion in row] for row in completions]
+        if any(reward is None for row in rewards for reward in row):
+            unscored = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
+            ids = [completion.token_ids for row in completions for completion in row]
+            scored = iter(data.held_out.score(unscored, data.note_progress, ids))
+            rewards = [[next(scored) for _ in row] for row in texts]
+        for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
+            self._add_samples(prompt, row, row_rewards, success=data.held_out.success)
+
+    @torch.no_grad()
+    def predict(self, module: Any, batch: PromptBatch) -> list[Prediction]:
+        """Samples `data.validation.num_samples` completions of each prompt of the batch."""
+        prompts, _, texts = self._sample(module, batch)
+        return [Prediction(prompt=prompt, completions=tuple(row)) for prompt, row in zip(prompts, texts, strict=True)]
+
+    def _sample(self, module: Any, batch: PromptBatch) -> tuple[list[Prompt], list[Any], list[list[str]]]:
+        """The prompts that were answered, their completions, and the texts of these."""
+        data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
         if not batch.prompts:
-            return
+            return [], [], []
         requests = [
             GenerationRequest(
                 id=n,
@@ -110,14 +137,7 @@ class Validator(torch.nn.Module):
             [data.codec.decode(c.token_ids, stop if c.turns is None else (), stop_token_ids) for c in row]
             for row in completions
         ]
-        rewards = [[completion.reward for completion in row] for row in completions]
-        if any(reward is None for row in rewards for reward in row):
-            unscored = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
-            ids = [completion.token_ids for row in completions for completion in row]
-            scored = iter(data.held_out.score(unscored, data.note_progress, ids))
-            rewards = [[next(scored) for _ in row] for row in texts]
-        for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
-            self._add_samples(prompt, row, row_rewards, success=data.held_out.success)
+        return prompts, completions, texts
 
     def _add_samples(
         self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success: Success

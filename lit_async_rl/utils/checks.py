@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -95,6 +97,75 @@ def check_objects(owner: str, **settings: object) -> None:
             raise ValueError(f"{owner}.{name} must be an object, got the class: write {value.__name__}(...)")
         if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
             raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
+
+
+EXAMPLES = {  # of objects that a setting may be, by the class that is wanted
+    "PolicyLoss": "PPOClip()",
+    "Proximal": "CurrentProximal()",
+    "Correction": "SequenceTruncatedIS(cap=8.0)",
+    "OptimalBaseline": "OptimalBaseline()",
+    "RateSchedule": "Cosine(warmup=0.1)",
+    "LoRA": "LoRA(rank=16)",
+    "Sharding": "Sharding()",
+    "SharedPromptPacking": "SharedPromptPacking()",
+    "RolloutEngine": "EmbeddedEngine()",
+    "AdmissionPolicy": "FixedLag()",
+    "SamplingParams": "SamplingParams(max_tokens=6)",
+    "AdvantageEstimator": "GroupMeanStd()",
+    "Aggregation": "TokenMean()",
+    "Scoring": "Scoring(workers=4)",
+    "Validation": "Validation(prompts=held_out)",
+    "Curriculum": "Learnability()",
+    "ReplayBuffer": "ReplayBuffer()",
+    "Limits": "Limits(rollout_timeout_s=600)",
+}
+
+
+@functools.cache
+def wanted_classes(init: Callable[..., Any]) -> dict[str, tuple[type, bool, bool]]:
+    """Settings of a constructor that are objects of this package: (class, whether None, whether functions will do)."""
+    found = {}
+    for name, hint in typing.get_type_hints(init).items():
+        parts = typing.get_args(hint) or (hint,)
+        classes = [part for part in parts if getattr(part, "__name__", "") in EXAMPLES]
+        if classes:
+            found[name] = (classes[0], type(None) in parts, any("Callable" in str(part) for part in parts))
+    return found
+
+
+def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object]) -> None:
+    """Refuses objects of another class than a constructor's annotations want, before anything is made of them.
+
+    Example: `data.sampling must be an rl.SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6`.
+
+    Args:
+        owner: path in the YAML of the class that has the settings.
+        init: its constructor.
+        given: the arguments by name.
+
+    Raises:
+        ValueError: names the setting, what it must be, and what was given.
+    """
+    for name, (kind, may_be_none, may_be_function) in wanted_classes(init).items():
+        value = given.get(name)
+        is_ours = isinstance(value, type) and issubclass(value, kind)
+        will_do = isinstance(value, kind) or (value is None and may_be_none) or (may_be_function and callable(value))
+        if will_do and not is_ours:
+            continue
+        wanted = EXAMPLES[kind.__name__]
+        if is_ours:
+            raise ValueError(f"{owner}.{name} must be an object, got the class: write rl.{value.__name__}(...)")  # type: ignore[union-attr]
+        if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
+            wanted = f"{meant_class}()"
+        article = "an" if kind.__name__[0] in "AEIOLR" and kind.__name__ != "Limits" else "a"
+        shown = repr(value) if isinstance(value, str | int | float) or value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, such as rl.{wanted}, got {shown[:100]}")
+
+
+def _names_below(kind: type) -> list[str]:
+    """Public classes that extend one; those that were imported."""
+    below = [name for one in kind.__subclasses__() for name in (one.__name__, *_names_below(one))]
+    return [name for name in below if not name.startswith("_")]
 
 
 def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:

@@ -22,10 +22,12 @@ async def slow_reward(prompt: rl.Prompt, completion: str) -> float:
 
 texts = ["1 + 1 =", "2 + 2 ="]
 trainer: rl.Trainer = rl.fit("model", texts, reward, max_steps=1, callbacks=rl.SampleLogger(every_n_steps=5))
+rl.fit("model", "my.jsonl", reward, max_steps=1, sampling={"max_tokens": 3}, validation=texts, learning_rate=1e-6)
 rl.Trainer(max_steps=3, defaults={"gradients": None})
 rl.RolloutDataModule(prompts=[{"prompt": "1 + 1 =", "answer": "2"}], reward=slow_reward)
 reveal_type(rl.PolicyModule)
 rl.fit(3, texts)
+rl.fit("model", texts, reward, max_steps=1, max_stalenes=2)
 rl.Trainr()
 """
 
@@ -50,5 +52,5 @@ def test_mypy_strict_knows_them(tmp_path):
     problems = [line.split("sample.py:")[-1] for line in done.stdout.splitlines() if "sample.py" in line]
     last = SAMPLE.count("\n")
     lines = {int(line.split(":")[0]) for line in problems}
-    assert lines == {last - 2, last - 1, last}, done.stdout
+    assert lines == {last - 3, last - 2, last - 1, last}, done.stdout
     assert "PolicyModule" in problems[0]

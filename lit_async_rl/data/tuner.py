@@ -1,0 +1,27 @@
+"""Lightning's `Tuner`, which is refused by name: what it tries is not what a run on rollouts needs."""
+
+from __future__ import annotations
+
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+from lit_async_rl.utils.lightning_types import AnyTrainer
+
+
+def refuse_tuner(trainer: AnyTrainer) -> None:
+    """Refuses a run of `Tuner.lr_find` or `Tuner.scale_batch_size`, or the callback that does the same.
+
+    Raises:
+        ValueError: says why, and what to set.
+    """
+    callbacks = trainer.callbacks  # type: ignore[union-attr]
+    if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
+        raise ValueError(
+            "Tuner.lr_find is not for this module: the loss of a policy gradient does not fall where the rate is good, "
+            "and each trial step would train on rollouts of other weights. Set model.learning_rate, and compare the "
+            "rewards of runs"
+        )
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        raise ValueError(
+            "Tuner.scale_batch_size is not for this module: a step has data.groups_per_step * data.group_size "
+            "completions whatever fits. Where memory ends, raise data.micro_batches_per_step, which changes no result"
+        )

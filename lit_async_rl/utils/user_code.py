@@ -1,0 +1,88 @@
+"""Where in a user's own files an error was raised: rewards, environments, prompts, callbacks, in whatever thread.
+
+An error of a reward goes through a worker, the producer's thread, the trainer's and Lightning: four chained tracebacks
+of 130 lines, with the one line that matters somewhere in the middle.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+PACKAGE = Path(__file__).parents[1]
+TRACEBACK_FILE = "traceback.txt"  # in the folder of the run
+_OTHERS = (  # folders whose code is not the user's
+    *{str(PACKAGE), str(PACKAGE.resolve()), str((PACKAGE / "callbacks").resolve())},
+    *{os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")},
+)
+
+
+def wants_traceback() -> bool:
+    """Whether LIT_ASYNC_RL_TRACEBACK=1 is set: errors then have the whole of their tracebacks."""
+    return bool(os.environ.get("LIT_ASYNC_RL_TRACEBACK"))
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """The frames of the user's own code, of the first error of a chain that has any; None if none has."""
+    for one in reversed(list(_chain(error))):
+        frames = [frame for frame in _frames(one.__traceback__) if _is_users(frame.tb_frame.f_code.co_filename)]
+        found: TracebackType | None = None
+        for frame in reversed(frames):
+            found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        if found is not None:
+            return found
+    return None
+
+
+def user_line(error: BaseException) -> str:
+    """File, line, function and source of the user's code that raised an error, as tracebacks show it; empty if none."""
+    frames = list(_frames(user_traceback(error)))
+    if not frames:
+        return ""
+    code = frames[-1].tb_frame.f_code
+    number = frames[-1].tb_lineno
+    source = linecache.getline(code.co_filename, number, frames[-1].tb_frame.f_globals).strip()
+    where = f'  File "{code.co_filename}", line {number}, in {code.co_name}'
+    return f"{where}\n    {source}" if source else where
+
+
+def write_traceback(error: BaseException, folder: str | os.PathLike[str] | None) -> str:
+    """Writes the whole traceback into the folder of a run; returns the file's path, empty if it was not written."""
+    if folder is None:
+        return ""
+    path = Path(folder) / TRACEBACK_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        return ""
+    return str(path)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that led to it, as Python prints them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _frames(of: TracebackType | None) -> Iterator[TracebackType]:
+    while of is not None:
+        yield of
+        of = of.tb_next
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return not file.startswith("<frozen") and "jaxtyp" not in file and "@beartype" not in file
+    real = os.path.realpath(file)
+    return not real.startswith(tuple(f"{folder}{os.sep}" for folder in _OTHERS)) and not (
+        {"site-packages", "dist-packages"} & set(Path(file).parts)
+    )

@@ -1,0 +1,245 @@
+"""What `rl.fit` accepts in place of names and objects, what it refuses at once, and errors of user code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lit_async_rl as rl
+from lit_async_rl.api.arguments import as_groups, as_typed
+from lit_async_rl.api.run import SETTINGS
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rewards.scorer import check_reward
+from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.checks import EXAMPLES, wanted_classes
+
+MODEL = rl.asset("small_sort_policy")
+ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 30)]
+SMALL = dict(groups_per_step=2, group_size=2, sampling={"max_tokens": 4})
+CPU = dict(accelerator="cpu", devices=1, enable_progress_bar=False)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(model=MODEL, prompts=ROWS, reward=rl.share_correct, **changes):
+    return rl.fit(model, prompts, reward, **(dict(max_steps=1) | SMALL | CPU | changes))
+
+
+# -- objects in memory ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_and_a_tokenizer_in_memory_train_from_the_runs_folder(tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        lm.get_input_embeddings().weight.mul_(0.5)
+    trainer = fit(lm, validation=ROWS[:4], learning_rate=1e-30)
+    folder = Path(trainer.log_dir) / "model"
+    assert (folder / "tokenizer_config.json").is_file()
+    trained = trainer.lightning_module.policy.causal_lm.get_input_embeddings().weight
+    assert torch.equal(trained, lm.get_input_embeddings().weight.float())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    chat = rl.InMemoryPrompts(["1=", "2="], as_chat=True)
+    trainer = fit(MODEL, chat, lambda prompt, completion: 1.0, tokenizer=tokenizer, logger=False)
+    assert trainer.datamodule.codec.tokenizer.chat_template == tokenizer.chat_template
+
+
+def test_a_model_in_memory_that_is_refused_leaves_nothing(tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(MODEL)
+    lm.name_or_path = lm.config._name_or_path = ""
+    with pytest.raises(ValueError, match="tokenizer must be given: the model in memory came from ''"):
+        fit(lm)
+    with pytest.raises(ValueError, match=r"^group_size=1 with advantage=GroupMeanStd"):
+        fit(lm, tokenizer=AutoTokenizer.from_pretrained(MODEL), group_size=1)
+    assert os.listdir(tmp_path) in ([], ["runs"])
+
+
+def test_groups_of_settings_may_be_dictionaries_and_held_out_prompts_a_list():
+    given = {
+        "sampling": {"max_tokens": 6, "stop": ["x"]},
+        "validation": {"prompts": ROWS, "num_samples": 2, "sampling": {"max_tokens": 3}},
+        "limits": {"engine_restarts": 0},
+        "learning_rate": 1e-4,
+    }
+    made = as_groups(given)
+    assert made["sampling"] == rl.SamplingParams(max_tokens=6, stop=["x"])
+    assert made["validation"].sampling.max_tokens == 3
+    assert made["limits"] == rl.Limits(engine_restarts=0)
+    assert made["learning_rate"] == 1e-4
+    assert len(as_groups({"validation": ROWS})["validation"].source) == len(ROWS)
+    with pytest.raises(TypeError, match=r"sampling has no setting 'max_token'; did you mean max_tokens\?"):
+        as_groups({"sampling": {"max_token": 6}})
+
+
+def test_lora_of_peft_is_taken_over_or_refused_by_name():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM")
+    assert as_groups({"lora": config})["lora"] == rl.LoRA(rank=4, alpha=8, target_modules=["q_proj", "v_proj"])
+    with pytest.raises(ValueError, match=r"lora: lora_dropout=0.05, use_dora=True of peft.LoraConfig cannot be used"):
+        as_groups({"lora": peft.LoraConfig(lora_dropout=0.05, use_dora=True)})
+
+
+# -- refused before a model loads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [PolicyModule, RolloutDataModule])
+def test_every_setting_that_is_an_object_has_an_example_of_its_class(kind):
+    wanted = wanted_classes(kind.__init__)
+    hints = inspect.get_annotations(kind.__init__, eval_str=True)
+    ours = {name for name, hint in hints.items() if "lit_async_rl." in str(hint) and "Records" not in str(hint)}
+    assert wanted.keys() == ours
+    for cls, _, _ in wanted.values():
+        made = eval(f"rl.{EXAMPLES[cls.__name__]}", {"rl": rl, "held_out": ROWS})
+        assert isinstance(made, cls)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(sampling=6), "sampling must be a SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6"),
+        (dict(loss="ppoclip"), "loss must be a PolicyLoss, such as rl.PPOClip(), got 'ppoclip'"),
+        (dict(loss=rl.PPOClip), "loss must be an object, got the class: write rl.PPOClip(...)"),
+        (dict(loss=rl.GroupMeanStd()), "loss must be a PolicyLoss, such as rl.PPOClip(), got a GroupMeanStd"),
+        (dict(scheduler=rl.Cosine), "scheduler must be an object, got the class: write rl.Cosine(...)"),
+        (dict(engine="vllm"), "engine must be a RolloutEngine, such as rl."),
+        (dict(validation=3), "validation must be a Validation, such as rl.Validation(prompts=held_out), got 3"),
+        (dict(model=3), "model must be the name or folder of a model, a transformers.PreTrainedModel, or"),
+        (dict(model=torch.nn.Linear(1, 1)), "rl.PolicyModule, got a Linear: "),
+        (dict(model=rl.PolicyModule), "got the class: write PolicyModule(...)"),
+        (dict(tokenizer="gpt2"), "tokenizer must be a tokenizer of transformers, got str"),
+        (dict(max_staleness=-1), "max_staleness must be >= 0, got -1"),
+        (dict(prompts="nowhere.jsonl"), "prompts: path='nowhere.jsonl' is not a file"),
+    ],
+)
+def test_a_wrong_object_is_refused_with_the_class_that_is_wanted(changes, message, monkeypatch, tmp_path):
+    monkeypatch.setattr("lit_async_rl.training.module.load_policies", lambda *_, **__: pytest.fail("a model loads"))
+    with pytest.raises(Exception) as raised:  # noqa: PT011  the type checker of these tests refuses some first
+        fit(**changes)
+    if type(raised.value).__name__ != "TypeCheckError":
+        assert message in str(raised.value)
+        assert not str(raised.value).startswith(("data.", "model.", "trainer."))
+    assert not os.listdir(tmp_path)
+
+
+REWARDS = {
+    "a parameter is missing": lambda completion: 1.0,
+    "nothing gives it weight": lambda prompt, completion, weight: 1.0,
+    "nothing gives it scale": lambda prompt, completion, *, scale: 1.0,
+    "change their order": lambda completion, prompt: 1.0,
+    "got the class: write MathVerify": rl.MathVerify,
+    "got 'exact_match'": "exact_match",
+}
+
+
+@pytest.mark.parametrize("message", REWARDS)
+def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_sampled(message):
+    with pytest.raises(ValueError, match=message):
+        check_reward(REWARDS[message])
+
+
+def test_rewards_of_every_kind_pass():
+    class Judge:
+        def __call__(self, prompt, completion, token_ids=()):
+            return 1.0
+
+    async def slow(prompt, completion):
+        return 1.0
+
+    def scaled(scale, prompt, completion):
+        return scale
+
+    passing = [rl.exact_match, rl.share_correct, Judge(), slow, functools.partial(scaled, 2.0), lambda *_: 1.0, max]
+    for reward in (*passing, lambda prompt, completion, token_ids: 1.0, lambda prompts, completions, **_: 1.0):
+        check_reward(reward)
+
+
+def test_settings_in_messages_are_named_as_arguments():
+    said = as_typed(
+        "data.group_size=1 with data.advantage=X (model.lora.rank), see a/data.reward and model.pt", SETTINGS
+    )
+    assert said == "group_size=1 with advantage=X (lora.rank), see a/data.reward and model.pt"
+
+
+def test_every_setting_is_in_the_signature():
+    parameters = inspect.signature(rl.fit).parameters
+    assert set(SETTINGS) < parameters.keys()
+    assert parameters["max_staleness"].default == 4
+    assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())
+
+
+# -- errors of user code ----------------------------------------------------------------------------------------------
+
+
+def broken_reward(prompt, completion):
+    return {}["x"]
+
+
+class BrokenCallback(pl.Callback):
+    def on_train_batch_end(self, *_):
+        raise KeyError("y")
+
+
+class BrokenPrompts(rl.PromptSource):
+    def __len__(self):
+        return 20_000  # more than are read before training
+
+    def __getitem__(self, index):
+        return rl.Prompt(text=f"{10 + index % 9}=") if index == 0 else [][index]
+
+
+@pytest.mark.parametrize(
+    ("changes", "function", "line", "is_kept"),
+    [
+        (dict(reward=broken_reward), "broken_reward", 'return {}["x"]', False),
+        (dict(callbacks=[BrokenCallback()]), "on_train_batch_end", 'raise KeyError("y")', True),
+        (dict(prompts=BrokenPrompts(), reward=lambda *_: 1.0), "__getitem__", "[][index]", False),
+    ],
+)
+def test_the_users_line_is_the_last_of_the_traceback(changes, function, line, is_kept, monkeypatch, caplog):
+    monkeypatch.delenv("LIT_ASYNC_RL_TRACEBACK", raising=False)
+    with pytest.raises(Exception) as raised:  # noqa: PT011  of whatever type the user's code raises
+        fit(**changes)
+    error = raised.value
+    frames = traceback.extract_tb(error.__traceback__)
+    assert frames[-1].name == function
+    assert line in frames[-1].line
+    shown = traceback.format_exception(error)
+    assert sum(text.count("\n") for text in shown) < 25
+    assert not any("direct cause" in text or "During handling" in text for text in shown)
+    kept = list(Path().rglob("traceback.txt"))
+    assert len(kept) == is_kept, "of a run that has trained"
+    for path in kept:
+        assert "fit_loop.py" in path.read_text()
+        assert line in path.read_text()
+    assert f"{kept[0] if kept else 'LIT_ASYNC_RL_TRACEBACK=1'} shows the whole traceback" in caplog.text
+
+
+def test_the_whole_traceback_is_kept_on_demand(monkeypatch):
+    monkeypatch.setenv("LIT_ASYNC_RL_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="broken_reward") as raised:
+        fit(reward=broken_reward)
+    assert raised.value.__cause__ is not None
+    assert not list(Path().rglob("traceback.txt"))
+
+
+# -- what editors complete --------------------------------------------------------------------------------------------
+
+
+def test_the_types_of_the_arguments_are_those_of_the_classes(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    sys.modules.pop("write_fit_settings", None)
+    import write_fit_settings
+
+    assert write_fit_settings.TARGET.read_text() == write_fit_settings.text(), "run scripts/write_fit_settings.py"
