@@ -170,7 +170,7 @@ class LogsAbove:
         self._changed: list[tuple[logging.StreamHandler[Any], Any]] = []
         named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
         for handler in {handler for logger in [logging.root, *named] for handler in logger.handlers}:
-            if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "isatty", lambda: False)():
+            if isinstance(handler, logging.StreamHandler) and _is_terminal(handler.stream):
                 self._changed.append((handler, handler.setStream(sys.stderr)))
 
     def close(self) -> None:
@@ -178,6 +178,13 @@ class LogsAbove:
             if stream is not None:
                 handler.setStream(stream)
         self._changed = []
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # it is no file, or is closed
+        return False
 
 
 def first_that_fit(items: Sequence[str], width: int) -> list[str]:
