@@ -102,7 +102,6 @@ def main() -> None:
         unit="s of processor time to the first optimizer step of the quick start, above the bare import",
         columns=["what", "processor time, median", f"of {arguments.rounds} rounds"],
         rows=rows,
-        interval=[round(above[0], 2), round(above[-1], 2)],
         command="python benchmarks/performance/first_step.py",
         machine=arguments.machine,
     )
