@@ -141,8 +141,11 @@ class RunSummary(pl.Callback):
         table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:
             console = Console()
-            width = min(WIDEST, console.width) if console.is_terminal else WIDEST
-            Console(width=width).print(fitted(table, width))
+            if console.is_terminal:
+                width = min(WIDEST, console.width)
+                Console(width=width).print(fitted(table, width))
+            else:
+                Console(width=WIDEST).print(table)
 
 
 def fitted(table: Table, width: int) -> Table:
