@@ -152,21 +152,21 @@ class LMEvalValidation(pl.Callback):
         module = policy_module(pl_module, "LMEvalValidation")
         data = rollout_data(trainer, "LMEvalValidation")
         lm = module.policy.causal_lm
-        settings: dict[str, Any] = {
-            "tasks": self.tasks,
-            "num_fewshot": self.num_fewshot,
-            "limit": self.limit,
-            "task_manager": self._manager,
-            "apply_chat_template": self.apply_chat_template,
-            "log_samples": False,
-            "bootstrap_iters": 0,
-            "random_seed": None,
-            "numpy_random_seed": None,
-            "torch_random_seed": None,
-        }
         precision = trainer.precision_plugin.val_step_context()
         with _random_states(), torch.no_grad(), evaluation_mode(lm), decodable(lm), precision:
-            found = simple_evaluate(model=_harness_model(lm, data, self), **settings)
+            found = simple_evaluate(
+                model=_harness_model(lm, data, self),
+                tasks=self.tasks,
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
+                task_manager=self._manager,
+                apply_chat_template=self.apply_chat_template,
+                log_samples=False,
+                bootstrap_iters=0,
+                random_seed=None,
+                numpy_random_seed=None,
+                torch_random_seed=None,
+            )
         if found is None:  # of a rank that does not report
             return
         metrics = dict(_named(found["results"]))
@@ -223,8 +223,13 @@ def _harness_model(lm: PreTrainedModel, data: RolloutDataModule, settings: LMEva
             return list(tokenizer.encode(string, add_special_tokens=bool(add_special_tokens)))
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-            return str(tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))
+            text = tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+            return str(text)
 
         def chat_template(self, chat_template: bool | str = False) -> str | None:
             return str(tokenizer.chat_template or "") if chat_template else None
@@ -301,7 +306,7 @@ def answer_logprobs(
     for n, ids in enumerate(whole):
         tokens[n, : len(ids) - 1] = torch.tensor(ids[:-1])
         mask[n, : len(ids) - 1] = 1
-    device = lm.get_input_embeddings().weight.device
+    device = next(lm.parameters()).device
     logits: Tensor = lm(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False).logits
     data.note_progress()
     found = []
