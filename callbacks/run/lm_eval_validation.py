@@ -306,7 +306,7 @@ def answer_logprobs(
     for n, ids in enumerate(whole):
         tokens[n, : len(ids) - 1] = torch.tensor(ids[:-1])
         mask[n, : len(ids) - 1] = 1
-    device = lm.get_input_embeddings().weight.device
+    device = next(lm.parameters()).device
     logits: Tensor = lm(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False).logits
     data.note_progress()
     found = []

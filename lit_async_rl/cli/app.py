@@ -402,7 +402,7 @@ def export(args: Sequence[str] | None = None) -> None:
             Path(cli.config["out"]),
             cli.model,
             cli.datamodule,
-            callbacks=cli.trainer.callbacks,
+            callbacks=cli.trainer.callbacks,  # type: ignore[attr-defined]
             checkpoint=Path(cli.config["ckpt_path"]),
         )
         print(f"version {cli.model.version} written to {cli.config['out']}")
