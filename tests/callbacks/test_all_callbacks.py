@@ -108,7 +108,7 @@ def train(*cbs, data=None, **kwargs):
 def test_no_stabilizer_is_forgotten():
     not_here = {"WeightSync", "RunSummary", "SampleLogger", "Progress", "BottleneckVerdict"}
     not_here |= {"SaveOnSigterm", "RolloutTape", "Evaluation", "Timeline", "EngineCheck", "LinkedCheckpoint"}
-    not_here |= {"LiveView", "ReplicaScaling"}
+    not_here |= {"LiveView", "LMEvalValidation", "ReplicaScaling"}
     not_here |= {"SaveOnFailure", "SkipNonFinite"}  # test_faults
     not_here |= {"AnnealBeta", "ReferenceReset"}  # of the losses that they change: test_trajectory_losses
     not_here |= {n for n in callbacks.__all__ if n.endswith("Monitor")}
