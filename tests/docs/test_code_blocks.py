@@ -73,7 +73,7 @@ def test_a_yaml_block_is_a_valid_configuration(block: Block, tmp_path):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(block.code)
     top = set(yaml.safe_load(block.code))
-    assert top <= {"model", "data", "trainer", "defaults", "seed_everything", "weight_sync"}
+    assert top <= {"model", "data", "trainer", "defaults", "cluster", "seed_everything", "weight_sync"}
     parser().parse_args([*QUICKSTART, "--config", str(overlay)])
 
 
