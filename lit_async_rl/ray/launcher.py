@@ -48,7 +48,8 @@ PASSED = (
     "HF_HUB_OFFLINE",
     "WANDB_MODE",
 )
-QUIET = {
+OF_RAY_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -142,7 +143,7 @@ class _Run:
     def connected(self) -> Iterator[Any]:
         """Ray is there: a cluster, or one on this machine for the run."""
         with (
-            _variables_set(QUIET | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
+            _variables_set(OF_RAY_TRAIN | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
             self._cluster.connected() as ray,
         ):
             self._ray = ray

@@ -266,7 +266,8 @@ class RankProcess:
         if is_final:
             return
         ends_at = time.monotonic() + FINAL_S
-        while not self._is_preempted.is_set() and time.monotonic() < ends_at:  # was it another's mistake?
+        may_follow = status > 0 and not self._is_preempted.is_set()
+        while may_follow and time.monotonic() < ends_at:  # from another rank's mistake, which may be told later
             if ray.get(self._coordinator.has_final_end.remote(self._attempt), timeout=ANSWER_S):
                 return
             time.sleep(PAUSE_S)
