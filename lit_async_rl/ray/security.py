@@ -19,8 +19,8 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; with 0 its process
 
 def is_loopback(address: str) -> bool:
     """Whether an address, `HOST` or `HOST:PORT`, is of loopback."""
-    has_port = address.count(":") == 1 or address.startswith("[")
-    host = address.rpartition(":")[0] if has_port and not address.endswith("]") else address
+    has_port = address.count(":") == 1 or (address.startswith("[") and not address.endswith("]"))
+    host = address.rpartition(":")[0] if has_port else address
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

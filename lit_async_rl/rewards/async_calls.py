@@ -98,7 +98,7 @@ class AsyncCalls(Generic[J, R]):
     @property
     def cpu_s(self) -> float:
         """Processor seconds of the event loop, up to the last call that has ended."""
-        return sum(list(self._cpu.values()))
+        return sum(list(self._cpu.values()), start=0.0)
 
     @property
     def has_waiting(self) -> bool:

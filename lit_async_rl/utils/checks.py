@@ -148,13 +148,13 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
     """
     for name, (kind, may_be_none, may_be_function) in wanted_classes(init).items():
         value = given.get(name)
-        is_ours = isinstance(value, type) and issubclass(value, kind)
+        own_class = value if isinstance(value, type) and issubclass(value, kind) else None
         will_do = isinstance(value, kind) or (value is None and may_be_none) or (may_be_function and callable(value))
-        if will_do and not is_ours:
+        if will_do and own_class is None:
             continue
         wanted = EXAMPLES[kind.__name__]
-        if is_ours:
-            raise ValueError(f"{owner}.{name} must be an object, got the class: write rl.{value.__name__}(...)")  # type: ignore[union-attr]
+        if own_class is not None:
+            raise ValueError(f"{owner}.{name} must be an object, got the class: write rl.{own_class.__name__}(...)")
         if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
             wanted = f"{meant_class}()"
         article = "an" if kind.__name__[0] in "AEIOLR" and kind.__name__ != "Limits" else "a"
@@ -164,7 +164,8 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
 
 def _names_below(kind: type) -> list[str]:
     """Public classes that extend one; those that were imported."""
-    below = [name for one in kind.__subclasses__() for name in (one.__name__, *_names_below(one))]
+    classes: list[type] = kind.__subclasses__()
+    below = [name for one in classes for name in (one.__name__, *_names_below(one))]
     return [name for name in below if not name.startswith("_")]
 
 

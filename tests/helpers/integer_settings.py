@@ -19,6 +19,10 @@ MODEL = asset("sort_policy")
 PROMPTS = rl.SortDigits(4, size=8)
 NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made without
     "AnnealBeta": dict(final=0.1, steps=3),
+    "JudgeReward": dict(model="judge", base_url="http://127.0.0.1:1/v1"),
+    "RewardModel": dict(model=MODEL),
+    "RayEngine": dict(engine=rl.EmbeddedEngine()),
+    "LMEvalValidation": dict(tasks=["none"]),
     "BatchedReward": dict(reward=lambda prompts, completions: [0.0]),
     "TRLReward": dict(reward=lambda completions, **columns: [0.0]),
     "EpisodeEngine": dict(engine=rl.EmbeddedEngine(), environment=rl.Calculator()),

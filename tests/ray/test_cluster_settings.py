@@ -30,8 +30,8 @@ def at_the_root(monkeypatch):
         (dict(trainer_ranks=0), "cluster.trainer_ranks must be >= 1, got 0"),
         (dict(max_failures=-2), "cluster.max_failures must be >= -1, got -2"),
         (dict(start_timeout_s=0.0), "cluster.start_timeout_s must be positive, got 0"),
-        (dict(trainer_resources={"CPU": -1}), "cluster.trainer_resources.CPU must be a number >= 0, got -1"),
-        (dict(trainer_resources={"gpus": 1}), "cluster.trainer_resources.gpus: Ray calls it GPU"),
+        (dict(trainer_resources={"CPU": -1.0}), "cluster.trainer_resources.CPU must be a number >= 0, got -1"),
+        (dict(trainer_resources={"gpus": 1.0}), "cluster.trainer_resources.gpus: Ray calls it GPU"),
         (dict(address="ray://head:10001"), "cluster.address must be auto or HOST:PORT, got 'ray://head:10001'"),
     ],
 )
@@ -50,7 +50,7 @@ def test_replicas_lie_between_their_limits():
 def test_one_rank_without_needs_is_not_placed():
     assert not rl.RayCluster(engines=rl.EngineReplicas(replicas=2)).places_ranks
     assert rl.RayCluster(trainer_ranks=2).places_ranks
-    assert rl.RayCluster(trainer_resources={"GPU": 1}).places_ranks
+    assert rl.RayCluster(trainer_resources={"GPU": 1.0}).places_ranks
     assert rl.RayCluster().rank_resources(has_gpus=True) == {"CPU": 0.5, "GPU": 1.0}
 
 
@@ -105,7 +105,7 @@ def test_a_rank_is_told_where_it_is():
 
 
 def test_the_settings_of_a_run_from_python_are_a_configuration():
-    cluster = rl.RayCluster(trainer_ranks=2, engines=rl.EngineReplicas(replicas=2, resources={"GPU": 1}))
+    cluster = rl.RayCluster(trainer_ranks=2, engines=rl.EngineReplicas(replicas=2, resources={"GPU": 1.0}))
     given = cluster.as_config()["init_args"]
     made = rl.RayCluster(**given | {"engines": rl.EngineReplicas(**given["engines"])})
     assert made.as_config() == cluster.as_config()
