@@ -234,9 +234,8 @@ class Endpoint:
         """Makes the connection pool, unless there is one."""
         if self._client is None:
             key = self._key()
-            limits = self._httpx.Limits(
-                max_connections=self._limits.max_concurrent, max_keepalive_connections=self._limits.max_concurrent
-            )
+            # The places limit the connections; a second limit here would be a second queue, in which requests time out.
+            limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.max_concurrent)
             self._client = self._httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 limits=limits,
