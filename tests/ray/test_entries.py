@@ -8,7 +8,9 @@ import torch
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.own_process import pack_completions
-from lit_async_rl.ray.entries import Assignment, Part, ReplicaEntry
+from lit_async_rl.ray.engine import RayEngine
+from lit_async_rl.ray.entries import Assignment, Part, ReplicaEntry, State
+from lit_async_rl.ray.weights import Table
 from lit_async_rl.types import SamplerHead
 
 
@@ -122,3 +124,22 @@ def test_partial_completions_stay_missing():
     found, problem = unpacked(entry, answer(*partial), is_partial=True)
     assert ([sample.position for sample in found], problem) == ([0, 2], "")
     assert entry.held[7].num_missing == 3
+
+
+def test_weights_are_compared_with_what_was_sent_and_with_nothing_that_is_forgotten():
+    engine = RayEngine(replicas=1)
+    engine._table = Table(version=9)
+    engine._sums = {8: {"a": 1, "b": 2}, 9: {"a": 1, "b": 3}}
+    entry = ReplicaEntry(0, state=State.READY, sent=9)
+    engine._entries = [entry]
+    assert engine._verify(entry, 5, {"a": 1, "b": 7})  # while it loaded, newer ones went out
+    assert (entry.verified, engine.num_lost) == (-1, 0)
+    assert engine._verify(entry, 8, {"b": 2})
+    assert engine._verify(entry, 9, {"b": 3})
+    assert entry.verified == 9
+    for version, sums in ((9, {"a": 2}), (10, {})):
+        again = ReplicaEntry(0, state=State.READY, sent=9, sums={"a": 1, "b": 3})
+        engine._entries = [again]
+        assert not engine._verify(again, version, sums)
+        assert again.state is State.STARTING
+    assert engine.num_lost == 2
