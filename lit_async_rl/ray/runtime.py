@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.ray.security import ask_for_token, check_access
+from lit_async_rl.ray.security import ask_for_token, check_access, is_loopback
 from lit_async_rl.utils.waiting import announced
 
 NAMESPACE = "lit_async_rl"
@@ -122,10 +123,11 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
     else:
         settings["address"] = address
         del settings["include_dashboard"]  # the cluster's own choice
+    is_loopback_only = address is None or _listens_on_loopback_only(ray, address)
     where = "on this machine" if address is None else f"at {address}"
     for attempt in (1, 2):
         try:
-            with announced(f"Ray {where}"), _sigterm_kept(), _on_loopback(address is None):
+            with announced(f"Ray {where}"), _sigterm_kept(), _on_loopback(is_loopback_only):
                 ray.init(**settings)
             _connection.is_ours = address is None
             _warn_if_reachable(ray, is_ours=address is None)
@@ -153,9 +155,23 @@ def _warn_if_reachable(ray: Any, is_ours: bool) -> None:
             )
 
 
+def _listens_on_loopback_only(ray: Any, address: str) -> bool:
+    """Whether a running cluster listens on loopback alone, where Ray itself would look at the machine's address."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or ray._private.utils.read_ray_address() or ""
+    if not is_loopback(address):
+        return False
+    port = address.rpartition(":")[2]
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=RETRY_S).close()
+    except (OSError, ValueError):
+        return True
+    return False
+
+
 @contextmanager
 def _on_loopback(is_local: bool) -> Iterator[None]:
-    """Has a Ray that is started here listen on loopback only, as it does by itself on macOS and Windows.
+    """Has this process, and a Ray that it starts, keep to loopback, as on macOS and Windows.
 
     `ray.init` offers no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all. The
     processes that it starts import what this one can.
