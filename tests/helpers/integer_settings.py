@@ -59,9 +59,10 @@ def integers() -> list[tuple[str, str]]:
         is_error = inspect.isclass(kind) and issubclass(kind, Exception)
         if name in VALUES | FILES | LIGHTNING or is_error or not callable(kind):
             continue
-        hints = typing.get_type_hints(kind.__init__ if inspect.isclass(kind) else kind)
+        # annotations of a function as they are written: those of `fit` name types that only type checkers import
+        hints = typing.get_type_hints(kind.__init__) if inspect.isclass(kind) else kind.__annotations__
         for setting in inspect.signature(kind).parameters:
-            if hints.get(setting) in (int, int | None):
+            if hints.get(setting) in (int, int | None, "int", "int | None"):
                 found.append((name, setting))
     return found
 
