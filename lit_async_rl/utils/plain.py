@@ -22,15 +22,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return str(value)
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
-    if value is None:
-        return True
-    if isinstance(value, (str, bytes, Mapping, list, tuple, np.ndarray)):
-        return False
-    try:
-        return bool(value != value)
-    except (TypeError, ValueError):  # NA compares as NA, which is neither true nor false
-        return type(value).__name__ == "NAType"
