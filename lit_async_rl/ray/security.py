@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from lit_async_rl.errors import SetupError
@@ -27,10 +28,19 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def ask_for_token() -> None:
-    """Has a Ray that this process starts ask for a token. Ray does so by itself, with a warning each time."""
+def use_token() -> None:
+    """Has a Ray that this process starts ask for a token, and this process send it, to a running cluster, too.
+
+    Ray does the first by itself, with a warning each time, and the second not at all.
+    """
     if "ray" not in sys.modules:  # else it has read the variable already
         os.environ.setdefault(AUTH_MODE, "token")
+
+
+def has_token() -> bool:
+    """Whether there is a token of Ray's in the environment, or in the file where Ray looks for one."""
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def check_access(ray: Any) -> None:
