@@ -7,6 +7,7 @@ after one of the three has changed; `tests/api/test_fit_settings.py` compares th
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import subprocess
@@ -76,7 +77,7 @@ def annotations_of(kind: type) -> tuple[dict[str, str], dict[str, str]]:
     arguments = [one for one in (*init.args.args, *init.args.kwonlyargs) if one.annotation is not None]
     found = {one.arg: ast.unparse(one.annotation) for one in arguments if one.arg not in OWN}
     names = {name.id for one in arguments for name in ast.walk(one.annotation) if isinstance(name, ast.Name)}
-    return found, {name: places.get(name, kind.__module__) for name in names if not hasattr(__builtins__, name)}
+    return found, {name: places.get(name, kind.__module__) for name in names if not hasattr(builtins, name)}
 
 
 def text() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lit_async_rl.prompts.sources import source_class
+from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
 from lit_async_rl.utils.checks import meant, with_home
 from lit_async_rl.utils.config_files import own_settings, with_bases
 from lit_async_rl.utils.renamed_keys import moved_flag
@@ -62,6 +62,8 @@ def with_prompt_sources(flags: Sequence[str]) -> list[str]:
             continue
         value = value if has_value else left.pop(0)
         source = source_class(value)
+        if source is None and Path(value).is_file():
+            raise ValueError(f"{flag.removeprefix('--')}={value!r}: a file must end in {', '.join(FILE_SOURCES)}")
         words += [flag, value] if source is None else [flag, source.__name__, f"{flag}.path", value]
     return words
 

@@ -38,6 +38,10 @@ class Prediction:
     prompt: Prompt
     completions: tuple[str, ...]
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Prediction:
+        """Returns the prediction itself, which has no tensors: Lightning moves what `trainer.predict` returns."""
+        return self
+
 
 class Validator(torch.nn.Module):
     """Samples and scores held-out prompts and averages over all ranks.

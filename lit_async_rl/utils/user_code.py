@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 PACKAGE = Path(__file__).parents[1]
 TRACEBACK_FILE = "traceback.txt"  # in the folder of the run
@@ -30,7 +30,7 @@ def wants_traceback() -> bool:
 def user_traceback(error: BaseException) -> TracebackType | None:
     """The frames of the user's own code, of the first error of a chain that has any; None if none has."""
     for one in reversed(list(_chain(error))):
-        frames = [frame for frame in _frames(one.__traceback__) if _is_users(frame.tb_frame.f_code.co_filename)]
+        frames = [frame for frame in _frames(one.__traceback__) if _is_users(frame.tb_frame)]
         found: TracebackType | None = None
         for frame in reversed(frames):
             found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -79,9 +79,10 @@ def _frames(of: TracebackType | None) -> Iterator[TracebackType]:
         of = of.tb_next
 
 
-def _is_users(file: str) -> bool:
-    if file.startswith("<"):
-        return not file.startswith("<frozen") and "jaxtyp" not in file and "@beartype" not in file
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # typed in, or made at run time, as the constructors of dataclasses are
+        return frame.f_globals.get("__name__") == "__main__"
     real = os.path.realpath(file)
     return not real.startswith(tuple(f"{folder}{os.sep}" for folder in _OTHERS)) and not (
         {"site-packages", "dist-packages"} & set(Path(file).parts)
