@@ -141,7 +141,9 @@ def check_model(model: Any, tokenizer: Any) -> None:
 
 @contextmanager
 def in_folder(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, trainer: pl.Trainer
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    trainer: pl.Trainer,
 ) -> Iterator[str]:
     """Context with a folder of the model and its tokenizer: the run's, or without a logger one that goes at the end.
 
