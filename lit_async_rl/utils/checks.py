@@ -117,7 +117,7 @@ EXAMPLES = {  # of objects that a setting may be, by the class that is wanted
     "Validation": "Validation(prompts=held_out)",
     "Curriculum": "Learnability()",
     "ReplayBuffer": "ReplayBuffer()",
-    "Limits": "Limits(rollout_timeout_s=600)",
+    "Limits": "Limits(rollout_timeout_s=600.0)",
 }
 
 

@@ -32,11 +32,13 @@ def equal(one, two):
 def test_a_checkpoint_makes_its_module_again(tmp_path):
     settings = dict(
         loss=rl.PPOClip(clip_high=0.3),
+        proximal=rl.CurrentProximal(),
         correction=rl.SequenceTruncatedIS(cap=4.0),
         scheduler=rl.Cosine(warmup=1),
         optimizer=functools.partial(torch.optim.Adam, betas=(0.5, 0.9)),
         learning_rate=1e-3,
         lora=rl.LoRA(rank=2, modules_to_save=["embed_tokens"]),
+        plugins=[rl.AtomicCheckpointIO()],
     )
     trainer = rl.fit(MODEL, ROWS, rl.share_correct, max_steps=2, logger=False, **settings, **SMALL, **CPU)
     trainer.save_checkpoint("a.ckpt")
@@ -75,9 +77,9 @@ def test_test_and_predict(tmp_path):
     (validated,) = trainer.validate(module, data, verbose=False)
     assert tested == {name.replace("val/", "test/"): value for name, value in validated.items()}
     assert set(tested) == {"test/reward", "test/pass@1", "test/pass@2"}
+    samples = iter(module.validator.samples)
     predicted = [one for batch in trainer.predict(module, data) for one in batch]
     assert [one.prompt.text for one in predicted] == [row["prompt"] for row in ROWS[:6]]
-    samples = iter(module.validator.samples)
     for one in predicted:
         assert one.completions == (next(samples).completion, next(samples).completion)
     alone = rl.RolloutDataModule(prompts=["12=", "21="], reward=rl.exact_match, **SMALL)
