@@ -344,6 +344,7 @@ def _full_signature() -> inspect.Signature:
 
 
 fit.__signature__ = _full_signature()  # type: ignore[attr-defined]
+fit.__annotations__ = {**fit.__annotations__, "settings": Any}  # the types of editors are not imported at run time
 
 
 def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:

@@ -570,6 +570,8 @@ class PolicyModule(pl.LightningModule):
             log.warning("%s has no %s: it has its default", path, ", ".join(left_out))
         known = {name: value for name, value in saved["held"].items() if name not in settings}
         given = {**as_objects(known), **settings}
+        if "betas" in given:
+            given["betas"] = tuple(given["betas"])
         if "model" not in given:
             raise ValueError(f"{path} does not say which model it was trained from: give model=...")
         module = cls(**given)
