@@ -84,11 +84,12 @@ class LiveView(Progress):
         self.phase = OPTIMIZES
 
     def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        ages, counts = torch.unique(self._version - batch.versions[batch.loss_mask], return_counts=True)
-        for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
-            self._tokens[age] = self._tokens.get(age, 0) + count
+        if isinstance(batch, RolloutBatch):  # another module's batches have no versions
+            ages, counts = torch.unique(self._version - batch.versions[batch.loss_mask], return_counts=True)
+            for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
+                self._tokens[age] = self._tokens.get(age, 0) + count
         if trainer.global_step > self.num_steps:
             self.staleness = self._tokens
             self._tokens = {}

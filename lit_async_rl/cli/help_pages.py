@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lit_async_rl.cli.settings import all_settings
@@ -48,7 +49,7 @@ EXAMPLE = "lit-async-rl train --config configs/smollm2.yaml --data.group_size 4"
 
 def asked_for(words: Sequence[str]) -> str | None:
     """The page that a command line asks for: a setting, `all`, or empty for the first one; None if it asks for none."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word in ("-h", "--help"):
             return following.removeprefix("--") if following != "-h" else ""
         if word.startswith("--help="):

@@ -11,13 +11,16 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 from types import FrameType, TracebackType
 
 PACKAGE = Path(__file__).parents[1]
+_BORDER = os.path.join("cli", "error_report.py")  # its context managers stand first in tracebacks, and call nobody
 TRACEBACK_FILE = "traceback.txt"  # in the folder of the run
+_OWN = tuple({str(PACKAGE), str(PACKAGE.resolve()), str((PACKAGE / "callbacks").resolve())})
 _OTHERS = (  # folders whose code is not the user's
-    *{str(PACKAGE), str(PACKAGE.resolve()), str((PACKAGE / "callbacks").resolve())},
+    *_OWN,
     *{os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")},
 )
 
@@ -28,9 +31,13 @@ def wants_traceback() -> bool:
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """The frames of the user's own code, of the first error of a chain that has any; None if none has."""
+    """The frames of the user's own code, of the first error of a chain that has any; None if none has.
+
+    Code that this package has called: a script that calls the package, and gave it a wrong setting, is not meant.
+    """
     for one in reversed(list(_chain(error))):
-        frames = [frame for frame in _frames(one.__traceback__) if _is_users(frame.tb_frame)]
+        called = dropwhile(lambda frame: not _is_ours(frame.tb_frame), _frames(one.__traceback__))
+        frames = [frame for frame in called if _is_users(frame.tb_frame)]
         found: TracebackType | None = None
         for frame in reversed(frames):
             found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -77,6 +84,12 @@ def _frames(of: TracebackType | None) -> Iterator[TracebackType]:
     while of is not None:
         yield of
         of = of.tb_next
+
+
+def _is_ours(frame: FrameType) -> bool:
+    if frame.f_code.co_filename.endswith(_BORDER):
+        return False
+    return os.path.realpath(frame.f_code.co_filename).startswith(_OWN)
 
 
 def _is_users(frame: FrameType) -> bool:

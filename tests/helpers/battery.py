@@ -26,6 +26,7 @@ from lit_async_rl.tasks import SortDigits
 BASES = {StepMonitor}
 TRAJECTORY = {"AnnealBeta", "ReferenceReset", "ReplayMonitor"}  # need a beta, a reference, a replay buffer
 ONCE = {"Progress", "LiveView"}  # a trainer has one progress bar, and these runs have none
+EXTRA = {"LMEvalValidation", "ReplicaScaling"}  # need a library and its tasks, or Ray; have their own tests
 
 
 def discovered() -> dict[str, type[pl.Callback]]:
@@ -46,6 +47,7 @@ def make(name: str, folder: Path, **changes: Any) -> pl.Callback:
         "AnnealBeta": dict(final=0.5, steps=4),
         "BottleneckVerdict": dict(every_n_steps=2),
         "Evaluation": dict(datasets={"held_out": SortDigits(8, size=4, split="held_out")}, every_n_steps=2),
+        "LMEvalValidation": dict(tasks=["none"]),
         "ReferenceReset": dict(every_n_steps=2),
         "RolloutTape": dict(folder=str(folder / "tape")),
         "SampleLogger": dict(every_n_steps=1),
@@ -129,7 +131,7 @@ def run(
 
 def everything(folder: Path, kind: str, without: frozenset[str] = frozenset()) -> list[pl.Callback]:
     """One of each, clipping and guards behind those that look at gradients."""
-    names = set(discovered()) - ONCE - without - (set() if kind == "trajectory" else TRAJECTORY)
+    names = set(discovered()) - ONCE - EXTRA - without - (set() if kind == "trajectory" else TRAJECTORY)
     last = ["GradientAlignmentControl", "GradientClipping", "SkipNonFinite", "WeightSync"]
     return [make(name, folder) for name in [*sorted(names - set(last)), *(n for n in last if n in names)]]
 

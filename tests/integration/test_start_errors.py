@@ -28,20 +28,22 @@ def _from_the_root(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def message(tmp_path, *flags: str, command=main) -> str:
+def message(tmp_path, *flags: str, command=main, lines: int = 1) -> str:
     where = ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs"), "--data.validation.prompts", "null"]
     with pytest.raises(SystemExit) as error:
         command(["--config", "configs/quickstart.yaml", "--trainer.max_steps", "1", *flags, *where])
     said = str(error.value.code)
-    assert "\n" not in said
+    if lines == 1:
+        assert "\n" not in said
     assert len(said) < 400
     return said
 
 
 def test_what_a_constructor_raises_names_the_setting(tmp_path):
     (tmp_path / "broken_judge.py").write_text(REWARD)
-    said = message(tmp_path, "--data.reward", "broken_judge.Judge")
-    assert said == "error: data.reward: Judge cannot be made: TypeError: object of type 'int' has no len()"
+    first, *others = message(tmp_path, "--data.reward", "broken_judge.Judge", lines=4).splitlines()
+    assert first == "error: data.reward: Judge cannot be made: TypeError: object of type 'int' has no len()"
+    assert others[-1].strip() == "len(size)"  # the line of the user's file
 
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path):

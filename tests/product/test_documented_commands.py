@@ -20,6 +20,7 @@ LONGER = [*SHORT, "--trainer.max_steps", "5"]
 PAGES = [
     *("README.md", "configs/README.md", "docs/usage.md", "docs/index.md", "docs/checkpoints.md"),
     *("docs/engines.md", "docs/environments.md", "docs/evaluation.md", "docs/models.md", "docs/stabilizers.md"),
+    "docs/trained_model.md",
 ]
 ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"^(make|pip|git|source|cd)\b": "make quickstart and the tests themselves",
@@ -27,6 +28,8 @@ ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"gsm8k|torchrun|srun|smollm2": "GPUs, the Hugging Face hub, and a model of 270 MB",
     r"vllm|serve\.py": "tests/with_vllm",
     r"strategies/": "tests/distributed",
+    r"RayEngine|RayCluster|configs/ray|cluster": "tests/ray",
+    r"convert_hf_to_gguf": "llama.cpp's own",
     r"optuna": "tests/product/test_searches.py",
     r"benchmarks/|staleness_bench|plot_bench|bench|time_to_accuracy": "tests/integration: benchmarks",
 }

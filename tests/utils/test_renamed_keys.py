@@ -85,7 +85,7 @@ def test_older_keys_are_refused_by_one_line_that_names_the_new_one(flags, says, 
 
 
 def test_fit_names_the_new_argument():
-    with pytest.raises(TypeError, match=r"data\.reward_tries is now data\.scoring\.tries"):
+    with pytest.raises(TypeError, match=r"data\.reward_tries is now scoring\.tries"):
         rl.fit("model", ["1"], len, max_steps=1, reward_tries=2)
     with pytest.raises(AttributeError, match=r"lit_async_rl\.Intake is now arguments of RolloutDataModule"):
         _ = rl.Intake

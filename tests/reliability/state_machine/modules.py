@@ -370,6 +370,7 @@ class VirtualData(RolloutDataModule):
         self.stream = PromptStream(NumberedPrompts(11), seed=3)
         self.scorer = VirtualScorer(settings.reward_tries)
         self.tape = None
+        self.reward = None
         self._source = RolloutSource(
             engine=VirtualEngine(settings.in_flight),
             model="",
