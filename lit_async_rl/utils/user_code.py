@@ -6,6 +6,7 @@ of 130 lines, with the one line that matters somewhere in the middle.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sysconfig
@@ -16,7 +17,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 PACKAGE = Path(__file__).parents[1]
-_BORDER = os.path.join("cli", "error_report.py")  # its context managers stand first in tracebacks, and call nobody
 TRACEBACK_FILE = "traceback.txt"  # in the folder of the run
 _OWN = tuple({str(PACKAGE), str(PACKAGE.resolve()), str((PACKAGE / "callbacks").resolve())})
 _OTHERS = (  # folders whose code is not the user's
@@ -87,7 +87,8 @@ def _frames(of: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    if frame.f_code.co_filename.endswith(_BORDER):
+    # a context manager that caught the error stands first in its traceback, and has called nobody: it is a generator
+    if frame.f_code.co_flags & inspect.CO_GENERATOR:
         return False
     return os.path.realpath(frame.f_code.co_filename).startswith(_OWN)
 

@@ -426,6 +426,7 @@ class VirtualPolicy(PolicyModule):
     def __init__(self, saw: Callable[[RolloutBatch, int], None]) -> None:
         pl.LightningModule.__init__(self)
         self.steps = WholeSteps()
+        self.given = {}
         self.version = 0
         self.weights = 1
         self.gradient = 0
