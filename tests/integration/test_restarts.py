@@ -44,7 +44,7 @@ def groups_in(data, state: GroupState) -> list[int]:
     ],
 )
 def test_an_engine_that_fails_is_restarted_and_nothing_is_lost(where, how, in_flight, caplog, monkeypatch):
-    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_TIMEOUT_S", 0.2)
     engine = failing(where, how, 1, in_flight_weight_updates=in_flight)
     data, watch = make_data(engine=engine, groups_per_step=2, max_staleness=2, rollout_timeout_s=2.0), Watch()
     module = make_module()
@@ -144,7 +144,7 @@ def test_with_no_restarts_the_first_failure_ends_the_run():
 
 
 def test_nobody_waits_for_ever_for_an_engine_that_hangs_in_a_token(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_TIMEOUT_S", 0.2)
     engine = failing("step", "hang", 1, update_timeout_s=0.3)
     engine.setup(MODEL)
     weights = dict(stream_weights(make_module().policy))

@@ -87,6 +87,7 @@ def test_with_one_replica_samples_random_states_and_aborts_are_those_of_the_engi
     assert torch.equal(*states)
 
 
+@pytest.mark.soak
 def test_stopped_for_a_while_or_killed_while_it_samples_or_updates_each_sample_comes_once_and_nothing_is_left(
     ray_cluster, tmp_path, caplog
 ):
@@ -144,6 +145,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.soak
 def test_what_a_replica_does_wrong_is_named_and_the_others_do_its_work(ray_cluster, tmp_path, caplog, monkeypatch):
     lms = {0: endless()}
     faults = tmp_path / "faults"
@@ -193,6 +195,7 @@ def test_weights_models_and_resources_that_do_not_fit_are_refused_at_once(ray_cl
         engine.submit(requests_of([3]))
 
 
+@pytest.mark.soak
 def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_replica(ray_cluster, tmp_path, caplog):
     import ray
 
@@ -226,6 +229,7 @@ def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_re
     assert ray.is_initialized()
 
 
+@pytest.mark.soak
 def test_more_and_fewer_replicas_while_it_samples_cost_no_sample(ray_cluster, tmp_path):
     lms = {0: endless(), 1: endless(1)}
     engine = ray_engine(lms[0], tmp_path, replicas=1)

@@ -70,6 +70,7 @@ def test_killed_replicas_cost_no_group_and_the_engine_is_not_restarted(ray_clust
     wait_for_the_end_of(*kill.pids)
 
 
+@pytest.mark.soak
 def test_adapters_travel_as_factors_and_the_replica_merges_them(ray_cluster):
     lora = LoRA(rank=2, target_modules=["q_proj", "down_proj"], modules_to_save=["embed_tokens"])
     engine = RayEngine(EmbeddedEngine(device="cpu"), replicas=1, num_cpus=0.1)
@@ -87,6 +88,7 @@ COMMAND = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_command_starts_ray_by_itself_and_leaves_nothing_behind_however_it_ends(is_killed, tmp_path):
     steps = "100000" if is_killed else "4"

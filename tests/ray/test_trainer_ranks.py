@@ -124,6 +124,7 @@ def mean_length(prompt, completion):
     return float(len(completion) % 2)
 
 
+@pytest.mark.soak
 def test_fit_returns_the_module_that_a_placed_rank_has_trained(address, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = [{"prompt": "3142=", "answer": "1234"}, {"prompt": "21=", "answer": "12"}]
@@ -146,6 +147,7 @@ def test_fit_returns_the_module_that_a_placed_rank_has_trained(address, tmp_path
 # -- the launcher alone: what ranks do here needs no training ---------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_ranks_are_told_their_places_and_each_line_is_shown_once(address, capfd):
     outcome = launch(rl.RayCluster(address=address, trainer_ranks=2), ray_jobs.speak)
     said = capfd.readouterr()
@@ -160,6 +162,7 @@ def test_a_mistake_ends_the_run_at_once(address, capfd):
     assert "rank 1: ValueError: data.max_staleness must be >= 0, got -1" in capfd.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_rank_that_always_dies_is_named_with_its_last_lines(address, capfd):
     with pytest.raises(RankError) as caught:
         launch(rl.RayCluster(address=address, trainer_resources={"CPU": 0.5}, max_failures=0), ray_jobs.die)
@@ -169,11 +172,13 @@ def test_a_rank_that_always_dies_is_named_with_its_last_lines(address, capfd):
     assert capfd.readouterr().err.count("about to die") == 1
 
 
+@pytest.mark.soak
 def test_a_run_that_does_not_fit_is_refused_at_once(address):
     with pytest.raises(SetupError, match=r"cluster.trainer_ranks=3 with 6 CPU each need 18, and the cluster has 16"):
         launch(rl.RayCluster(address=address, trainer_ranks=3, trainer_resources={"CPU": 6}), ray_jobs.speak)
 
 
+@pytest.mark.soak
 def test_the_second_ctrl_c_ends_at_once(address, tmp_path):
     """The first one is for the ranks, which do not end here."""
 
@@ -210,6 +215,7 @@ def test_nothing_is_left_of_a_command_that_is_killed(address, tmp_path):
     wait_for_the_end_of(*pids)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_taken_away_is_left_with_a_checkpoint(ray_cluster, address, tmp_path):
     """Ray's notice: the rank saves, ends, and starts again where there is room, from what it saved."""
     from ray._raylet import GcsClient

@@ -218,7 +218,7 @@ def test_a_run_with_three_rewards_shows_their_parts_and_goes_on_with_them_to_the
     fit(second, data(), 4, callbacks("second"), str(tmp_path / "last.ckpt"), logger=logger("second"), **settings)
     assert torch.equal(parameters(whole), parameters(second))
 
-    tape = {step.step: step.groups for step in Tape(str(tmp_path / "whole")).some_steps(100)}
+    tape = {step.step: step.groups for step in Tape(str(tmp_path / "whole")).evenly_spaced_steps(100)}
     rollouts = [rollout for one in tape[0] for rollout in one.rollouts]
     assert all({"answer", "digits"} <= rollout.reward_parts.keys() <= PARTS.keys() for rollout in rollouts)
     (file,) = (tmp_path / "whole").rglob("metrics.csv")
