@@ -195,6 +195,7 @@ def test_the_second_ctrl_c_ends_at_once(address, tmp_path):
     wait_for_the_end_of(*pids.values())
 
 
+@pytest.mark.soak
 def test_nothing_is_left_of_a_command_that_is_killed(address, tmp_path):
     code = "import sys, ray_jobs; from functools import partial; import lit_async_rl as rl; "
     code += "from lit_async_rl.ray.launcher import launch; "
