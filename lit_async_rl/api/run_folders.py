@@ -93,7 +93,7 @@ def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Removes the folders that this run has made, if they hold nothing but its settings, and a timeline of its start."""
+    """Removes the folders that this run has made, if they hold but its settings and the timeline of its start."""
     made = [folder for log in trainer.loggers if isinstance(log, CSVLog) for folder in log.made_folders]
     files = [file for folder in made[:1] for file in folder.rglob("*") if file.is_file()]
     if not made or any(file.name not in ONLY_SETTINGS and file.parent.name != "timeline" for file in files):

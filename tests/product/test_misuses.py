@@ -91,7 +91,8 @@ def test_a_misuse_ends_in_a_line_that_names_the_setting(misuse, process, folder)
     assert done.processor_s < PROCESSOR_S
     check(done.said, done.status, misuse)
     if not misuse.get("may_leave"):
-        assert set(os.listdir(folder)) <= before, "refused, and left something behind"
+        left = [str(path) for path in (folder / "runs").rglob("*")]
+    assert set(os.listdir(folder)) <= before, f"refused, and left something behind: {left}"
 
 
 def test_there_are_at_least_250():
