@@ -225,7 +225,7 @@ def _decode(lm: PreTrainedModel, folder: Path) -> None:
     prompts = [tuple(random_tokens(lm, length, seed=length)) for length in (1, 4, 3, 2, 1)]
     requests = [GenerationRequest(id=n, prompt_ids=p, num_samples=2, sampling=params) for n, p in enumerate(prompts)]
     # recurrent layers are computed in another form for single tokens than for a sequence: those of Qwen3.5 differed by
-    # 1.9e-4 on an AMD processor, before and after all changes to attention, and those of Qwen3-Next by 1.1e-4 on another
+    # 1.9e-4 on an AMD processor, before and after all changes to attention, and Qwen3-Next's by 1.1e-4 on another
     atol = 3e-4 if lm.config.model_type.startswith(("qwen3_5", "qwen3_next")) else 1e-4
     bounds = dict(atol=atol, rtol=0) if other_layers(lm) else dict(atol=1e-5, rtol=1e-5)
     for one in (engine, EmbeddedEngine.from_module(lm, num_slots=4)):
