@@ -300,6 +300,7 @@ def test_a_pair_that_fails_is_left_out(judge, serve):
 
 
 def test_a_planted_key_appears_nowhere_in_a_run_whose_groups_are_compared(judge, serve, tmp_path, monkeypatch, caplog):
+    others = set(threading.enumerate())  # of earlier tests
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("A_KEY", KEY)
     monkeypatch.chdir(tmp_path)
@@ -322,7 +323,7 @@ def test_a_planted_key_appears_nowhere_in_a_run_whose_groups_are_compared(judge,
     rows = [json.loads(line) for line in (tmp_path / "runs/version_0/samples.jsonl").read_text().splitlines()]
     assert {row["reward"] for row in rows} <= {0.0, 0.25, 0.5, 0.75, 1.0}
     assert "judge/num_calls" in (tmp_path / "runs/version_0/metrics.csv").read_text().splitlines()[0]
-    assert not [thread for thread in threading.enumerate() if thread.name in ("judge", "async-reward")]
+    assert not [t for t in set(threading.enumerate()) - others if t.name in ("judge", "async-reward")]
 
 
 def test_a_part_of_several_rewards_is_logged_closed_and_ends_the_run_as_alone(judge, serve):
