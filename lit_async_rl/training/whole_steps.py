@@ -326,8 +326,13 @@ class WholeSteps:
 
     @staticmethod
     def load(checkpoint: dict[str, Any], trainer: AnyTrainer | None) -> None:
-        """Inverse of `save`; converts Lightning's counters to this run's micro-batches. An export has no trainer."""
-        if trainer is not None:
-            now = trainer.accumulate_grad_batches
-            count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)
+        """Inverse of `save`; converts Lightning's counters to this run's micro-batches.
+
+        Nothing where there is no trainer: an export, and `load_from_checkpoint`, go on with the random numbers of the
+        program that calls them.
+        """
+        if trainer is None:
+            return
+        now = trainer.accumulate_grad_batches
+        count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)
         torch.set_rng_state(checkpoint["random_state"].cpu())
