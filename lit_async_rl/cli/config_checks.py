@@ -68,10 +68,8 @@ def with_prompt_sources(flags: Sequence[str]) -> list[str]:
     return words
 
 
-def with_prompt_classes(text: str) -> str:
-    """The text of a configuration file in which `prompts: my.jsonl` has the class that reads the file."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    is_changed = False
+def name_prompt_classes(root: yaml.Node | None) -> None:
+    """Gives `prompts: my.jsonl` the class that reads the file."""
     for setting in PROMPT_SETTINGS:
         *groups, name = setting.split(".")
         node = root
@@ -82,27 +80,23 @@ def with_prompt_classes(text: str) -> str:
             chosen = {"class_path": source.__name__, "init_args": {"path": value.value}}
             made = yaml.compose(json.dumps(chosen), Loader=yaml.SafeLoader)
             node.value = [(key, made if key.value == name else one) for key, one in node.value]
-            is_changed = True
-    return yaml.serialize(root) if is_changed else text
 
 
 # -- Several rewards by name ------------------------------------------------------------------------------------------
 
 
-def with_combined_reward(text: str) -> str:
-    """The text of a configuration file with several rewards by name written out as a `CombinedReward`.
+def write_out_rewards(root: yaml.Node | None) -> None:
+    """Writes several rewards by name out as a `CombinedReward`.
 
     `data: {reward: {answer: ..., format: ...}}` is short for it. The parser cannot write a mapping of functions back.
     """
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
     rewards = _entry(_entry(root, "data"), "reward")
     if not isinstance(rewards, yaml.MappingNode) or _entry(rewards, "class_path") or _entry(rewards, "init_args"):
-        return text
+        return
     # a node of its own inside, and the present one around it: its parent keeps it
     inner = yaml.MappingNode(rewards.tag, rewards.value, flow_style=False)
     arguments = yaml.MappingNode(rewards.tag, [(_text("rewards"), inner)], flow_style=False)
     rewards.value = [(_text("class_path"), _text("lit_async_rl.CombinedReward")), (_text("init_args"), arguments)]
-    return yaml.serialize(root)
 
 
 def _text(value: str) -> yaml.ScalarNode:
@@ -116,7 +110,9 @@ def _with_combined_reward(flags: Sequence[str]) -> list[str]:
     for word in flags:
         name, sign, value = word.partition("=")
         if (name == "--data.reward" or option == "--data.reward") and (given := value if sign else word)[:1] == "{":
-            tree = yaml.safe_load(with_combined_reward(f"data: {{reward: {given}}}"))
+            root = yaml.compose(f"data: {{reward: {given}}}", Loader=yaml.SafeLoader)
+            write_out_rewards(root)
+            tree = yaml.safe_load(yaml.serialize(root))
             word = f"{name}{sign}" * bool(sign) + json.dumps(tree["data"]["reward"])
         found.append(word)
         option = "" if sign else name
@@ -129,13 +125,9 @@ def _with_combined_reward(flags: Sequence[str]) -> list[str]:
 PATHS = re.compile(r"model|prompts|(\w+_)?(path|file|folder|dir)|dirpath|out")  # settings that hold one
 
 
-def with_home_folders(text: str) -> str:
-    """The text of a configuration file in which paths have the home folder for `~/`."""
-    if "~/" not in text:
-        return text
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+def expand_home_folders(root: yaml.Node | None) -> None:
+    """Replaces `~/` in paths by the home folder."""
     nodes = [root]
-    is_changed = False
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.SequenceNode):
@@ -144,8 +136,6 @@ def with_home_folders(text: str) -> str:
             nodes.append(value)
             if isinstance(value, yaml.ScalarNode) and value.value.startswith("~/") and PATHS.fullmatch(key.value):
                 value.value = with_home(value.value)
-                is_changed = True
-    return yaml.serialize(root) if is_changed else text
 
 
 def _entry(node: yaml.Node | None, name: str) -> yaml.Node | None:

@@ -26,7 +26,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
 import lit_async_rl
-from lit_async_rl.cli.config_checks import with_combined_reward, with_home_folders, with_prompt_classes
+from lit_async_rl.cli.config_checks import expand_home_folders, name_prompt_classes, write_out_rewards
 from lit_async_rl.errors import (
     EngineError,
     EnvironmentFailure,
@@ -115,7 +115,7 @@ class Parser(LightningArgumentParser):
         paths the home folder for `~/`.
         """
         if path:
-            content = with_combined_reward(with_prompt_classes(with_home_folders(own_settings(content))))
+            content = own_settings(content, expand_home_folders, name_prompt_classes, write_out_rewards)
         return super().parse_string(content, path, *args, **kwargs)
 
     def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:

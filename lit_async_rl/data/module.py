@@ -139,7 +139,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.model = model
         self._codec = None if model is None else TextCodec(model, scoring.special_tokens)
         self.prompts = as_source(prompts, "data.prompts")
-        if isinstance(reward, Mapping):  # a file's is written out as the class, see `with_combined_reward`
+        if isinstance(reward, Mapping):  # a file's is written out as the class, see `write_out_rewards`
             reward = CombinedReward(reward)
         if reward is not None:
             check_reward(reward)

@@ -6,7 +6,7 @@ the folder of the file with the `base` key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,20 @@ def with_bases(file: Path, chain: Sequence[Path] = ()) -> list[Path]:
     return [*bases, file]
 
 
-def own_settings(text: str) -> str:
-    """The text of a configuration file without the key `base`, and with all keys under their present names."""
+def own_settings(text: str, *changes: Callable[[yaml.Node], None]) -> str:
+    """The text of a configuration file without the key `base`, and with all keys under their present names.
+
+    Args:
+        text: of the file.
+        changes: made to its nodes one after the other, so that a file is parsed once.
+    """
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
         return text
     root.value = [(key, value) for key, value in root.value if key.value != BASE]
     move_keys(root)
+    for change in changes:
+        change(root)
     return yaml.serialize(root)
 
 

@@ -10,7 +10,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl import FromTape, PolicyModule, RolloutDataModule, Trainer, asset
-from lit_async_rl.cli.config_checks import with_home_folders, with_prompt_classes, with_prompt_sources
+from lit_async_rl.cli.config_checks import expand_home_folders, name_prompt_classes, with_prompt_sources
 from lit_async_rl.prompts.sources import (
     CsvPrompts,
     HuggingFacePrompts,
@@ -25,6 +25,7 @@ from lit_async_rl.rewards.functions import exact_match, last_number, share_corre
 from lit_async_rl.rewards.scorer import reward_identity, score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import with_home
+from lit_async_rl.utils.config_files import own_settings
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 WANTED = [Prompt(text=row["prompt"], answer=row["answer"]) for row in ROWS]
@@ -104,7 +105,7 @@ def test_words_and_configurations_get_the_class():
     for left_alone in (["--data.prompts", "SortDigits"], ["--data.prompts"], ["--data.prompts.path", "a.jsonl"]):
         assert with_prompt_sources(left_alone) == left_alone
     text = "model: {model: a/b}\ndata:\n  prompts: a.jsonl\n  validation: {prompts: org/name, num_samples: 2}\n"
-    assert yaml.safe_load(with_prompt_classes(text)) == {
+    assert yaml.safe_load(own_settings(text, name_prompt_classes)) == {
         "model": {"model": "a/b"},
         "data": {
             "prompts": {"class_path": "JsonlPrompts", "init_args": {"path": "a.jsonl"}},
@@ -115,7 +116,7 @@ def test_words_and_configurations_get_the_class():
         },
     }
     for untouched in ("data: {prompts: SortDigits}\n", "data: {prompts: {class_path: X}}\n", "data: 3\n", "{}"):
-        assert with_prompt_classes(untouched) is untouched
+        assert own_settings(untouched, name_prompt_classes) == own_settings(untouched)
 
 
 # -- several accepted answers -----------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     for word in ("--out", "a~/b", "--data.prompts.template={prompt} ~/", "~nobody-of-this-name/x"):
         assert with_home(word) == word
     text = "model: {model: ~/m}\ndata: {prompts: ~/a.jsonl, sampling: {stop: [~/x]}}\nckpt_path: ~/last.ckpt\n"
-    made = yaml.safe_load(with_prompt_classes(with_home_folders(text)))
+    made = yaml.safe_load(own_settings(text, expand_home_folders, name_prompt_classes))
     assert made == {
         "model": {"model": f"{tmp_path}/m"},
         "data": {

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lit_async_rl as rl
-from lit_async_rl.cli.config_checks import files_first, with_combined_reward
+from lit_async_rl.cli.config_checks import files_first, write_out_rewards
 from lit_async_rl.errors import RewardError
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.forms import as_reward_function
@@ -23,6 +23,7 @@ from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty
 from lit_async_rl.types import Score
+from lit_async_rl.utils.config_files import own_settings
 
 PROMPT = rl.Prompt(text="2 + 2 =", answer="4", metadata={"level": "easy"})
 
@@ -247,7 +248,7 @@ def test_rewards_by_name_in_a_file_are_written_out_as_a_combination_and_others_s
     import yaml
 
     short_form = "data:\n  reward:\n    answer: a.b\n    has: {class_path: c.D, init_args: {word: x}}\nseed: 1\n"
-    assert yaml.safe_load(with_combined_reward(short_form)) == {
+    assert yaml.safe_load(own_settings(short_form, write_out_rewards)) == {
         "data": {
             "reward": {
                 "class_path": "lit_async_rl.CombinedReward",
@@ -262,7 +263,7 @@ def test_rewards_by_name_in_a_file_are_written_out_as_a_combination_and_others_s
         "seed: 1\n",
         "data: {reward: {init_args: {x: 1}}}",
     ):
-        assert with_combined_reward(text) == text
+        assert own_settings(text, write_out_rewards) == own_settings(text)
 
 
 # -- GDPO -------------------------------------------------------------------------------------------------------------
