@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -93,6 +94,18 @@ def unpack_choices(packed: dict[str, Tensor], number: int) -> list[ExpertChoices
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"  # keys of a prompt's metadata that its chat template gets, named as TRL and verl name these columns
 TEMPLATE_KWARGS = "chat_template_kwargs"
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
+    if value is None:
+        return True
+    if isinstance(value, (str, bytes, Mapping, list, tuple, np.ndarray)):
+        return False
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # NA compares as NA, which is neither true nor false
+        return type(value).__name__ == "NAType"
 
 
 def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:

@@ -16,8 +16,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from lit_async_rl.models.loading import EndTokens, configured_length, load_config, load_tokenizer, stored_end_tokens
-from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt
-from lit_async_rl.utils.checks import is_missing
+from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt, is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------
 # Decoding the text after every token would cost more than sampling it, so two cheaper filters come first: a table,

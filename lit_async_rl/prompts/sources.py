@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages
-from lit_async_rl.utils.checks import check_range, is_missing
+from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages, is_missing
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.hub import go_offline_if_unreachable
 
 if TYPE_CHECKING:
@@ -630,10 +630,12 @@ def _field_or_none(record: Mapping[str, Any], field: str) -> Any:
 
 def with_template_kwargs(metadata: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a prompt with default arguments for its chat template; arguments in the record override them."""
+    if not kwargs:
+        return metadata
     own = metadata.get(TEMPLATE_KWARGS)
     if is_missing(own):
         own = {}
-    if not kwargs or not isinstance(own, Mapping):  # the codec refuses values that are not mappings
+    if not isinstance(own, Mapping):  # the codec refuses values that are not mappings
         return metadata
     return metadata | {TEMPLATE_KWARGS: {**kwargs, **own}}
 

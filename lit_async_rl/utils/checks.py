@@ -293,16 +293,3 @@ class OneLineParser(argparse.ArgumentParser):
             message = f"there is no argument {match[1]}{meant(match[1].split('=')[0], flags)}"
         sys.stderr.write(f"error: {message}; --help lists the arguments\n")
         self.exit(2)
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
-    if value is None:
-        return True
-    is_array = bool(getattr(value, "shape", ()))
-    if is_array or isinstance(value, (str, bytes, Mapping, list, tuple)):
-        return False
-    try:
-        return bool(value != value)
-    except (TypeError, ValueError):  # NA compares as NA, which is neither true nor false
-        return type(value).__name__ == "NAType"
