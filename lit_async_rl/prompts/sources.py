@@ -393,7 +393,27 @@ class RecordPrompts(PromptSource):
         return f"{self.origin}, record {index}"
 
 
-class JsonlPrompts(RecordPrompts):
+class LinePrompts(RecordPrompts):
+    """Prompts from the lines of a file, which errors name.
+
+    Args:
+        records: by the number of their line.
+        prompt_field: as of `RecordPrompts`, and so are all further arguments.
+        answer_field: likewise.
+    """
+
+    def __init__(
+        self, records: Mapping[int, Any], prompt_field: str, answer_field: str | None, **settings: Any
+    ) -> None:
+        self._lines = list(records)
+        super().__init__(list(records.values()), prompt_field, answer_field, **settings)
+
+    def where(self, index: int) -> str:
+        """File and line of the record."""
+        return f"{self.origin}, line {self._lines[index]}"
+
+
+class JsonlPrompts(LinePrompts):
     """Prompts from a JSON Lines file, one object per line, or from a JSON file that is an array of objects.
 
     Example:
@@ -436,11 +456,8 @@ class JsonlPrompts(RecordPrompts):
         as_chat: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        records = jsonl_records(path)
-        self._lines = list(records)
-        values = list(records.values())
         super().__init__(
-            values,
+            jsonl_records(path),
             prompt_field,
             answer_field,
             template=template,
@@ -452,10 +469,6 @@ class JsonlPrompts(RecordPrompts):
         )
         for index in range(len(self) if on_bad_prompt == "error" else 0):
             self[index]
-
-    def where(self, index: int) -> str:
-        """File and line of the record."""
-        return f"{self.origin}, line {self._lines[index]}"
 
 
 class ParquetPrompts(RecordPrompts):
@@ -503,7 +516,7 @@ class ParquetPrompts(RecordPrompts):
         )
 
 
-class CsvPrompts(RecordPrompts):
+class CsvPrompts(LinePrompts):
     """Prompts from the rows of a CSV file; the first row has the names of the fields.
 
     Args:
@@ -536,11 +549,8 @@ class CsvPrompts(RecordPrompts):
     ) -> None:
         if delimiter is not None and len(delimiter) != 1:
             raise ValueError(f"CsvPrompts.delimiter must be one character, got {delimiter!r}")
-        records = csv_records(path, delimiter or ("\t" if path.endswith(".tsv") else ","))
-        self._lines = list(records)
-        values = list(records.values())
         super().__init__(
-            values,
+            csv_records(path, delimiter or ("\t" if path.endswith(".tsv") else ",")),
             prompt_field,
             answer_field,
             template=template,
@@ -550,10 +560,6 @@ class CsvPrompts(RecordPrompts):
             as_chat=as_chat,
             chat_template_kwargs=chat_template_kwargs,
         )
-
-    def where(self, index: int) -> str:
-        """File and line of the record."""
-        return f"{self.origin}, line {self._lines[index]}"
 
 
 class HuggingFacePrompts(RecordPrompts):

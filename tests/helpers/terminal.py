@@ -90,8 +90,9 @@ def emulated(parts: Sequence[bytes], columns: int, status: int) -> Seen:
 
 
 def _view(display: Sequence[str]) -> list[str]:
+    """The drawing, once its last border is whole: what a program writes at once comes in several parts."""
     tops = [at for at, line in enumerate(display) if line.startswith("╭") and "lit-async-rl" in line]
-    ends = [at for at, line in enumerate(display) if line.startswith("╰")]
+    ends = [at for at, line in enumerate(display) if line.startswith("╰") and line.rstrip().endswith("╯")]
     if not tops or not ends or ends[-1] < tops[-1]:
         return []
     lines = [line.rstrip() for line in display[tops[-1] : ends[-1] + 1]]
