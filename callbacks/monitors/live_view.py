@@ -60,7 +60,7 @@ class LiveView(Progress):
         self._tokens: dict[int, int] = {}  # of the step so far
         self._version = 0
         self._history: deque[tuple[float, ProducerStats]] = deque()
-        self._module: AnyModule | None = None
+        self.items_of_step: tuple[str, ...] = ()  # of the last step, written by the trainer's thread
 
     def make_display(self, trainer: AnyTrainer) -> Display:
         """The view, if the output is a terminal that can draw it and training begins."""
@@ -70,7 +70,7 @@ class LiveView(Progress):
         return _View(self, console) if draws else super().make_display(trainer)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._module = pl_module
+        self.items_of_step = ()
         self.phase = WAITS
         self._history.clear()
         super().on_train_start(trainer, pl_module)
@@ -108,6 +108,8 @@ class LiveView(Progress):
         self.phase = WAITS
 
     # -- the drawing's thread -----------------------------------------------------------------------------------------
+    # It reads what the trainer's thread has put down whole, and nothing of the Trainer that changes: `callback_metrics`
+    # computes metrics, and iterates over what the next step adds to.
 
     def __rich__(self) -> RenderableType:
         """The view as it is now."""
@@ -118,12 +120,13 @@ class LiveView(Progress):
         table.add_row(step_of(self.num_steps, self.max_steps), _share(share))
         table.add_row("trainer", self.phase)
         self._add_time(table)
-        for age in sorted(self.staleness)[:MAX_STALENESS_ROWS]:
-            share = self.staleness[age] / sum(self.staleness.values())
-            name = "staleness " if age == min(self.staleness) else ""
+        staleness = self.staleness  # the next step puts another dictionary in its place
+        for age in sorted(staleness)[:MAX_STALENESS_ROWS]:
+            share = staleness[age] / sum(staleness.values())
+            name = "staleness " if age == min(staleness) else ""
             table.add_row(f"{name}{age:>3}", _share(share))
-        if self._module is not None and self.num_steps:
-            table.add_row("metrics", _Items(self.items(self.trainer, self._module)))
+        if items := self.items_of_step:
+            table.add_row("metrics", _Items(items))
         judges = [c for c in self.trainer.callbacks if isinstance(c, BottleneckVerdict)]  # type: ignore[attr-defined]
         for judge in judges[:1]:
             table.add_row("verdict", Text(judge.words or f"after {judge.every_n_steps} steps"))
@@ -168,13 +171,15 @@ class _View:
     def __init__(self, view: LiveView, console: OneAtATime) -> None:
         live = Live(view, console=console, refresh_per_second=REFRESH_HZ, vertical_overflow="crop", transient=True)
         console.lock = live._lock
+        self._view = view
         self._live = live
         self._last = ""
         live.start()
         self._logs = LogsAbove()
 
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
-        """Keeps the line for the end: the next drawing shows the step."""
+        """Has the next drawing show the step, and keeps the line for the end."""
+        self._view.items_of_step = tuple(items)
         self._last = "  ".join([step_of(number, total), *items])
 
     def validation(self, number: int, total: float) -> None:

@@ -136,12 +136,15 @@ class OneAtATime(Console):
     rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
     line would stay on the screen.
 
+    Args:
+        settings: of rich's console.
+
     Attributes:
         lock: that of the drawing, which holds it while it draws.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.lock = threading.RLock()
 
     def __enter__(self) -> Console:

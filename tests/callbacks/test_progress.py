@@ -1,6 +1,7 @@
 """Progress in a pipe, in a terminal, in one that can do nothing, and the live view; notices about long waits."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -12,9 +13,13 @@ import threading
 import time
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from flow import fit, make_data, make_module
 
-from lit_async_rl.callbacks import LiveView, Progress
+from lit_async_rl.callbacks import LiveView, Progress, RolloutMonitor
+from lit_async_rl.callbacks.monitors import live_view
+from lit_async_rl.callbacks.run.progress import OneAtATime
 from lit_async_rl.cli.app import main
 from lit_async_rl.utils import waiting
 from lit_async_rl.utils.waiting import announced, duration
@@ -127,10 +132,38 @@ def test_the_live_view_survives_a_resize(tmp_path):
         process.wait(30)
 
 
-def test_the_histogram_counts_the_tokens_of_a_step():
-    view = LiveView()
-    assert view.staleness == {}
-    assert isinstance(view, Progress)
+def test_a_drawing_reads_nothing_that_changes_while_it_is_read_and_counts_the_tokens_of_a_step(monkeypatch):
+    """Lightning's metrics are computed when they are asked for, and grow while the next step logs."""
+    monkeypatch.setattr(live_view, "REFRESH_HZ", 500)
+    broken = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    written = io.StringIO()
+    console = OneAtATime(file=written, force_terminal=True, width=80)
+    asked_by = set()
+
+    class Watched(LiveView):
+        def make_display(self, trainer):
+            return live_view._View(self, console)
+
+        def get_metrics(self, trainer, pl_module):
+            asked_by.add(threading.current_thread())
+            return super().get_metrics(trainer, pl_module)
+
+    class Counts(pl.Callback):
+        counted, shown = [], []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.counted.append(int(batch.loss_mask.sum()))
+            self.shown.append(sum(view.staleness.values()))
+
+    view = Watched()
+    fit(make_module(), make_data(max_staleness=2), 30, [RolloutMonitor(), view, Counts()], enable_progress_bar=True)
+    assert not broken
+    assert asked_by == {threading.current_thread()}
+    assert Counts.shown == Counts.counted
+    text = written.getvalue()
+    assert text.count("metrics") > 3
+    assert "reward" in text
 
 
 def test_long_waits_are_said_ever_more_rarely(monkeypatch, capsys):
