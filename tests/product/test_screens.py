@@ -51,7 +51,7 @@ def essence(lines):
     found = []
     in_advice = False
     for line in lines:
-        text = re.sub(r"\d[\d.,:]*", "#", line)
+        text = re.sub(r"\d+(?:[.,:]\d+)*", "#", line)
         text = re.sub(r"[█░]+", "█", re.sub(r"─+", "─", text))
         text = re.sub(r"^resumed: .*", "resumed: ...", " ".join(text.split()))
         if re.match(r"(step #: |whole run: |│ verdict )", text):
