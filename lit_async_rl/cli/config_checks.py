@@ -76,7 +76,9 @@ def name_prompt_classes(root: yaml.Node | None) -> None:
         for group in groups:
             node = _entry(node, group)
         value = _entry(node, name)
-        if isinstance(value, yaml.ScalarNode) and (source := source_class(value.value)) is not None:
+        if not isinstance(node, yaml.MappingNode) or not isinstance(value, yaml.ScalarNode):
+            continue
+        if (source := source_class(value.value)) is not None:
             chosen = {"class_path": source.__name__, "init_args": {"path": value.value}}
             made = yaml.compose(json.dumps(chosen), Loader=yaml.SafeLoader)
             node.value = [(key, made if key.value == name else one) for key, one in node.value]
