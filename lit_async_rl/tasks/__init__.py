@@ -3,6 +3,7 @@
 from lit_async_rl.tasks.arithmetic import Addition, MentalArithmetic
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
+from lit_async_rl.tasks.selection import PickNumber
 from lit_async_rl.tasks.sorting import SortDigits
 
-__all__ = ["Addition", "Calculator", "MentalArithmetic", "ReasoningGym", "ReasoningGymReward", "SortDigits"]
+__all__ = ["Addition", "Calculator", "MentalArithmetic", "PickNumber", "ReasoningGym", "ReasoningGymReward", "SortDigits"]
