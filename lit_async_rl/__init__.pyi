@@ -213,6 +213,7 @@ from .stabilizers.rollback import RollBackToCheckpoint as RollBackToCheckpoint
 from .tasks import Addition as Addition
 from .tasks import Calculator as Calculator
 from .tasks import MentalArithmetic as MentalArithmetic
+from .tasks import PickNumber as PickNumber
 from .tasks import ReasoningGym as ReasoningGym
 from .tasks import ReasoningGymReward as ReasoningGymReward
 from .tasks import SortDigits as SortDigits

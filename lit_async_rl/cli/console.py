@@ -27,6 +27,7 @@ COMMANDS = {
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
     "convert": ("lit_async_rl.cli.convert", "main", "turn a configuration of TRL into one of this trainer"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
+    "plan": ("lit_async_rl.cli.plan", "main", "predict the best split of devices between trainer and engines"),
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
