@@ -11,8 +11,9 @@ import errno
 import os
 import platform
 import resource
+import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
@@ -110,12 +111,17 @@ def has_capabilities(*wanted: int) -> bool:
     return all(held >> one & 1 for one in wanted)
 
 
-def drop_privileges() -> None:
-    """Gives up all capabilities, also for what this process executes."""
+def drop_possible_privileges() -> None:
+    """Makes sure that nothing that this process executes gets privileges. It keeps its own, if it has any."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+    zeros = [ctypes.c_ulong(0)] * 3
     for capability in range(NUM_CAPABILITIES):
-        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), *[ctypes.c_ulong(0)] * 3)  # fails without privileges
-    _libc.prctl(PR_SET_SECUREBITS, ctypes.c_ulong(SECURE_ALL_LOCKED), *[ctypes.c_ulong(0)] * 3)
+        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), *zeros)  # fails for a process that has none to drop
+    _libc.prctl(PR_SET_SECUREBITS, ctypes.c_ulong(SECURE_ALL_LOCKED), *zeros)
+
+
+def drop_privileges() -> None:
+    """Gives up all capabilities."""
     header = struct.pack("Ii", 0x20080522, 0)
     _checked(_libc.capset(header, bytes(24)), "capset")
 
@@ -329,10 +335,15 @@ def landlock_version() -> int:
         return 0
 
 
-def landlock_rules(version: int, readable: Iterable[str], writable: Sequence[str]) -> int:
+def landlock_rules(version: int, readable: Iterable[str], writable: Iterable[str]) -> int:
     """File descriptor of rules for `restrict_self`: read and execute, read and write, and nothing else.
 
     From version 4 without TCP, from version 6 without signals and abstract sockets to processes outside.
+
+    Args:
+        version: see `landlock_version`.
+        readable: paths; those that do not exist are left out.
+        writable: paths.
     """
     accesses = (1 << _NUM_ACCESSES.get(version, 16)) - 1
     fields = struct.pack("Q", accesses)
@@ -354,7 +365,7 @@ def _allow(rules: int, path: str, access: int) -> None:
     except FileNotFoundError:
         return
     try:
-        if not os.path.isdir(path):
+        if not stat.S_ISDIR(os.fstat(found).st_mode):
             access &= _FILE_ACCESS
         _syscall("landlock_add_rule", _ADD_RULE, rules, 1, struct.pack("=Qi", access, found), 0)
     finally:

@@ -12,6 +12,7 @@ import gc
 import json
 import linecache
 import os
+import signal
 import socket
 import sys
 import threading
@@ -93,6 +94,8 @@ def _open_streams() -> None:
 def _execute(task: dict[str, Any], source: bytes) -> NoReturn:
     with open(task["file"], "wb") as file:
         file.write(source)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
     os.execve("/bin/sh", ["sh", "-c", task["command"]], environment(task))
 
 

@@ -158,6 +158,7 @@ def _in_namespaces(settings: dict[str, Any]) -> Room | None:
         return None
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     has_processes_shown = _make_root(settings)
+    _mount_scratch(SCRATCH, settings["scratch_bytes"])
     socket.sethostname("sandbox")
     return Room(
         level="namespace",
@@ -222,7 +223,6 @@ def _make_root(settings: dict[str, Any]) -> bool:
     kernel.unmount(OLD_ROOT)
     os.rmdir(OLD_ROOT)
     kernel.make_read_only("/", with_mounts_below=False)
-    _mount_scratch(SCRATCH, settings["scratch_bytes"])
     return has_processes_shown
 
 
@@ -264,9 +264,9 @@ def _mount_proc() -> bool:
     return False  # a container that hides parts of its own
 
 
-def bubblewrap_command(readable: Sequence[str], scratch_bytes: int) -> list[str]:
-    """`bwrap ...` before the command of a warden."""
-    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"]
+def bubblewrap_options(readable: Sequence[str], scratch_bytes: int) -> list[str]:
+    """Arguments of `bwrap` before the command of a warden."""
+    command = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"]
     command += ["--uid", str(USER), "--gid", str(USER)]
     shown: list[str] = []
     for path in (*SYSTEM_FOLDERS, *SYSTEM_FILES, *readable):
@@ -275,5 +275,8 @@ def bubblewrap_command(readable: Sequence[str], scratch_bytes: int) -> list[str]
         elif os.path.exists(path) and not any(path.startswith(above + "/") for above in shown):
             command += ["--ro-bind", path, path]
             shown.append(path)
-    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(scratch_bytes), "--tmpfs", SCRATCH]
-    return [*command, "--chdir", SCRATCH, "--"]
+    for name in DEVICES:
+        command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    command += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
+    command += ["--proc", "/proc", "--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", SCRATCH]
+    return [*command, "--remount-ro", "/", "--chdir", SCRATCH, "--"]

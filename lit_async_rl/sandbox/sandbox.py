@@ -429,7 +429,8 @@ class _Warden:
         command = [_base_python(), "-s", "-S", "-B", "-c", _BOOT]
         if settings["level"] == "bubblewrap":
             readable = [*settings["readable"], str(_HERE)]
-            command = [*room.bubblewrap_command(readable, settings["scratch_bytes"]), *command]
+            bwrap = shutil.which("bwrap") or "bwrap"
+            command = [bwrap, *room.bubblewrap_options(readable, settings["scratch_bytes"]), *command]
         if settings["level"] == "limits":
             self._folder = settings["scratch"] = tempfile.mkdtemp(prefix="sandbox-")
         with theirs:

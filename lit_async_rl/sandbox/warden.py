@@ -56,6 +56,7 @@ class Warden:
         self._room = place
         self._guards = list(place.guards)
         self._filter = kernel.seccomp_filter(shares_ids=not place.has_own_ids) if sys.platform == "linux" else None
+        self._landlock = 0
         self._rules: int | None = None
         self._reader = bytearray()
 
@@ -70,6 +71,7 @@ class Warden:
                 os.close(file)
             self._say(answer)
             self._room.clear()  # one that cannot be cleared ends the warden, and the trainer starts another
+            self._make_rules()
 
     def _prepare(self) -> None:
         """Imports what programs often import, and tries the guards in a fork."""
@@ -77,17 +79,13 @@ class Warden:
             importlib.import_module(name)
         if sys.platform == "linux":
             kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody reads the memory of process 1
-            if version := kernel.landlock_version():
-                place = self._room
-                writable = [place.scratch, *(f"/dev/{name}" for name in room.DEVICES)]
-                readable = [*room.SYSTEM_FOLDERS, *room.SYSTEM_FILES, *place.readable, "/etc/passwd"]
-                self._rules = kernel.landlock_rules(
-                    version, [*readable, "/proc"] if place.has_own_ids else readable, writable
-                )
-                if self._works(lambda: kernel.restrict_self(self._rules or 0)):
-                    self._guards.append(f"Landlock {version}")
-                else:
-                    self._rules = None
+            self._landlock = kernel.landlock_version()
+            self._make_rules()
+            if self._rules is not None and self._works(lambda: kernel.restrict_self(self._rules or 0)):
+                self._guards.append(f"Landlock {self._landlock}")
+            else:
+                self._landlock = 0
+                self._rules = None
             code = self._filter
             if code is not None and self._works(lambda: kernel.install_filter(code)):
                 self._guards.append("seccomp")
@@ -95,6 +93,19 @@ class Warden:
                 self._filter = None
         gc.collect()
         gc.freeze()  # collections in forks would copy the memory that they share
+
+    def _make_rules(self) -> None:
+        """Makes Landlock's rules anew: they are about folders and not about paths, and the scratch folder is new."""
+        if self._rules is not None:
+            os.close(self._rules)
+            self._rules = None
+        if self._landlock:
+            place = self._room
+            readable = [*room.SYSTEM_FOLDERS, *room.SYSTEM_FILES, *place.readable, "/etc/passwd"]
+            if place.has_own_ids:
+                readable.append("/proc")
+            writable = [place.scratch, *(f"/dev/{name}" for name in room.DEVICES)]
+            self._rules = kernel.landlock_rules(self._landlock, readable, writable)
 
     @staticmethod
     def _works(guard: Any) -> bool:
@@ -236,6 +247,8 @@ class Warden:
                 file.write(WORST_SCORE)
             os.chdir(self._room.scratch)
             os.umask(0o022)
+            if sys.platform == "linux":
+                kernel.drop_possible_privileges()
             if self._room.user is not None:
                 os.setgroups([])
                 os.setresgid(self._room.user, self._room.user, self._room.user)
@@ -248,6 +261,7 @@ class Warden:
                     os.close(programs.RULES)
                 if self._filter is not None:
                     kernel.install_filter(self._filter)
+                kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the warden must be able to see what memory it has
         except BaseException as error:
             os.write(programs.PROBLEM, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
