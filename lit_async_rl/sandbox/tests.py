@@ -559,6 +559,7 @@ def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
         result["failure"] = "the program has ended"
     result["num_not_plain"] = tests.num_not_plain
     verdict.write(json.dumps(result))
+    verdict.flush()
     return 0
 
 
