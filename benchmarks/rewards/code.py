@@ -2,8 +2,8 @@
 
     python benchmarks/rewards/code.py --number 10000 --hostile 200 --workers 2 --out docs/measurements/code_reward.json
 
-Each program adds two numbers, by standard input and output or by a function with unit tests, in Python; half of them are
-wrong. Hostile ones fork, spin, fill memory, disk and output, ignore signals, leave processes behind and print verdicts.
+Each program adds two numbers, by standard input and output or by a function with unit tests; half of them are wrong.
+Hostile ones fork, spin, fill memory, disk and output, ignore signals, leave processes behind and print verdicts.
 The cost is the processor time of the trainer and of all processes of the sandbox together, without what the programs
 themselves used: that of the same sources in the same interpreter, measured first.
 """
@@ -30,8 +30,8 @@ HOSTILE = (
     "while True: pass",
     "x = []\nwhile True: x.append(bytearray(10**7))",
     "while True: print('x' * 10**5)",
-    "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-    "while True: time.sleep(9)",
+    "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: time.sleep(9)",
     "n = 0\nwhile True:\n    n += 1\n    open(f'file{n}', 'wb').write(bytes(2**22))",
     "import os, time\nif not os.fork():\n    os.setsid()\n    while True: time.sleep(0.01)",
     "import os\nos.kill(-1, 9)",

@@ -21,7 +21,7 @@ CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
 
 
 class PythonTool(Environment):
-    """Runs the program that a turn ends with, and answers with what it printed; any other turn is the final answer.
+    r"""Runs the program that a turn ends with, and answers with what it printed; any other turn is the final answer.
 
     Each program starts anew, in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
     expression is printed, as in a notebook.
@@ -36,13 +36,13 @@ class PythonTool(Environment):
         async def play() -> tuple[str, float]:
             tool = rl.PythonTool(allow_unsandboxed=True)
             episode = await tool.start(rl.Prompt(text="What is 12 factorial?", answer="479001600"))
-            said = await episode.step("```python\\nimport math\\nmath.factorial(12)\\n```")
+            said = await episode.step("```python\nimport math\nmath.factorial(12)\n```")
             end = await episode.step("479001600")
             await tool.close()
             return said.text, end.reward
 
 
-        assert asyncio.run(play()) == ("\\n```output\\n479001600\\n```\\n", 1.0)
+        assert asyncio.run(play()) == ("\n```output\n479001600\n```\n", 1.0)
         ```
 
     Args:

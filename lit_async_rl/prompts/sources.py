@@ -80,7 +80,7 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
         hidden: field of the reference answer, which must not appear in a prompt.
 
     Raises:
-        ValueError: a placeholder names the reference answer, an unknown field, or a field without text, texts or number.
+        ValueError: a placeholder names the reference answer, an unknown field, or one without text, texts or number.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class CodeReward:
-    """1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
+    r"""1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
 
     The code is the last fenced block (three backticks or tildes) of the completion that is closed; without one the
     reward is 0. The cases are in the fields of the prompt's record or in its answer, see `read_cases`; where there are
@@ -50,7 +50,7 @@ class CodeReward:
 
         reward = rl.CodeReward(allow_unsandboxed=True)
         prompt = rl.Prompt(text="Write double(x).", metadata={"test_list": ["assert double(2) == 4"]})
-        assert reward(prompt, "```python\\ndef double(x):\\n    return 2 * x\\n```") == 1.0
+        assert reward(prompt, "```python\ndef double(x):\n    return 2 * x\n```") == 1.0
         reward.close()
         ```
 
@@ -194,7 +194,7 @@ class CodeReward:
             return 0.0
         language = block.language or self.language
         try:
-            value, outcome = self._score(prompt, cases, replace(block, language=language), began)
+            value, outcome = self._score(prompt, cases, replace(block, language=language), began=began)
         except SandboxError as error:
             raise RewardError(str(error)) from error
         self._count(outcome, began)

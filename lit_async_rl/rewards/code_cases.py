@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -91,11 +92,9 @@ class _Fields:
         for name in names:
             value = self.record.get(name)
             if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-                try:
+                with contextlib.suppress(ValueError, RecursionError):
                     value = json.loads(value)
-                except (ValueError, RecursionError):
-                    pass
-            if value is not None and len(value) if hasattr(value, "__len__") else value is not None:
+            if value is not None and value != "" and value != []:
                 return value
         return None
 
@@ -108,7 +107,7 @@ def read_cases(prompt: Prompt) -> Cases:
     | `test`, `entry_point` | HumanEval, BigCodeBench (with unittest's classes) |
     | `test_list`, `test_setup_code`, `test_imports` | MBPP; `challenge_test_list` is not used |
     | `input_output` or `inputs`, `outputs`, and `fn_name` | APPS, TACO |
-    | `public_test_cases`, `private_test_cases` or `test_cases`: a list of `input`, `output` | LiveCodeBench, Codeforces |
+    | `public_test_cases`, `private_test_cases` or `test_cases`, of `input` and `output` | LiveCodeBench, Codeforces |
 
     The answer counts as such fields if it is JSON of an object, as a list of cases or of assert statements if it is
     JSON of a list, and else as code of tests, if it has `assert` or `def check(`.

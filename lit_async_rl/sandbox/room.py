@@ -1,8 +1,9 @@
-"""The room in which programs run: namespaces, an empty root with read-only folders of the machine, and a scratch folder.
+"""The room in which programs run: namespaces, a root with read-only folders of the machine, and a scratch folder.
 
     trainer -> launcher (new namespaces) -> warden (process 1 of its own ids, see `warden`) -> programs
 
-In namespaces the warden is process 1 of a pid namespace: when it ends, however that happens, the kernel ends all others.
+In namespaces the warden is process 1 of a pid namespace: when it ends, however that happens, the kernel ends all
+others.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _open_up(folder: str) -> None:
 
 def _mount_scratch(path: str, num_bytes: int) -> None:
     options = f"size={num_bytes},nr_inodes=4096,mode=1777"
-    kernel.mount("scratch", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    kernel.mount("scratch", path, "tmpfs", flags=kernel.MS_NOSUID | kernel.MS_NODEV, data=options)
 
 
 def build(settings: dict[str, Any]) -> Room | None:
@@ -206,7 +207,7 @@ def _write(path: str, text: str) -> None:
 def _make_root(settings: dict[str, Any]) -> bool:
     """Makes a new root; returns whether it has `/proc`."""
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("root", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    kernel.mount("root", SCRATCH, "tmpfs", flags=kernel.MS_NOSUID | kernel.MS_NODEV, data="size=1m,mode=755")
     os.chdir(SCRATCH)
     os.mkdir("." + OLD_ROOT)
     kernel.pivot_root("." + OLD_ROOT)
@@ -259,7 +260,7 @@ def _mount_proc() -> bool:
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     for options in ("subset=pid", ""):
         with contextlib.suppress(OSError):
-            kernel.mount("proc", "/proc", "proc", flags, options)
+            kernel.mount("proc", "/proc", "proc", flags=flags, data=options)
             return True
     return False  # a container that hides parts of its own
 

@@ -6,8 +6,8 @@
 | keeper thread | wardens to start | callers, `close` |
 | warden (a process, see `warden`) | requests | callers; the end of the trainer |
 
-A warden is warm: it has imported what programs often import, and forks for each. Each caller has one for itself while its
-program runs. The keeper starts them all, because the kernel ends a process with the *thread* that started it.
+A warden is warm: it has imported what programs often import, and forks for each. Each caller has one for itself while
+its program runs. The keeper starts them all, because the kernel ends a process with the *thread* that started it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ProgramResult:
 
 
 class Sandbox:
-    """Runs programs, each in a fork of its own, of which nothing is left for the next one.
+    r"""Runs programs, each in a fork of its own, of which nothing is left for the next one.
 
     | `level` | programs are kept in by |
     |---|---|
@@ -155,7 +155,7 @@ class Sandbox:
 
         with rl.Sandbox(allow_unsandboxed=True) as sandbox:
             result = sandbox.run("print(6 * 7)")
-        assert (result.verdict, result.stdout) == ("ended", "42\\n")
+        assert (result.verdict, result.stdout) == ("ended", "42\n")
         ```
 
     Args:
@@ -176,7 +176,7 @@ class Sandbox:
         self,
         level: Literal["auto", "bubblewrap", "namespace", "limits"] = "auto",
         allow_unsandboxed: bool = False,
-        limits: SandboxLimits = SandboxLimits(),  # noqa: B008  frozen
+        limits: SandboxLimits = SandboxLimits(),
         readable: Sequence[str] = (),
         python_path: Sequence[str] = (),
         preload: Sequence[str] = (),
@@ -250,7 +250,9 @@ class Sandbox:
         return self.run_together([given], limits)[0]
 
     def run_together(self, programs: Sequence[Program], limits: SandboxLimits | None = None) -> list[ProgramResult]:
-        """Runs programs at the same time, each in a warden of its own; two share a channel. The first one's end ends all.
+        """Runs programs at the same time, each in a warden of its own; two share a channel.
+
+        The end of the first one ends all.
 
         Raises:
             SandboxError: they could not be run.
@@ -259,7 +261,7 @@ class Sandbox:
             wardens: list[_Warden] = []
             try:
                 wardens = [self._take() for _ in programs]
-                results = _Runs(wardens, programs, limits or self.limits, self._paths).results()
+                results = _Runs(wardens, programs, limits=limits or self.limits, paths=self._paths).results()
             except (SandboxError, OSError) as error:
                 for warden in wardens:
                     warden.kill()

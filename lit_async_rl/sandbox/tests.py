@@ -5,8 +5,8 @@
 
 A program that prints, ends its process, patches the interpreter or searches its memory finds no test, no expected value
 and no way to the verdict: it can but answer calls. Values that travel are plain data, so that no object of the program
-compares itself with an expected value. Other objects of the program stay with it: the tests hold a `Remote`, which calls
-and reads attributes there, and is equal to no plain value.
+compares itself with an expected value. Other objects of the program stay with it: the tests hold a `Remote`, which
+calls and reads attributes there, and is equal to no plain value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ TOLERANCE = 1e-9  # of expected floats that a set of calls states
 NAME = "tests.py"
 # Known to tests without an import of their own: published tests use what their program imports
 OFTEN_USED = (
-    "import math, re, collections, itertools, functools, heapq, bisect, string, random, operator, copy, json, datetime\n"
+    "import math, re, collections, itertools, functools, heapq, bisect, string, random, operator, copy, json\n"
+    "import datetime\n"
     "from collections import *\nfrom itertools import *\nfrom functools import *\nfrom typing import *\n"
     "from math import inf\nfrom heapq import *\nfrom bisect import *\nfrom fractions import Fraction\n"
     "from decimal import Decimal\n"
@@ -533,7 +534,9 @@ class _CountedAsserts(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         """Replaces `assert` by a call that notes its number."""
-        source = "try:\n    assert 0\nexcept AssertionError as __error:\n    __failed__(N, __error)\nelse:\n    __held__(N)"
+        source = (
+            "try:\n    assert 0\nexcept AssertionError as __error:\n    __failed__(N, __error)\nelse:\n    __held__(N)"
+        )
         made = ast.parse(source.replace("N", str(self.number))).body[0]
         self.number += 1
         if isinstance(made, ast.Try):
@@ -546,7 +549,8 @@ def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
 
     Args:
         doc: `setup`, code before the tests; `cases`, each a piece of code; `check`, code that defines `check(function)`
-            or asserts by itself; `calls`, pairs of arguments and expected value; `function`, the name of what is tested.
+            or asserts by itself; `calls`, pairs of arguments and expected value; `function`, the name of what is
+            tested; `stops`, whether the first failure ends the rest.
         connection: to the process with the program.
     """
     verdict = sys.stdout

@@ -5,8 +5,8 @@
 | warden | a request; the end of its program | the trainer (its end included); the kernel, the program's deadline |
 | program | whatever it likes | the warden kills it at its deadline |
 
-The warden reads the sizes of requests and no program: sources, inputs and outputs go through files and pipes between the
-trainer and the fork, so that the next fork finds nothing of them in the memory that it inherits.
+The warden reads limits and no program: sources, inputs and outputs go through files and pipes between the trainer and
+the fork, so that the next fork finds nothing of them in the memory that it inherits.
 
 A request is a line of JSON with file descriptors beside it, an answer a line of JSON. Whoever closes the socket ends
 the warden, and with it everything in its pid namespace.

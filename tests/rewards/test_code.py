@@ -1,3 +1,4 @@
+# ruff: noqa: E501  programs are as long as they are
 """`CodeReward` on the forms of public sets, and on programs that want to look right."""
 
 from __future__ import annotations
@@ -90,14 +91,19 @@ RIGHT_ONES = [
     (prompt(test_list=["assert math.isclose(third(), 1 / 3)"]), "import math\ndef third():\n    return 1 / 3"),
     (prompt(test_list=["assert f(1) == {1: (2, 'a', None)}"]), "def f(x):\n    return {1: (2, 'a', None)}"),
     (prompt(test_list=["assert Counter(f()) == Counter('aab')"]), "def f():\n    return ['a', 'b', 'a']"),
-    (prompt(test_list=["assert f() == Counter('aab')"]), "from collections import Counter\ndef f():\n    return Counter('aba')"),
+    (
+        prompt(test_list=["assert f() == Counter('aab')"]),
+        "from collections import Counter\ndef f():\n    return Counter('aba')",
+    ),
     (
         prompt(test_list=["s = Stack()\ns.push(4)\nassert s.pop() == 4 and len(s) == 0\nassert isinstance(s, Stack)"]),
         "class Stack:\n    def __init__(self):\n        self.x = []\n    def push(self, x):\n        self.x.append(x)\n"
         "    def pop(self):\n        return self.x.pop()\n    def __len__(self):\n        return len(self.x)",
     ),
     (
-        prompt(test_list=["try:\n    f()\nexcept Bad as error:\n    assert str(error) == 'x'\nelse:\n    assert False"]),
+        prompt(
+            test_list=["try:\n    f()\nexcept Bad as error:\n    assert str(error) == 'x'\nelse:\n    assert False"]
+        ),
         "class Bad(ValueError):\n    pass\ndef f():\n    raise Bad('x')",
     ),
 ]
@@ -158,17 +164,28 @@ def test_a_verdict_cannot_be_forged(reward, partial, code):
         ("assert all(f(x) for x in (1, 2))", "def all(x): return True\ndef f(x): return False"),
         ("assert all(f(x) for x in (1, 2))", "def all(x): return True"),
         ("assert abs(f(2) - 3.5) < 1e-6", "def abs(x): return 0\ndef f(x): return 0"),
-        ("assert abs(f(2) - 3.5) < 1e-6", "class Near:\n    def __sub__(self, x): return self\n    def __abs__(self): return self\n"
-         "    def __lt__(self, x): return True\ndef f(x): return Near()"),
+        (
+            "assert abs(f(2) - 3.5) < 1e-6",
+            "class Near:\n    def __sub__(self, x): return self\n    def __abs__(self): return self\n"
+            "    def __lt__(self, x): return True\ndef f(x): return Near()",
+        ),
         ("assert all(map(f, [2, 3, 5]))", "def f(x): raise StopIteration"),
-        ("assert Counter(f()) == Counter('ab')", "class Counter:\n    def __init__(self, x): pass\n    def __eq__(self, x): return True\n"
-         "def f(): return 0"),
+        (
+            "assert Counter(f()) == Counter('ab')",
+            "class Counter:\n    def __init__(self, x): pass\n    def __eq__(self, x): return True\ndef f(): return 0",
+        ),
         ("assert 3 in f(2)", "class All:\n    def __contains__(self, x): return True\ndef f(x): return All()"),
-        ("assert f(2) in (4, 5)", "class Any:\n    def __eq__(self, x): return True\n    def __hash__(self): return 4\ndef f(x): return Any()"),
+        (
+            "assert f(2) in (4, 5)",
+            "class Any:\n    def __eq__(self, x): return True\n    def __hash__(self): return 4\ndef f(x): return Any()",
+        ),
         ("assert f(2) == 4", "import math\ndef f(x): return math.nan"),
         ("assert str(f(2)) == '4'", "class S(str):\n    def __eq__(self, x): return True\ndef f(x): return S('x')"),
         ("assert sorted(f(2)) == [4]", "def sorted(x): return [4]\ndef f(x): return []"),
-        ("import math\nassert math.isclose(f(2), 4)", "class math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 0"),
+        (
+            "import math\nassert math.isclose(f(2), 4)",
+            "class math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
+        ),
     ],
 )
 def test_programs_do_not_change_what_tests_use(reward, test, code):
@@ -249,7 +266,9 @@ def test_cases_that_cannot_be_read(reward, fields, words):
 
 
 def test_fields_of_public_sets():
-    assert read_cases(prompt(test_list=["assert 1"], test_imports=["import re"], test_setup_code="")).setup == "import re"
+    assert (
+        read_cases(prompt(test_list=["assert 1"], test_imports=["import re"], test_setup_code="")).setup == "import re"
+    )
     assert len(read_cases(APPS).streams) == 2
     assert read_cases(TACO).streams == [("3\n", "3\n2\n1")]
     assert read_cases(LCB).calls == [([[1, 2], 3], 6)]
@@ -261,7 +280,10 @@ def test_fields_of_public_sets():
     [
         ("bash", "read a b\necho $((a + b))"),
         ("sh", "read a b; expr $a + $b"),
-        ("javascript", "const [a, b] = require('fs').readFileSync(0, 'utf8').split(' ').map(Number)\nconsole.log(a + b)"),
+        (
+            "javascript",
+            "const [a, b] = require('fs').readFileSync(0, 'utf8').split(' ').map(Number)\nconsole.log(a + b)",
+        ),
         ("perl", "my ($a, $b) = split ' ', <STDIN>; print $a + $b, \"\\n\";"),
         ("c", '#include <stdio.h>\nint main() { int a, b; scanf("%d %d", &a, &b); printf("%d\\n", a + b); }'),
     ],

@@ -89,8 +89,8 @@ def test_tests_of_a_problem_stand_in_its_prompt(tmp_path):
     rows.write_text(json.dumps({"prompt": "Double.", "test_list": ["assert f(1) == 2", "assert f(2) == 4"]}))
     made = rl.JsonlPrompts(str(rows), answer_field=None, template="{prompt}\n{test_list}")[0]
     assert made.text == "Double.\nassert f(1) == 2\nassert f(2) == 4"
+    rows.write_text(json.dumps({"prompt": "Double.", "test_list": [1, {}]}))
     with pytest.raises(ValueError, match="must be text or a number"):
-        rows.write_text(json.dumps({"prompt": "Double.", "test_list": [1, {}]}))
         rl.JsonlPrompts(str(rows), answer_field=None, template="{prompt}\n{test_list}")
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  programs are as long as they are
 """Programs that try to get out of the sandbox, each at every level of isolation that works on this machine."""
 
 from __future__ import annotations
