@@ -94,6 +94,7 @@ class PythonTool(Environment):
             python_path=python_path,
             preload=preload,
         )
+        self._sandbox.announce("PythonTool")
         self._threads: ThreadPoolExecutor | None = None
         self._awaiter = Awaiter(60.0)
 

@@ -147,8 +147,7 @@ class CodeReward:
         self._cpu_s = 0.0
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._has_warned = False
-        saying = log.warning if self._sandbox.level == "limits" else log.info
-        saying("programs of completions run in a sandbox of the level %s", self._sandbox.description)
+        self._sandbox.announce("CodeReward")
 
     def _check_languages(self) -> None:
         for language in {*self.languages, self.language} - {PYTHON}:

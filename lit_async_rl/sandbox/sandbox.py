@@ -236,6 +236,17 @@ class Sandbox:
             f"{limits.processes} processes, {limits.output_kb} KB of output"
         )
 
+    def announce(self, owner: str) -> None:
+        """Says at the start of a run, in one line, what keeps programs in.
+
+        Args:
+            owner: who runs them.
+        """
+        from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+        say = rank_zero_warn if self.level == "limits" else rank_zero_info
+        say(f"{owner} runs programs in a sandbox, {self.description}")
+
     def run(self, program: str | Program, limits: SandboxLimits | None = None) -> ProgramResult:
         """Runs a program, a text as Python. Blocks; any number of threads may call it at a time.
 

@@ -361,11 +361,11 @@ def test_settings_out_of_range(settings, words):
         rl.CodeReward(**{**LIMIT, **settings})
 
 
-def test_less_than_a_namespace_must_be_allowed(caplog):
+def test_less_than_a_namespace_must_be_allowed():
     with pytest.raises(SetupError, match="allow_unsandboxed: true"):
         rl.CodeReward(level="limits")
-    made = rl.CodeReward(level="limits", allow_unsandboxed=True, limits=LIMITS)
-    assert "a sandbox of the level limits: resource limits only" in caplog.text
+    with pytest.warns(UserWarning, match="CodeReward runs programs in a sandbox, limits: resource limits only"):
+        made = rl.CodeReward(level="limits", allow_unsandboxed=True, limits=LIMITS)
     assert made(MBPP, fenced("def double(x): return x * 2")) == 1.0
     made.close()
 
