@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -222,7 +224,9 @@ class CodeReward:
             return self._score_streams(cases.streams[: self.max_cases], block, began)
         if block.language != PYTHON:
             return 0.0, "failed"
-        return self._score_tests(cases, with_head(block.code, prompt, cases.function), began)
+        head, code = with_head(block.code, prompt, cases.function)
+        # also before the tests: helpers of the problem that they use must not be the program's
+        return self._score_tests(replace(cases, setup=f"{head}\n{cases.setup}"), code, began)
 
     def _score_streams(self, streams: Sequence[tuple[str, str]], block: Block, began: float) -> tuple[float, str]:
         command = None
@@ -314,13 +318,26 @@ class CodeReward:
             )
 
 
-def with_head(code: str, prompt: Prompt, function: str | None) -> str:
-    """The code behind the prompt's own text, if that begins the function and the code only continues it: HumanEval."""
-    head = f"def {function}("
-    if function is None or head in code or head not in prompt.text or "class Solution" in code:
-        return code
+def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
+    """What stands in the prompt before a function, and the program behind it, as HumanEval puts them together.
+
+    Code that has the function comes behind the prompt's imports and helpers, code that has not behind the function's
+    beginning, as its body. A prompt that is no code before the function is left out.
+    """
+    if function is None or "class Solution" in code:
+        return "", code
+    start = re.search(rf"^(async )?def {re.escape(function)}\(", prompt.text, re.MULTILINE)
+    if start is None:
+        return "", code
+    head = prompt.text[: start.start()]
+    try:
+        ast.parse(head)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "", code
+    if re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE):
+        return head, f"{head}\n{code}"
     body = code if code[:1].isspace() else "".join(f"    {line}" for line in code.splitlines(keepends=True))
-    return prompt.text.rstrip() + "\n" + body
+    return head, f"{prompt.text.rstrip()}\n{body}"
 
 
 def _verdict(text: str) -> dict[str, Any]:

@@ -132,9 +132,9 @@ def build(settings: dict[str, Any]) -> Room | None:
 def _in_namespaces(settings: dict[str, Any]) -> Room | None:
     user = os.getuid()
     group = os.getgid()
-    may_map = user == 0 and kernel.has_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID)
+    outer = FIRST_OUTER_USER + os.getpid()
+    may_map = user == 0 and kernel.has_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID) and _is_known(outer)
     if may_map:  # programs get an id that no one has: root's processes have no limit of their number
-        outer = FIRST_OUTER_USER + os.getpid()
         ids = f"0 0 1\n{USER} {outer} 1\n"
         helper = _Helper(ids)
     kernel.unshare(
@@ -172,6 +172,13 @@ def _in_namespaces(settings: dict[str, Any]) -> Room | None:
         has_processes_shown=has_processes_shown,
         guards=("namespaces (user, mount, pid, network, ipc, uts)",),
     )
+
+
+def _is_known(user: int) -> bool:
+    """Whether this process's own user namespace has an id; that of a container has few."""
+    with open("/proc/self/uid_map") as lines:
+        ranges = [[int(word) for word in line.split()] for line in lines]
+    return any(first <= user < first + number for first, _, number in ranges)
 
 
 class _Helper:

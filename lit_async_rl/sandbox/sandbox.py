@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import queue
 import select
@@ -50,7 +49,6 @@ PRELOADED = (
     *("heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string"),
     *("threading", "time", "traceback", "typing", "dataclasses", "unittest"),
 )
-log = logging.getLogger(__name__)
 
 
 class SandboxError(RuntimeError):
@@ -196,7 +194,8 @@ class Sandbox:
         self._lock = threading.Lock()  # guards the next two
         self._idle: list[_Warden] = []
         self._keeper: _Keeper | None = None
-        self._end = weakref.finalize(self, _close_all, self._idle)
+        self._keepers: list[_Keeper] = []  # the present one, for the end of an object that nobody closes
+        self._end = weakref.finalize(self, _close_all, self._idle, self._keepers)
         self.level, self.guards = self._choose(level, allow_unsandboxed)
 
     def _choose(self, level: str, allow_unsandboxed: bool) -> tuple[room.Level, tuple[str, ...]]:
@@ -300,14 +299,12 @@ class Sandbox:
     def close(self) -> None:
         """Ends the wardens, and what they run. A later `run` starts new ones."""
         with self._lock:
-            keeper = self._keeper
             self._keeper = None
             idle = list(self._idle)
+            keepers = list(self._keepers)
             self._idle.clear()
-        for warden in idle:
-            warden.close()
-        if keeper is not None:
-            keeper.close()
+            self._keepers.clear()
+        _close_all(idle, keepers)
 
     def __enter__(self) -> Sandbox:
         return self
@@ -332,6 +329,7 @@ class Sandbox:
         with self._lock:
             if self._keeper is None or self._keeper.pid != os.getpid():  # a fork has no threads
                 self._keeper = _Keeper()
+                self._keepers[:] = [self._keeper]
             keeper = self._keeper
         return keeper.start(self._settings | {"parent": os.getpid()})
 
@@ -343,9 +341,11 @@ class Sandbox:
             warden.close()
 
 
-def _close_all(idle: list[_Warden]) -> None:
+def _close_all(idle: list[_Warden], keepers: list[_Keeper]) -> None:
     for warden in idle:
         warden.close()
+    for keeper in keepers:
+        keeper.close()
 
 
 def _folders(setting: str, paths: Sequence[str]) -> list[str]:
@@ -415,7 +415,8 @@ class _Keeper:
     def close(self) -> None:
         """Ends the thread, and with it every warden that it has started."""
         self._orders.put(None)
-        self._thread.join(REAP_S)
+        if self.pid == os.getpid():
+            self._thread.join(REAP_S)
 
 
 def _keep(orders: queue.SimpleQueue[Any]) -> None:
@@ -634,9 +635,11 @@ class _Runs:
                 owners[file] = run
         while owners:
             left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
+            if (
+                not (ready := poll.poll(1000 * max(0.0, left_s))) and left_s <= 0
+            ):  # looks at least once, if it was stopped
                 raise SandboxError("the process that guards programs does not answer")
-            for file, _ in poll.poll(1000 * left_s):
+            for file, _ in ready:
                 run = owners[file]
                 if file == run.warden.socket.fileno():
                     run.answer = run.warden.answer(self._deadline)

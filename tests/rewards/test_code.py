@@ -68,7 +68,14 @@ UNITTEST = prompt(
 )
 PYTEST = prompt(test="def test_one():\n    assert f(1) == 1\ndef test_two():\n    assert f(2) == 2\n")
 
+POLY = prompt(
+    text="import math\n\n\ndef poly(xs, x):\n    return sum(c * x**n for n, c in enumerate(xs))\n\n\ndef zero(xs):\n    pass\n",
+    test="def check(candidate):\n    assert math.fabs(poly([-6, 2], candidate([-6, 2]))) < 1e-4\n",
+    entry_point="zero",
+)
+
 RIGHT_ONES = [
+    (POLY, "def zero(xs):\n    return -xs[0] / xs[1] if poly(xs, 0) else 0"),
     (MBPP, "def double(x):\n    return x * 2"),
     (HUMANEVAL, "def total(xs):\n    return sum(xs)"),
     (HUMANEVAL, "    return sum(xs)"),
@@ -191,6 +198,10 @@ def test_a_verdict_cannot_be_forged(reward, partial, code):
 def test_programs_do_not_change_what_tests_use(reward, test, code):
     assert reward(prompt(test_list=[test]), fenced(code)) == 0.0
     assert reward(prompt(test=f"def check(f):\n    {test.splitlines()[-1]}\n", entry_point="f"), fenced(code)) == 0.0
+
+
+def test_helpers_of_a_problem_are_not_the_programs(reward):
+    assert reward(POLY, fenced("def poly(xs, x):\n    return 0\ndef zero(xs):\n    return 1")) == 0.0
 
 
 def test_standard_output_is_compared_outside(reward):
