@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from lit_async_rl.sandbox.sandbox import Program, ProgramResult, Sandbox, Sandbo
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
-MAX_THREADS = 64  # programs that run at a time
 CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
 
 
@@ -51,6 +51,7 @@ class PythonTool(Environment):
         max_chars: of an answer; of a longer one the middle is left out.
         pattern: regular expression with a group `code`, by which a turn is recognised as a call.
         template: text around the answer, with `{output}`.
+        max_concurrent: programs that run at a time, of all episodes.
         limits: of each program.
         level: of isolation, see `Sandbox`.
         allow_unsandboxed: see `Sandbox`.
@@ -69,13 +70,14 @@ class PythonTool(Environment):
         max_chars: int = 2000,
         pattern: str = CALL,
         template: str = "\n```output\n{output}\n```\n",
+        max_concurrent: int = 16,
         limits: SandboxLimits = SandboxLimits(),  # noqa: B008  frozen
         level: Literal["auto", "bubblewrap", "namespace", "limits"] = "auto",
         allow_unsandboxed: bool = False,
         python_path: Sequence[str] = (),
         preload: Sequence[str] = (),
     ) -> None:
-        check_range("PythonTool", "integer positive", max_calls=max_calls)
+        check_range("PythonTool", "integer positive", max_calls=max_calls, max_concurrent=max_concurrent)
         check_range("PythonTool", "integer >= 20", max_chars=max_chars)
         if "code" not in re.compile(pattern).groupindex:
             raise ValueError(f"PythonTool.pattern must have a group named code, got {pattern!r}")
@@ -87,6 +89,10 @@ class PythonTool(Environment):
         self.max_chars = max_chars
         self.pattern = pattern
         self.template = template
+        self.limits = dataclasses.asdict(limits)
+        self.python_path = list(python_path)
+        self.preload = list(preload)
+        self._max_concurrent = max_concurrent
         self._sandbox = Sandbox(
             level=level,
             allow_unsandboxed=allow_unsandboxed,
@@ -101,7 +107,7 @@ class PythonTool(Environment):
     async def start(self, prompt: Prompt) -> PythonEpisode:
         """Starts an episode for one prompt."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="python-tool")
+            self._threads = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="python-tool")
         return PythonEpisode(self, prompt)
 
     async def run(self, code: str) -> str:

@@ -16,19 +16,18 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lit_async_rl.sandbox import tests
+from lit_async_rl.sandbox.interpreter import MAIN, execute
 
 SOURCE = 3  # file descriptors of a program; it starts with the first three only, or with CHANNEL
 CHANNEL = 4
 RULES = 5
 PROBLEM = 6
 NUM_INHERITED = 64
-MAIN = "main.py"
 PATHS = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -123,46 +122,6 @@ def run_python(source: bytes, task: dict[str, Any]) -> int:
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     return status
-
-
-def execute(text: str, names: dict[str, Any], shows_last: bool = False) -> int:
-    """Runs code in a namespace; errors go to standard error, as the interpreter prints them.
-
-    Args:
-        text: source.
-        names: global names.
-        shows_last: whether the value of a last line that is an expression is printed, as in a notebook.
-    """
-    try:
-        if shows_last:
-            _execute_showing(text, names)
-        else:
-            exec(compile(text, MAIN, "exec"), names)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return (end.code or 0) & 0xFF
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException as error:
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename != MAIN:
-            own = own.tb_next
-        with contextlib.suppress(BaseException):
-            traceback.print_exception(type(error), error, own)
-        return 1
-    return 0
-
-
-def _execute_showing(text: str, names: dict[str, Any]) -> None:
-    import ast
-
-    tree = ast.parse(text, MAIN)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, MAIN, "exec"), names)
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), MAIN, "eval"), names)
-        if value is not None:
-            print(repr(value))
 
 
 def _end(status: int) -> NoReturn:

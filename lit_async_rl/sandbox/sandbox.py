@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.sandbox import room
+from lit_async_rl.sandbox.programs import PATHS
 from lit_async_rl.sandbox.warden import END_S, STOP
 from lit_async_rl.utils.checks import check_range
 
@@ -288,8 +289,6 @@ class Sandbox:
 
     def has_command(self, name: str) -> bool:
         """Whether programs find a command."""
-        from lit_async_rl.sandbox.programs import PATHS
-
         return shutil.which(name, path=":".join([PATHS, *self._paths])) is not None
 
     @property
@@ -380,6 +379,7 @@ for name, path in (("lit_async_rl", {str(_HERE.parent)!r}), ("lit_async_rl.sandb
     module = types.ModuleType(name)
     module.__path__ = [path]
     sys.modules[name] = module
+from lit_async_rl.sandbox.programs import PATHS
 from lit_async_rl.sandbox.warden import main
 main()
 """  # without the package's own `__init__`, whose imports the interpreter does not find

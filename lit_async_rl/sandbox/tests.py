@@ -28,6 +28,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lit_async_rl.sandbox.interpreter import execute
+
 MAX_MESSAGE_BYTES = 2**26
 MAX_DEPTH = 200  # of nested values
 MAX_FAILURE_CHARS = 300
@@ -303,8 +305,6 @@ class _Functions:
 
 def serve_functions(source: str, connection: socket.socket) -> int:
     """Runs the program, and then its functions as they are called. Returns the exit status."""
-    from lit_async_rl.sandbox.programs import execute
-
     channel = Channel(connection)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -574,8 +574,6 @@ def run_together(doc: dict[str, Any], program: str) -> dict[str, Any]:
         doc: see `run_tests`.
         program: source of the program.
     """
-    from lit_async_rl.sandbox.programs import execute
-
     names: dict[str, Any] = {"__name__": "program"}
     if execute(program, names):
         return {"passed": [], "failure": "the program fails by itself", "num_not_plain": 0}

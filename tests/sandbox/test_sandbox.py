@@ -232,7 +232,7 @@ def test_a_user_without_privileges(level):
         done = subprocess.run([*command, python, "-c", script], capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
         pytest.skip("needs setpriv")
-    if "ModuleNotFoundError" in done.stderr or not done.stderr.count("sandbox") and done.returncode == 126:
+    if "ModuleNotFoundError" in done.stderr or (not done.stderr.count("sandbox") and done.returncode == 126):
         pytest.skip("the checkout or its packages are not readable for others")
     assert done.stdout == f"12345 {level} [] 1000 1\n", done.stderr
 
