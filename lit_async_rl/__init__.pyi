@@ -183,11 +183,11 @@ from .rollouts.intake import DynamicSampling as DynamicSampling
 from .rollouts.intake import GroupFilter as GroupFilter
 from .rollouts.intake import OverlongFilter as OverlongFilter
 from .rollouts.intake import OverlongPenalty as OverlongPenalty
-from .sandbox import Program as Program
-from .sandbox import ProgramResult as ProgramResult
-from .sandbox import Sandbox as Sandbox
-from .sandbox import SandboxError as SandboxError
-from .sandbox import SandboxLimits as SandboxLimits
+from .sandbox.program import Program as Program
+from .sandbox.program import ProgramResult as ProgramResult
+from .sandbox.program import SandboxError as SandboxError
+from .sandbox.program import SandboxLimits as SandboxLimits
+from .sandbox.sandbox import Sandbox as Sandbox
 from .scheduling.admission import AdmissionPolicy as AdmissionPolicy
 from .scheduling.admission import Bounded as Bounded
 from .scheduling.admission import Drop as Drop

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
-from lit_async_rl.sandbox.sandbox import Program, ProgramResult, Sandbox, SandboxLimits, signal_name
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, signal_name
+from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from lit_async_rl.errors import FinalRewardError, RewardError
 from lit_async_rl.rewards.code_cases import Block, Cases, agrees, last_block, read_cases
-from lit_async_rl.sandbox.sandbox import Program, ProgramResult, Sandbox, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range, meant
 

@@ -1,5 +1,5 @@
-from .sandbox import Program as Program
-from .sandbox import ProgramResult as ProgramResult
+from .program import Program as Program
+from .program import ProgramResult as ProgramResult
+from .program import SandboxError as SandboxError
+from .program import SandboxLimits as SandboxLimits
 from .sandbox import Sandbox as Sandbox
-from .sandbox import SandboxError as SandboxError
-from .sandbox import SandboxLimits as SandboxLimits

@@ -20,7 +20,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lit_async_rl.sandbox import tests
+from lit_async_rl.sandbox import functions, tests
 from lit_async_rl.sandbox.interpreter import MAIN, execute
 
 SOURCE = 3  # file descriptors of a program; it starts with the first three only, or with CHANNEL
@@ -62,7 +62,7 @@ def run(task: dict[str, Any]) -> NoReturn:
         if task["kind"] == "python":
             status = run_python(source, task)
         elif task["kind"] == "functions":
-            status = tests.serve_functions(source.decode(), socket.socket(fileno=CHANNEL))
+            status = functions.serve_functions(source.decode(), socket.socket(fileno=CHANNEL))
         elif task["kind"] == "tests":
             status = tests.run_tests(json.loads(source), socket.socket(fileno=CHANNEL))
         elif task["kind"] == "together":

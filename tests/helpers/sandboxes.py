@@ -6,7 +6,8 @@ import functools
 import sys
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.sandbox.sandbox import Sandbox, SandboxLimits
+from lit_async_rl.sandbox.program import SandboxLimits
+from lit_async_rl.sandbox.sandbox import Sandbox
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=20, memory_mb=200, processes=16, output_kb=256, file_mb=8, scratch_mb=16)
 

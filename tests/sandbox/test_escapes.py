@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from sandboxes import LIMITS, levels
 
-from lit_async_rl.sandbox.sandbox import Program, Sandbox, SandboxLimits
+from lit_async_rl.sandbox.program import Program, SandboxLimits
+from lit_async_rl.sandbox.sandbox import Sandbox
 
 SECRET = "sesame-4711"
 SHORT = SandboxLimits(wall_s=1.0, cpu_s=20, memory_mb=200, processes=16, output_kb=64, file_mb=8, scratch_mb=16)
@@ -522,7 +523,8 @@ def test_odd_texts(sandbox):
 KILLED = """
 import sys, threading, time
 sys.path[:0] = {path!r}
-from lit_async_rl.sandbox.sandbox import Sandbox, SandboxLimits
+from lit_async_rl.sandbox.program import SandboxLimits
+from lit_async_rl.sandbox.sandbox import Sandbox
 sandbox = Sandbox(level={level!r}, limits=SandboxLimits(wall_s=100.0, cpu_s=100))
 source = "import os, time\\nos.fork()\\nos.setsid() if os.getpid() % 2 else None\\nprint(1)\\nwhile True: time.sleep(0.1)"
 for _ in range(2):

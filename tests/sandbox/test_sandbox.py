@@ -19,7 +19,8 @@ from sandboxes import LIMITS, levels
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.sandbox import kernel
-from lit_async_rl.sandbox.sandbox import Program, Sandbox, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.program import Program, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.sandbox import Sandbox
 
 ROOT = Path(__file__).parents[2]
 ALL = levels("limits")
@@ -258,6 +259,6 @@ def test_without_known_numbers_there_is_no_filter(monkeypatch):
 def test_an_error_names_the_level(monkeypatch):
     with make(ALL[0]) as made:
         made.close()
-        monkeypatch.setattr("lit_async_rl.sandbox.sandbox._base_python", lambda: "/no/such/python")
+        monkeypatch.setattr("lit_async_rl.sandbox.processes._base_python", lambda: "/no/such/python")
         with pytest.raises(SandboxError, match=f"could not be run .{ALL[0]}."):
             made.run("x")
