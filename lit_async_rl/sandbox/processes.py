@@ -36,7 +36,6 @@ for name, path in (("lit_async_rl", {str(_HERE.parent)!r}), ("lit_async_rl.sandb
     module = types.ModuleType(name)
     module.__path__ = [path]
     sys.modules[name] = module
-from lit_async_rl.sandbox.programs import PATHS
 from lit_async_rl.sandbox.warden import main
 main()
 """  # without the package's own `__init__`, whose imports the interpreter does not find
