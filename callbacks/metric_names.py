@@ -188,6 +188,18 @@ METRICS: dict[str, list[Metric]] = {
         reward_model/batch_size | completions | of a forward pass, mean
         reward_model/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
     """),
+    "CodeReward": _metrics("""
+        code/num_right | completions | so far that passed all cases; its `name` stands in place of `code`
+        code/num_wrong | completions | so far that failed a case, and ended by themselves
+        code/num_no_code | completions | so far without a code block
+        code/num_time | completions | so far that a limit of time ended
+        code/num_memory | completions | so far that a limit of memory or processes ended
+        code/num_output | completions | so far that wrote too much
+        code/num_failed | completions | so far whose program failed by itself: an exception, a signal, another language
+        code/num_programs | programs | run so far, one for each case or set of tests
+        code/cpu_s | s | processor time of a program, mean
+        code/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
+    """),
     "AnnealBeta": _metrics("""
         loss/beta | factor | present beta of the loss
     """),

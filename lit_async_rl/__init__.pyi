@@ -91,6 +91,7 @@ from .environments.base import Observation as Observation
 from .environments.episode_engine import EpisodeEngine as EpisodeEngine
 from .environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from .environments.gymnasium import GymnasiumPrompts as GymnasiumPrompts
+from .environments.python_tool import PythonTool as PythonTool
 from .errors import EngineDown as EngineDown
 from .errors import EngineError as EngineError
 from .errors import EnvironmentFailure as EnvironmentFailure
@@ -164,6 +165,7 @@ from .replay.buffer import ReplayWeighting as ReplayWeighting
 from .replay.buffer import RewardReplay as RewardReplay
 from .replay.buffer import UniformReplay as UniformReplay
 from .replay.tape import Tape as Tape
+from .rewards.code import CodeReward as CodeReward
 from .rewards.combined import CombinedReward as CombinedReward
 from .rewards.forms import BatchedReward as BatchedReward
 from .rewards.forms import TRLReward as TRLReward
@@ -181,6 +183,11 @@ from .rollouts.intake import DynamicSampling as DynamicSampling
 from .rollouts.intake import GroupFilter as GroupFilter
 from .rollouts.intake import OverlongFilter as OverlongFilter
 from .rollouts.intake import OverlongPenalty as OverlongPenalty
+from .sandbox.program import Program as Program
+from .sandbox.program import ProgramResult as ProgramResult
+from .sandbox.program import SandboxError as SandboxError
+from .sandbox.program import SandboxLimits as SandboxLimits
+from .sandbox.sandbox import Sandbox as Sandbox
 from .scheduling.admission import AdmissionPolicy as AdmissionPolicy
 from .scheduling.admission import Bounded as Bounded
 from .scheduling.admission import Drop as Drop

@@ -759,6 +759,7 @@ NOT_HERE |= {
     for source in ("JudgeReward", "RewardModel")
     for metric in METRICS[source]
 }
+NOT_HERE |= {metric.name: "tests/rewards/test_code.py counts what programs do" for metric in METRICS["CodeReward"]}
 LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",
