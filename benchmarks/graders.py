@@ -5,7 +5,8 @@
     python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py --out docs/measurements/graders.json
 
 Reads cases out of the test files, without running them: lists of `pytest.mark.parametrize` whose arguments begin with
-gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`. Each is graded with the gold as reference
+gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which
+the second is put in a box, as a model does. Each is graded with the gold as reference
 answer. A case is `right` if the verdict is the expected one; `refused` if the reference cannot be read, which a run says
 at its start; `stricter` if an answer was expected to be right and has 0; `laxer` if one was expected to be wrong and has
 full marks. `DIFFERS` lists the cases in which the verdict differs from the library's on purpose; what is in neither
@@ -51,7 +52,7 @@ def cases(path: Path) -> Iterator[tuple[str, str, bool]]:
                 yield gold, pred, bool(expected)
         elif isinstance(node, ast.FunctionDef) and "is_equiv" in ast.unparse(node):
             given = [_literal(one.value) for one in node.body if isinstance(one, ast.Assign)]
-            yield given[0], given[1], "assertTrue" in ast.unparse(node)
+            yield given[0], f"\\boxed{{{given[1]}}}", "assertTrue" in ast.unparse(node)
 
 
 def _literal(node: ast.AST) -> Any:

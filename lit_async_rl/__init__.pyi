@@ -172,6 +172,7 @@ from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
+from .rewards.json_answers import json_match as json_match
 from .rewards.judge import JudgeBudget as JudgeBudget
 from .rewards.judge import JudgeReward as JudgeReward
 from .rewards.judge_models import JudgeLimits as JudgeLimits

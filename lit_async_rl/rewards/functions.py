@@ -14,7 +14,7 @@ from typing import Any
 
 from lit_async_rl.rewards import answers
 from lit_async_rl.rewards.answers import bare_formula, read_answer
-from lit_async_rl.rewards.references import References, any_accepted, grades
+from lit_async_rl.rewards.references import References, any_accepted, explained, grades
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.isolation import IsolatedFunction
@@ -67,6 +67,7 @@ def load_reward(path: str) -> Callable[..., Any]:
     return call
 
 
+@explained(lambda prompt, completion: (completion.strip(), "the same text, or not"))
 @grades(lambda prompt: prompt.answer)
 @any_accepted
 def exact_match(prompt: Prompt, completion: str) -> float:
@@ -78,6 +79,7 @@ def exact_match(prompt: Prompt, completion: str) -> float:
     return float(completion.strip() == reference_answer(prompt).strip())
 
 
+@explained(lambda prompt, completion: (completion, "characters at the same position"))
 @grades(lambda prompt: prompt.answer, partial_credit=True)
 @any_accepted
 def share_correct(prompt: Prompt, completion: str) -> float:
@@ -94,6 +96,21 @@ def share_correct(prompt: Prompt, completion: str) -> float:
     return right / longer if longer else 1.0
 
 
+def _last_number(prompt: Prompt, completion: str) -> str | None:
+    """The last number of a completion as it is written; a fraction if the answer is one."""
+    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    if "/" in reference_answer(prompt):
+        number = rf"(?:\d+ +)?\d+/\d+|{number}"
+    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
+    return found[-1] if found else None
+
+
+def _explain_last_number(prompt: Prompt, completion: str) -> tuple[str, str]:
+    found = _last_number(prompt, completion)
+    return (found, "the last number") if found is not None else ("", "no number was found")
+
+
+@explained(_explain_last_number)
 @grades(lambda prompt: prompt.answer)
 @any_accepted
 def last_number(prompt: Prompt, completion: str) -> float:
@@ -111,11 +128,8 @@ def last_number(prompt: Prompt, completion: str) -> float:
         raise ValueError(
             f"last_number needs a number as the reference answer, got {answer[:100]!r}: use MathVerify or exact_match"
         )
-    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-    if "/" in answer:
-        number = rf"(?:\d+ +)?\d+/\d+|{number}"
-    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
-    last = read_answer(found[-1]).number if found else None
+    found = _last_number(prompt, completion)
+    last = read_answer(found).number if found is not None else None
     return float(last is not None and last == reference.number)
 
 

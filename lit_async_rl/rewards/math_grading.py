@@ -39,7 +39,8 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
         return bool(math_verify.verify(gold, given, timeout_seconds=None))
 
     def grade(reference: str, completion: str) -> tuple[bool | None, str, str]:
-        right = answers.read_answer(reference)
+        has_boxes = reference.count("\\boxed") > 1  # they are items of a list
+        right = Answer(math=reference) if has_boxes else answers.read_answer(reference)
         if right.words is not None:
             if not right.words:
                 return None, "", "the reference has no words"
@@ -48,11 +49,13 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
             return is_right, words[:MAX_SHOWN], "the same words" if is_right else "other words"
         formula = right.math or ""
         is_algebra = answers.has_variables(formula)
-        is_text = "$" in formula or "\\[" in formula or "\\(" in formula
+        is_text = has_boxes or "$" in formula or "\\[" in formula or "\\(" in formula
         gold = (parse_algebra if is_algebra else parse)(formula if is_text else f"${formula}$")
         if not gold:
             return None, "", "the reference cannot be read"
         boxed = answers.final_answer(completion)
+        if right.number is None and completion.count("\\boxed") > 1:
+            boxed = None  # as above
         given = None if boxed is None else answers.read_as_quantity(boxed, right.unit)
         if boxed is None and right.number is not None and right.unit is not None:
             given = answers.last_quantity(completion, right.unit)
@@ -87,8 +90,7 @@ def _graded_quantity(right: Answer, given: Answer, are_equal: Callable[[], bool]
             return False, shown, "no number"
         by_unit = units.compare(right.number, right.unit, given.number, given.unit)
         if by_unit is not None:
-            names = f"{given.unit}, reference in {right.unit}"
-            return by_unit, shown, f"{'equal' if by_unit else 'not equal'}: in {names}"
+            return by_unit, shown, f"{'equal' if by_unit else 'not equal'}: {given.unit} and {right.unit}"
         larger = max(abs(right.number), abs(given.number))
         if right.number == given.number or larger < answers.SMALL_NUMBER:
             is_right = abs(right.number - given.number) <= larger / 10**6
