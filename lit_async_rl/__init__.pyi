@@ -38,6 +38,7 @@ from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
 from .callbacks import ReplicaScaling as ReplicaScaling
+from .callbacks import RewardHackingMonitor as RewardHackingMonitor
 from .callbacks import RolloutMonitor as RolloutMonitor
 from .callbacks import RolloutTape as RolloutTape
 from .callbacks import RunSummary as RunSummary
