@@ -64,6 +64,14 @@ METRICS: dict[str, list[Metric]] = {
         fresh/log_ratio_mean | nats | mean of its logarithm; must be 0 but for rounding
         fresh/log_ratio_slope | nats/nat | its change with the token's log-probability; must be 0
     """),
+    "RewardHackingMonitor": _metrics("""
+        hacking/length_growth | ratio | mean length of the last 20 steps over that of at most 100 steps before
+        hacking/repetition | share | of a completion's 4-grams that were there before, mean
+        hacking/special_tokens | share | completions with a special token before their end
+        hacking/group_std | reward | standard deviation of rewards within a group, mean
+        hacking/disagreement | share | right completions that the second grader calls wrong
+        hacking/num_signs | signs | of reward hacking that hold
+    """),
     "ThroughputMonitor": _metrics("""
         perf/step_s | s | from the end of one optimizer step to the end of the next
         perf/tokens_per_s | tokens/s | completion tokens trained on

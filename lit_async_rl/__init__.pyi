@@ -38,6 +38,7 @@ from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
 from .callbacks import ReplicaScaling as ReplicaScaling
+from .callbacks import RewardHackingMonitor as RewardHackingMonitor
 from .callbacks import RolloutMonitor as RolloutMonitor
 from .callbacks import RolloutTape as RolloutTape
 from .callbacks import RunSummary as RunSummary
@@ -174,6 +175,7 @@ from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
+from .rewards.json_answers import json_match as json_match
 from .rewards.judge import JudgeBudget as JudgeBudget
 from .rewards.judge import JudgeReward as JudgeReward
 from .rewards.judge_models import JudgeLimits as JudgeLimits

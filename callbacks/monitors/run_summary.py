@@ -15,6 +15,7 @@ from rich.table import Table
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_row
 from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
+from lit_async_rl.callbacks.monitors.reward_hacking import RewardHackingMonitor
 from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
@@ -126,6 +127,11 @@ class RunSummary(pl.Callback):
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, FreshDataMonitor) and monitor.broken:
                 table.add_row("fresh data", f"engine and trainer disagree: {monitor.broken}")
+        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, RewardHackingMonitor) and monitor.begun:
+                names = [f"{name} (step {step})" for name, step in monitor.begun.items() if name not in monitor.signs]
+                ended = [f"ended: {', '.join(names)}"] if names else []
+                table.add_row("signs of reward hacking", "; ".join([*monitor.signs.values(), *ended]))
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)

@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("lit_async_rl.cli.plan", "main", "predict the best split of devices between trainer and engines"),
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
+    "grade": ("lit_async_rl.cli.grade", "main", "show what a reward makes of a file of references and answers"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
     "completion": ("lit_async_rl.cli.completion", "main", "print a script that completes commands and settings"),
     "env": ("lit_async_rl.cli.env", "main", "print versions and machine, for a report of a bug"),
