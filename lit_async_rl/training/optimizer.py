@@ -202,7 +202,7 @@ DEFAULT_LEARNING_RATE = 1e-6  # if neither `model.learning_rate` nor an optimize
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLED_WEIGHTS = 4096  # per tensor, for the estimate of lost updates
 SETTINGS_WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers that add moments
-NO_SETTINGS = {
+NO_SETTINGS = {"params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # added by schedulers
     "params",
     "initial_lr",
     "max_lr",
