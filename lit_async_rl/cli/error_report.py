@@ -438,7 +438,7 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
     if not re.fullmatch(r"\w+(\.\w+)+", value):
         usual = USUAL_CLASSES.get(refusal.setting, {}).get(value.lower())
         close = f"; did you mean {usual}?" if usual else _suggested_setting(_last(value), known)
-        listed = f"; there are {', '.join(known)}" if not close and len(known) <= MAX_LISTED_CLASSES else ""
+        listed = f"; there are {', '.join(known)}" if not close and 0 < len(known) <= MAX_LISTED_CLASSES else ""
         return f"{rule}{close or listed}"
     top, *names = value.split(".")
     if Records in bases and len(names) == 1 and importlib.util.find_spec(top) is None:

@@ -203,13 +203,6 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLED_WEIGHTS = 4096  # per tensor, for the estimate of lost updates
 SETTINGS_WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers that add moments
 NO_SETTINGS = {"params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # added by schedulers
-    "params",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-}  # what schedulers add to them
 SAME_OPTIMIZER = "resume with the optimizer that it was saved with"
 DECAY_FACTORS = ("betas", "beta", "momentum", "alpha")  # settings that multiply moments in every step
 MAX_LOST_SHARE = 0.5  # share of unchanged weights above which there is a warning
