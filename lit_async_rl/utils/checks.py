@@ -157,7 +157,7 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
             raise ValueError(f"{owner}.{name} must be an object, got the class: write rl.{own_class.__name__}(...)")
         if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
             wanted = f"{meant_class}()"
-        article = "an" if kind.__name__[0] in "AEIOLR" and kind.__name__ != "Limits" else "a"
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
         shown = repr(value) if isinstance(value, str | int | float) or value is None else f"a {type(value).__name__}"
         raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, such as rl.{wanted}, got {shown[:100]}")
 

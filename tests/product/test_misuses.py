@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def test_a_second_run_in_the_folder_of_an_earlier_one_keeps_its_files(process, f
     seeds = [yaml.safe_load((folder / "runs/fixed" / name).read_text()) for name in ("config.1.yaml", "config.yaml")]
     assert [settings["seed_everything"] for settings in seeds] == [5, 6]
     assert len((folder / "runs/fixed/metrics.1.csv").read_text()) > 100
+
+
+@pytest.mark.parametrize("flags", ["--model.optimizer torch.optim.SGD", "--data.seed 5", "--model.lora.rank 4"])
+def test_a_refused_resume_leaves_the_run_as_it_was(flags, process, folder, made):
+    run = folder / "runs/quickstart/version_0"
+    shutil.copytree(made / "run", run)
+    with (run / "metrics.csv").open("a") as table:
+        table.write((run / "metrics.csv").read_text().splitlines()[-1] + "\n")  # a row after the checkpoint
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    resume = f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_steps 4 {flags}"
+    done = process.run(words_of(dict(command=SMALL, flags=resume), folder), folder)
+    assert done.status == 1, done.said
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_a_port_that_is_in_use(process, folder):
