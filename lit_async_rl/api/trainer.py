@@ -143,6 +143,7 @@ def _check_limits(settings: Mapping[str, Any]) -> None:
     """Refuses limits that contradict each other or do nothing, about which Lightning says nothing."""
     get = settings.get
     check_range("trainer", "integer >= -1", max_steps=get("max_steps"), max_epochs=get("max_epochs"))
+    check_range("trainer", "integer >= -1", num_sanity_val_steps=get("num_sanity_val_steps"))
     check_range("trainer", "integer >= 0", min_steps=get("min_steps"), min_epochs=get("min_epochs"))
     check_range("trainer", "integer >= 0", log_every_n_steps=get("log_every_n_steps"))
     check_range("trainer", "integer >= 1", check_val_every_n_epoch=get("check_val_every_n_epoch"))

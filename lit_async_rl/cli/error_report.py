@@ -54,6 +54,7 @@ SELF_EXPLAINING_ERRORS = (
     *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
 )
 MAX_ERROR_CHARS = 600
+NEGATIVE_NUMBER = re.compile(r"^-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # argparse takes `-1e-4` for an option
 COMPARED_TYPES = (str, int, float, bool)
 
 
@@ -75,6 +76,9 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
         if type(error).__module__.startswith("wandb"):  # compared by name: wandb need not be imported
             without = "WANDB_MODE=offline logs without an account"
             sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
+        if type(error).__module__.startswith("pydantic") and " for Settings" in str(error):  # of wandb, from WANDB_MODE
+            reason = re.sub(r"\[type=.*", "", str(error).partition("\n")[2], flags=re.S)
+            sys.exit(f"error: a variable WANDB_* of the environment is refused by W&B: {shorten(reason)}")
         line = user_line(error)
         hint = _hint(error, folder, is_users=bool(line))
         sys.exit("\n".join(part for part in (f"error: {shorten(_sentence(error))}{hint}", line) if part))
@@ -100,6 +104,10 @@ def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) ->
 
 class Parser(LightningArgumentParser):
     """Lightning's parser with one-line errors, a suggested setting, and no usage text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the process with status 2; parsers of nested values raise instead, as jsonargparse does."""
@@ -225,6 +233,16 @@ USUAL_NAMES = {  # in other programs, and here
     "dataset": "data.prompts",
     "dataset_name": "data.prompts",
     "reward_funcs": "data.reward",
+    "total_training_steps": "trainer.max_steps",
+    "gradient_accumulation_steps": "data.micro_batches_per_step",
+    "checkpoint_callback": "trainer.enable_checkpointing",
+    "progress_bar_refresh_rate": "trainer.enable_progress_bar",
+    "use_vllm": "data.engine",
+    "wandb": "trainer.logger",
+    "report_to": "trainer.logger",
+    "bf16": "trainer.precision",
+    "fp16": "trainer.precision",
+    "adv_estimator": "data.advantage",
 }
 USUAL_CLASSES = {  # names of methods, in lower case, and the class that stands for them, by setting
     "model.loss": {"grpo": "PPOClip", "dapo": "PPOClip", "ppo": "PPOClip", "rloo": "Reinforce"},

@@ -2,7 +2,8 @@
 
 `misuses/*.yaml`: `command` begins all commands of a file, `files` are written into the working folder, and each misuse
 has its `flags` (or a `reward`, the body of a reward function), what the output `says`, and the exit `code`.
-`may_leave: true` marks those that are found when the run has begun, whose folder stays.
+`may_leave: true` marks those that are found when the run has begun, whose folder stays. `acceptable` says what a message
+that was read and found true could say better; all others were judged good.
 """
 
 from __future__ import annotations
@@ -96,8 +97,10 @@ def test_a_misuse_ends_in_a_line_that_names_the_setting(misuse, process, folder)
         assert set(os.listdir(folder)) <= before, f"refused, and left something behind: {left}"
 
 
-def test_there_are_at_least_250():
-    assert len(list(misuses())) >= 250
+def test_there_are_500_of_which_15_are_merely_acceptable():
+    rows = [misuse.values[0] for misuse in misuses()]
+    assert len(rows) >= 500
+    assert sum("acceptable" in row for row in rows) <= 15
 
 
 # -- what needs a neighbour, or a process of its own ------------------------------------------------------------------
