@@ -2,8 +2,8 @@
 
 `misuses/*.yaml`: `command` begins all commands of a file, `files` are written into the working folder, and each misuse
 has its `flags` (or a `reward`, the body of a reward function), what the output `says`, and the exit `code`.
-`may_leave: true` marks those that are found when the run has begun, whose folder stays. `acceptable` says what a message
-that was read and found true could say better; all others were judged good.
+`may_leave: true` marks those that are found when the run has begun, whose folder stays. `acceptable` says what a true
+message could say better; all others were judged good.
 """
 
 from __future__ import annotations
