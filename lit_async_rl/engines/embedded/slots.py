@@ -14,10 +14,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_async_rl.engines.embedded.cuda_stream import to_device
 from lit_async_rl.engines.embedded.forward import cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.sampling import RowState
+from lit_async_rl.engines.embedded.sampling import AT_STOP, RowState, Tokens
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.routers import check_routers, record_in, routers_of
 from lit_async_rl.models.tokenizer import StopStrings
@@ -213,31 +214,21 @@ class StopCheck:
         """Unregisters all rows."""
         self._candidates = None
 
-    def stopped(
-        self, rows: slice | Tensor, tokens: Int[Tensor, " n"], owners: Sequence[tuple[GenerationRequest, int] | None]
-    ) -> Bool[Tensor, " n"] | None:
-        """Mask of the rows that their newest token ends with a stop string; None if there are none.
+    def candidates(self, rows: slice | Tensor, tokens: Int[Tensor, " n"]) -> Bool[Tensor, " n"] | None:
+        """Mask of the rows with a newest token that can end a stop string; None without stop strings.
 
         Args:
             rows: slots.
-            tokens: newest token of each row, appended to `RowState` already.
-            owners: request and sample of each slot.
+            tokens: newest token of each row.
         """
-        if self._candidates is None:
-            return None
-        is_stopped = self._candidates[tokens] & (self._rows.alive[rows] > 0)
-        if not is_stopped.any():
-            return None
-        indices = is_stopped.nonzero()[:, 0]
-        slots = self._rows.all_rows[rows][indices].tolist()
-        for index, slot, (sampled, _, _) in zip(indices.tolist(), slots, self._rows.completions(slots), strict=True):
-            owner = owners[slot]
-            if owner is None or self._finder is None:
-                raise InvariantError("a free slot gave a token")
-            stops = owner[0].sampling.stop
-            before = owner[0].resumed_ids
-            is_stopped[index] = bool(stops) and self._finder.is_at_end(before + sampled, stops)
-        return is_stopped
+        return None if self._candidates is None else self._candidates[tokens] & (self._rows.alive[rows] > 0)
+
+    def is_at_end(self, request: GenerationRequest, sampled: tuple[int, ...]) -> bool:
+        """Whether the tokens sampled so far end with a stop string of the request."""
+        stops = request.sampling.stop
+        if not stops or self._finder is None:
+            return False
+        return self._finder.is_at_end(request.resumed_ids + sampled, stops)
 
 
 class Slots:
@@ -278,7 +269,11 @@ class Slots:
         self._num_active = 0
         self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # prompt at the beginning of each slot's cache
         self._order = RowOrder(self._forward.reads_ranges)
-        self._longest = 0  # upper bound on the positions of active rows, known without synchronising with the device
+        # Positions are counted here, too, because reading them would wait for the device: that of a row is its offset
+        # plus the number of decode steps so far.
+        self._offsets = [0] * num_slots
+        self._num_steps = 0
+        self._longest = 0  # upper bound on the positions of active rows
 
     @property
     def vocab_size(self) -> int:
@@ -326,30 +321,33 @@ class Slots:
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
         if known:
             sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
-            targets = self._index(free[: len(sources)])
+            targets = free[: len(sources)]
             free = free[len(sources) :]
-            self._copy(self._index(sources), targets)
+            self._copy(self._index(sources), self._index(targets))
             self._open_rows(known, targets)
-        finished = self._read(fresh, self._index(free), version) if fresh else []
+        finished = self._read(fresh, free, version) if fresh else []
         return finished + self.decode(version) if known else finished
 
-    def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
+    def _read(self, pending: Sequence[Pending], slots: Sequence[int], version: int) -> list[Completion]:
         """Prefills each distinct prompt once, copies its cache to all its samples, and samples their first tokens."""
         prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))
-        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
         width = max(2, *(len(ids) for ids in prompts))  # the forward pass takes a single column for a decode step
-        input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
+        input_ids = to_device([ids + (0,) * (width - len(ids)) for ids in prompts], self.device)
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
         self._cache.begin_prefill([len(ids) for ids in prompts])
         hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
         number = {prompt: n for n, prompt in enumerate(prompts)}
         source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
+        rows = self._index(slots)
         self._cache.end_prefill(source, rows)
         self._experts.add_prompts((len(prompts), width), source, rows)
-        self._open_rows(pending, rows)
-        logits = self._forward.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
-        self.num_tokens += len(rows)
-        return self._commit(logits[source], rows, version)
+        self._open_rows(pending, slots)
+        last = self._index([len(ids) - 1 for ids in prompts])
+        logits = self._forward.logits(hidden[torch.arange(len(prompts), device=self.device), last])
+        self.num_tokens += len(slots)
+        for slot in slots:
+            self._offsets[slot] += 1
+        return self._commit(logits[source], rows, slots, version=version)
 
     @torch.no_grad()
     def decode(self, version: int) -> list[Completion]:
@@ -360,7 +358,8 @@ class Slots:
         if self._cache.fit(self._longest + 1):  # free rows are written to, too, now inside of longer cached prompts
             self.invalidate_prompts(longer_than=self._cache.max_len)
         if self._order.is_due:
-            sources, targets = self._order.sort(self._rows.positions(n), self._cache.max_len)
+            lengths = [0 if owner is None else self._position(row) for row, owner in enumerate(self._owners)]
+            sources, targets = self._order.sort(lengths, self._cache.max_len)
             self._move(sources, targets)
         # clamped: a free row that ended at the cache's last position would otherwise write into the next slot
         positions = self._rows.position[:n].clamp(max=self._cache.max_len - 1)
@@ -369,31 +368,68 @@ class Slots:
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self._experts.add_tokens(positions, self._longest)
         self.num_tokens += self._num_active
-        return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), version)
+        self._num_steps += 1
+        return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), range(n), version=version)
 
-    def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
-        """Samples a token for each of `rows`, appends it, and closes the finished rows."""
+    def _commit(self, logits: Tensor, rows: slice | Tensor, slots: Sequence[int], version: int) -> list[Completion]:
+        """Samples a token for each of `rows`, appends it, and closes the finished rows.
+
+        Waits once for the device, for the outcomes of all rows; for completions and possible stop strings once more.
+
+        Args:
+            logits: of each row.
+            rows: indices of the rows in tensors.
+            slots: the same on the CPU.
+            version: version of the weights.
+        """
         tokens, logprobs = self._rows.sample(rows, logits, self.generator)
-        done, stopped = self._rows.append(rows, tokens, logprobs, version)
-        if (at_stop := self._stop_check.stopped(rows, tokens, self._owners)) is not None:
-            done = done | at_stop
-            stopped = stopped | at_stop
+        outcomes = self._rows.append(rows, tokens, logprobs, version)
         self._longest += 1
-        if not done.any():
+        if (candidates := self._stop_check.candidates(rows, tokens)) is None:
+            found = outcomes.tolist()
+        else:
+            found, may_stop = torch.stack([outcomes, candidates]).tolist()
+            self._find_stop_strings(found, may_stop, slots)
+        if not any(found):
             return []
-        closing = self._rows.all_rows[rows][done].tolist()
-        finished = self._completions(closing, ["stop" if stop else "length" for stop in stopped[done].tolist()])
+        closing = [slot for slot, outcome in zip(slots, found, strict=True) if outcome]
+        reasons: list[FinishReason] = ["stop" if outcome == AT_STOP else "length" for outcome in found if outcome]
+        finished = self._completions(closing, reasons)
         self._close_rows(closing)
         return finished
+
+    def _find_stop_strings(self, outcomes: list[int], may_stop: Sequence[int], slots: Sequence[int]) -> None:
+        """Sets the outcomes of rows at a stop string to `AT_STOP`, among those that may be at one."""
+        indices = [index for index, candidate in enumerate(may_stop) if candidate]
+        rows = [slots[index] for index in indices]
+        for index, row, (sampled, _, _) in zip(indices, rows, self._sampled(rows), strict=True):
+            if self._stop_check.is_at_end(self._owner(row)[0], sampled):
+                outcomes[index] = AT_STOP
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _index(self, rows: Sequence[int]) -> Int[Tensor, " n"]:
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
+        return to_device(rows, self.device)
 
-    def _open_rows(self, pending: Sequence[Pending], rows: Int[Tensor, " n"]) -> None:
+    def _position(self, row: int) -> int:
+        """Position of the last token of an active row."""
+        return self._offsets[row] + self._num_steps
+
+    def _owner(self, row: int) -> tuple[GenerationRequest, int]:
+        """Request and sample of an active row."""
+        owner = self._owners[row]
+        if owner is None:
+            raise InvariantError("a free slot gave a token")
+        return owner
+
+    def _sampled(self, rows: Sequence[int]) -> list[Tokens]:
+        """Tokens, log-probabilities and versions of active rows."""
+        lengths = [self._position(row) - len(self._owner(row)[0].prompt_ids) + 1 for row in rows]
+        return self._rows.completions(rows, lengths)
+
+    def _open_rows(self, pending: Sequence[Pending], slots: Sequence[int]) -> None:
         begin = 0
-        slots = rows.tolist()
+        rows = self._index(slots)
         for item in pending:
             prompt = item.request.prompt_ids
             part = slice(begin, begin + item.num_samples)
@@ -403,6 +439,7 @@ class Slots:
             for sample, slot in enumerate(slots[part], start=item.first_sample):
                 self._owners[slot] = (item.request, sample)
                 self._prompts[slot] = prompt
+                self._offsets[slot] = len(prompt) - 1 - self._num_steps
             self._longest = max(self._longest, len(prompt) - 1)
             self._stop_check.begin(item.request.sampling.stop, self.vocab_size)
         self._num_active += begin
@@ -415,11 +452,8 @@ class Slots:
 
     def _completions(self, rows: Sequence[int], reasons: Sequence[FinishReason]) -> list[Completion]:
         completions = []
-        for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._rows.completions(rows), strict=True):
-            owner = self._owners[row]
-            if owner is None:
-                raise InvariantError("a free slot gave a token")
-            request, sample = owner
+        for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._sampled(rows), strict=True):
+            request, sample = self._owner(row)
             recorded: dict[str, Any] = {}
             if (width := request.sampling.head) is not None:
                 recorded["head"] = self._rows.heads.of(row, len(tokens), width)
@@ -446,7 +480,8 @@ class Slots:
         self._num_active -= len(rows)
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
-        self._longest = self._rows.longest()
+        active = (self._position(row) for row, owner in enumerate(self._owners) if owner is not None)
+        self._longest = max(active, default=0)
         if not self._num_active:
             self._rows.reset_settings()
             self._stop_check.end()
@@ -466,10 +501,11 @@ class Slots:
         after = self._index(targets)
         self._copy(before, after)
         self._rows.move(before, after)
-        moved = [(self._owners[row], self._prompts[row]) for row in sources]
-        for row, (owner, prompt) in zip(targets, moved, strict=True):
+        moved = [(self._owners[row], self._prompts[row], self._offsets[row]) for row in sources]
+        for row, (owner, prompt, offset) in zip(targets, moved, strict=True):
             self._owners[row] = owner
             self._prompts[row] = prompt
+            self._offsets[row] = offset
 
     def _copy(self, sources: Tensor, targets: Tensor) -> None:
         self._cache.copy(sources, targets)
