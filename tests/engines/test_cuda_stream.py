@@ -14,7 +14,7 @@ import pytest
 import torch
 from device_waits import DeviceWaits
 from replays import own_engine, requests_of
-from tiny_models import save, tiny_gpt2, tiny_llama
+from tiny_models import tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.embedded import cuda_stream
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -231,6 +231,28 @@ class StopCheck:
         return self._finder.is_at_end(request.resumed_ids + sampled, stops)
 
 
+# -- Prompts that are read together -----------------------------------------------------------------------------------
+
+
+MAX_PREFILL_TOKENS = 2**14  # with padding; more would not be faster, and activations take memory in proportion
+
+
+def prefill_parts(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Splits prompts into parts of at most `MAX_PREFILL_TOKENS` tokens with padding, or of one longer prompt.
+
+    Several parts hold prompts of similar lengths. Resumed completions and turns of episodes, which are long and differ
+    in length, are read as prompts, too.
+    """
+    if len(prompts) * max(map(len, prompts)) <= MAX_PREFILL_TOKENS:
+        return [list(prompts)]
+    parts: list[list[tuple[int, ...]]] = []
+    for prompt in sorted(prompts, key=len):  # so that each is the longest of its part
+        if not parts or (len(parts[-1]) + 1) * len(prompt) > MAX_PREFILL_TOKENS:
+            parts.append([])
+        parts[-1].append(prompt)
+    return parts
+
+
 class Slots:
     """Prefill, decoding and bookkeeping of the rows. Not thread-safe: the engine's lock guards it.
 
@@ -330,24 +352,36 @@ class Slots:
 
     def _read(self, pending: Sequence[Pending], slots: Sequence[int], version: int) -> list[Completion]:
         """Prefills each distinct prompt once, copies its cache to all its samples, and samples their first tokens."""
-        prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))
-        width = max(2, *(len(ids) for ids in prompts))  # the forward pass takes a single column for a decode step
-        input_ids = to_device([ids + (0,) * (width - len(ids)) for ids in prompts], self.device)
-        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
-        self._cache.begin_prefill([len(ids) for ids in prompts])
-        hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
-        number = {prompt: n for n, prompt in enumerate(prompts)}
-        source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
-        rows = self._index(slots)
-        self._cache.end_prefill(source, rows)
-        self._experts.add_prompts((len(prompts), width), source, rows)
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        prompts = [item.request.prompt_ids for item in pending for _ in range(item.num_samples)]
+        for prompt, slot in zip(prompts, slots, strict=True):
+            slots_of.setdefault(prompt, []).append(slot)
+        features: dict[tuple[int, ...], Tensor] = {}
+        for part in prefill_parts(list(slots_of)):
+            features |= zip(part, self._prefill(part, [slots_of[prompt] for prompt in part]), strict=True)
         self._open_rows(pending, slots)
-        last = self._index([len(ids) - 1 for ids in prompts])
-        logits = self._forward.logits(hidden[torch.arange(len(prompts), device=self.device), last])
+        number = {prompt: n for n, prompt in enumerate(features)}
+        logits = self._forward.logits(torch.stack(list(features.values())))
         self.num_tokens += len(slots)
         for slot in slots:
             self._offsets[slot] += 1
-        return self._commit(logits[source], rows, slots, version=version)
+        source = self._index([number[prompt] for prompt in prompts])
+        return self._commit(logits[source], self._index(slots), slots, version=version)
+
+    def _prefill(
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "prompts H"]:
+        """Hidden states of the last tokens of prompts, whose cache is copied to `slots[j]` for prompt j."""
+        width = max(2, *(len(ids) for ids in prompts))  # the forward pass takes a single column for a decode step
+        input_ids = to_device([ids + (0,) * (width - len(ids)) for ids in prompts], self.device)
+        self._cache.begin_prefill([len(ids) for ids in prompts])
+        hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], None)
+        source = self._index([number for number, part in enumerate(slots) for _ in part])
+        rows = self._index([slot for part in slots for slot in part])
+        self._cache.end_prefill(source, rows)
+        self._experts.add_prompts((len(prompts), width), source, rows)
+        last = self._index([len(ids) - 1 for ids in prompts])
+        return hidden[torch.arange(len(prompts), device=self.device), last]
 
     @torch.no_grad()
     def decode(self, version: int) -> list[Completion]:
