@@ -58,7 +58,7 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py tests/with_vllm/test_vllm_sleep.py tests/with_vllm/test_vllm_heads.py tests/with_vllm/test_vllm_wrong_weights.py tests/with_vllm/test_vllm_bfloat16.py tests/with_vllm/test_vllm_settings.py tests/with_vllm/test_vllm_refused_sampling.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py tests/with_vllm/test_vllm_sleep.py tests/with_vllm/test_vllm_heads.py tests/with_vllm/test_vllm_wrong_weights.py tests/with_vllm/test_vllm_bfloat16.py tests/with_vllm/test_vllm_settings.py tests/with_vllm/test_vllm_refused_sampling.py tests/with_vllm/test_vllm_packed_transfer.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
