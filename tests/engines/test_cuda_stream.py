@@ -23,6 +23,10 @@ from lit_async_rl.models import weights as weights_module
 from lit_async_rl.models.weights import LowRankSum
 
 
+def on_cpu(values, device):
+    return torch.tensor(values)
+
+
 class Streams:
     """Stand-in of `torch.cuda`: current stream of each thread, and a log of (thread, what, stream)."""
 
@@ -61,9 +65,8 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Current())
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, chosen: self.note("keep", chosen.name))
-        monkeypatch.setattr(cuda_stream, "to_device", lambda values, device: torch.tensor(values))
         for module in ("slots", "sampling"):  # pinned memory needs a GPU
-            monkeypatch.setattr(f"lit_async_rl.engines.embedded.{module}.to_device", cuda_stream.to_device)
+            monkeypatch.setattr(f"lit_async_rl.engines.embedded.{module}.to_device", on_cpu)
 
     @property
     def current(self) -> str:
@@ -132,12 +135,21 @@ def test_an_engine_that_borrows_a_model_shares_its_callers_stream(streams):
     assert {stream for _, what, stream in streams.log if what == "forward"} == {"default"}
 
 
+def test_vllm_is_recommended_for_large_models_on_a_gpu(streams, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.has_streams", lambda device: True)
+    own_engine(tiny_llama(), tmp_path, num_slots=2)
+    assert "VLLMEngine" not in caplog.text
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.VLLM_PARAMETERS", 100)
+    own_engine(tiny_llama(), tmp_path, num_slots=2)
+    assert [m for m in caplog.messages if "data.engine=VLLMEngine" in m]
+
+
 # -- Waits ------------------------------------------------------------------------------------------------------------
 
 
 def waits(lm, tmp_path, monkeypatch, num_polls=12, **sampling) -> tuple[Counter[str], int]:
     """Waits of some decode steps in which no completion ends, and the number of forward passes."""
-    monkeypatch.setattr("lit_async_rl.engines.embedded.slots.to_device", lambda values, device: torch.tensor(values))
+    monkeypatch.setattr("lit_async_rl.engines.embedded.slots.to_device", on_cpu)
     lm.generation_config.eos_token_id = []
     engine = own_engine(lm, tmp_path, num_slots=8)
     engine.submit(requests_of([6, 3], max_tokens=60, num_samples=4, **sampling))

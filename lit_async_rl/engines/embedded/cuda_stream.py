@@ -1,4 +1,4 @@
-"""CUDA stream of a decode loop, and small transfers that do not wait for the GPU.
+"""CUDA stream of a decode loop.
 
 Kernels of one stream run in the order in which they were queued, whichever thread queued them. On the default stream
 each decoded token would wait for the training step that was queued before it, so that sampling and training would
@@ -14,19 +14,16 @@ fill the GPU. Tensors that cross are ordered by events.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_async_rl.utils.device_memory import has_streams
+
 HIGH_PRIORITY = -1
-
-
-def has_streams(device: torch.device) -> bool:
-    """Whether work on the device is queued in streams; elsewhere an `EngineStream` does nothing."""
-    return device.type == "cuda"
 
 
 class EngineStream:
@@ -69,13 +66,3 @@ class EngineStream:
         for tensor in tensors:
             if tensor.device == self._device:
                 tensor.record_stream(self._stream)
-
-
-def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """The values as a tensor on `device`; does not wait for work that is queued there.
-
-    `torch.tensor(values, device="cuda")` copies from pageable memory, and waits for the stream.
-    """
-    if not has_streams(device):
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

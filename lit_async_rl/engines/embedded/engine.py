@@ -17,6 +17,8 @@ none waits for the longest completion of a batch. Each prompt is prefilled once;
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,10 +43,13 @@ from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
 from lit_async_rl.models.weights import apply_weights, receive_weights, tensors_of
 from lit_async_rl.types import Completion, GenerationRequest
+from lit_async_rl.utils.device_memory import has_streams
 from lit_async_rl.utils.spans import ENGINE, Lane, recorder
 from lit_async_rl.utils.waiting import FairLock, Wait
 
 MAX_PENDING_UPDATES = 2
+VLLM_PARAMETERS = 200_000_000  # from about this size on vLLM's start, a minute, is soon made up for
+log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -237,9 +242,12 @@ class DecodeLoop(RolloutEngine):
 
     def setup(self, model: str) -> None:
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
-        self._stream = EngineStream(find_device(self.settings.device))
+        device = find_device(self.settings.device)
+        self._stream = EngineStream(device)
         with self._stream.use():
             self.adopt(build_policy(model, self.dtype, self.settings.device), owns_weights=True)
+        if has_streams(device):
+            recommend_vllm(self.slots.lm)
         self._record.lane = recorder().lane(ENGINE)
         self._has_weights = False
 
@@ -457,6 +465,19 @@ class DecodeLoop(RolloutEngine):
             self._slots = None
             self._queue = RequestQueue()
             self._newest.take()
+
+
+def recommend_vllm(lm: PreTrainedModel) -> None:
+    """Says that vLLM decodes a model of this size faster on a GPU; see docs/gpus.md for why it is not the default."""
+    num_parameters = sum(parameter.numel() for parameter in lm.parameters())
+    if num_parameters < VLLM_PARAMETERS:
+        return
+    is_installed = importlib.util.find_spec("vllm") is not None
+    log.warning(
+        "sampling with EmbeddedEngine on a GPU: it starts each kernel from Python, and vLLM, which does not, samples "
+        "from %.1f billion parameters faster: data.engine=VLLMEngine%s",
+        *(num_parameters / 1e9, "" if is_installed else ' (pip install "lit-async-rl[vllm]")'),
+    )
 
 
 class NewestUpdate:

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_async_rl.engines.embedded.cuda_stream import to_device
 from lit_async_rl.types import SamplerHead, SamplingParams
+from lit_async_rl.utils.device_memory import to_device
 
 # -- Heads of the sampling distributions: S slots, C columns, k likeliest tokens --------------------------------------
 

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.embedded.cuda_stream import to_device
 from lit_async_rl.engines.embedded.forward import cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
@@ -23,6 +22,7 @@ from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.routers import check_routers, record_in, routers_of
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.types import Completion, ExpertChoices, FinishReason, GenerationRequest
+from lit_async_rl.utils.device_memory import to_device
 
 # -- Experts chosen for the tokens of the embedded engine's rows: S slots, P positions, n routers, k experts ----------
 
