@@ -21,8 +21,9 @@ def gpu_precision(settings: Mapping[str, Any]) -> dict[str, str]:
     """Trainer settings for a GPU where the user names no precision; empty otherwise.
 
     `bf16-mixed`: weights, gradients, optimizer states and log-probabilities are float32, and matrix products are
-    bfloat16, with 15 times the throughput of float32 on an H100 by its data sheet. The other float32 products use TF32. On cards without
-    bfloat16, and with strategies that shard weights, whose dtype `model.sharding.compute_dtype` sets, float32 remains.
+    bfloat16, with 15 times the throughput of float32 on an H100 by its data sheet. The other float32 products use
+    TF32. On cards without bfloat16, and with strategies that shard weights, whose dtype
+    `model.sharding.compute_dtype` sets, float32 remains.
 
     Args:
         settings: of `Trainer`.

@@ -121,8 +121,8 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
     def __init__(self, *args: Any, context_parallel_size: int = 1, **settings: Any) -> None:
         if context_parallel_size != 1:
             raise ValueError(
-                f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split over "
-                "GPUs, so that one GPU must hold the activations of the longest. What takes less: "
+                f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split "
+                "over GPUs, so that one GPU must hold the activations of the longest. What takes less: "
                 "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step, "
                 "tensor_parallel_size (docs/gpus.md)"
             )

@@ -23,10 +23,13 @@ NEEDS_GPU = [CONFIGS / name for name in (BASE, *ENGINES)] + sorted((CONFIGS / "s
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NODE_RANK", "0")  # as a launcher would: one configuration is for several machines
 
 
 def built(path: Path, folder: Path) -> AsyncRLCLI:
-    """All parts of GSM8K with this overlay, on two processes of a CPU that are not started."""
+    """All parts of GSM8K with this overlay, on as many processes of a CPU, which are not started."""
+    asked = yaml.safe_load(path.read_text())["trainer"].get("devices", 2)
+    devices = {list: len, int: int, str: lambda _: 2}[type(asked)](asked)
     model = str(asset("sort_policy"))
     overlay = [] if path.name == BASE else ["--config", str(path.relative_to(ROOT))]
     return AsyncRLCLI(
@@ -34,7 +37,7 @@ def built(path: Path, folder: Path) -> AsyncRLCLI:
             *("--config", f"configs/{BASE}", *overlay),
             *("--model.model", model, "--data.prompts", "SortDigits"),
             *("--data.validation.prompts", "null"),
-            *("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.num_nodes", "1"),
+            *("--trainer.accelerator", "cpu", "--trainer.devices", str(devices)),
             *("--trainer.logger.init_args.save_dir", str(folder)),
         ]
     )
@@ -72,3 +75,9 @@ def test_a_transfer_that_a_comment_names_can_be_set(name, tmp_path):
     kind = getattr(lit_async_rl, engine["class_path"])
     for transfer in set(re.findall(r"#.*?\b(\w+Transfer)\b", text)):
         kind(**{**engine["init_args"], "transfer": getattr(lit_async_rl, transfer)()})
+
+
+def test_context_parallelism_is_refused_with_what_helps_instead():
+    with pytest.raises(ValueError, match=r"context_parallel_size=2: sequences are not split .*gradient_checkpointing"):
+        lit_async_rl.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1, context_parallel_size=2)
+    lit_async_rl.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1, context_parallel_size=1)
