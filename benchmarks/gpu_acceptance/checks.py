@@ -175,9 +175,9 @@ def overlap(device: str) -> dict[str, float]:
         trained.save_pretrained(folder)
         engine.setup(folder)
     engine.load_weights(0, trained.named_parameters())
-    asked = requests(trained, 8, 8, 24, 96)
+    asked = requests(trained, 8, 8, 24, 96) if device == "cuda" else requests(trained, 2, 4, 24, 24)
     policy = CausalPolicy(trained)
-    batch = _rows(trained, 4, 8, prompt=128, new=128)
+    batch = _rows(trained, 4, 8, prompt=128, new=128) if device == "cuda" else _rows(trained, 2, 4, prompt=32, new=32)
 
     def train() -> None:
         for _ in range(4):

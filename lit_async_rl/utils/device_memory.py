@@ -45,6 +45,11 @@ def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which this thread queues its work in a stream of its own, beside that of other threads."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if has_streams(device) else contextlib.nullcontext()
+
+
 # -- Many tensors in one mapping of pinned memory ---------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ class Streams:
             def __init__(self, device=None, priority=0):
                 owner.streams += 1
                 self.name = f"own{owner.streams} priority {priority}"
+                self.device = torch.device("cpu")
 
             def wait_event(self, event):
                 owner.note(f"wait {event.name}", self.name)
@@ -122,6 +123,13 @@ def test_new_weights_are_used_behind_their_copies_and_their_memory_is_kept(strea
     found = [(what, stream) for _, what, stream in streams.log]
     kept = [("keep", OWN)] * len(list(lm.parameters()))
     assert found == [("wait event of default", OWN), *kept, ("forward", OWN)]
+
+
+def test_tensors_of_a_device_without_a_number_are_kept(streams):
+    """`auto` is `cuda`, and a tensor's device `cuda:0`: they are not equal."""
+    stream = cuda_stream.EngineStream(torch.device("cuda"))
+    stream.receive(stream.mark(), [torch.zeros(2), torch.zeros(2, device="meta")])
+    assert [what for _, what, _ in streams.log] == ["record", "wait event of default", "keep"]
 
 
 def test_the_parts_of_a_low_rank_sum_are_kept():

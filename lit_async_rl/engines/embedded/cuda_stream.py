@@ -35,9 +35,10 @@ class EngineStream:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._device = device
         is_needed = device is not None and has_streams(device)
         self._stream: Any = torch.cuda.Stream(device, priority=HIGH_PRIORITY) if is_needed else None
+        # with its number, which `device` may lack, and tensors and other threads need
+        self._device = device if self._stream is None else self._stream.device
 
     def use(self) -> AbstractContextManager[Any]:
         """Context in which this thread queues its work on the stream."""

@@ -363,8 +363,6 @@ class Slots:
         number = {prompt: n for n, prompt in enumerate(features)}
         logits = self._forward.logits(torch.stack(list(features.values())))
         self.num_tokens += len(slots)
-        for slot in slots:
-            self._offsets[slot] += 1
         source = self._index([number[prompt] for prompt in prompts])
         return self._commit(logits[source], self._index(slots), slots, version=version)
 
@@ -402,7 +400,6 @@ class Slots:
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self._experts.add_tokens(positions, self._longest)
         self.num_tokens += self._num_active
-        self._num_steps += 1
         return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), range(n), version=version)
 
     def _commit(self, logits: Tensor, rows: slice | Tensor, slots: Sequence[int], version: int) -> list[Completion]:
@@ -418,6 +415,11 @@ class Slots:
         """
         tokens, logprobs = self._rows.sample(rows, logits, self.generator)
         outcomes = self._rows.append(rows, tokens, logprobs, version)
+        if isinstance(rows, slice):  # all rows: a decode step
+            self._num_steps += 1
+        else:
+            for slot in slots:
+                self._offsets[slot] += 1
         self._longest += 1
         if (candidates := self._stop_check.candidates(rows, tokens)) is None:
             found = outcomes.tolist()
