@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
 import lit_async_rl
+from lit_async_rl.api.precision import gpu_precision
 from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
 from lit_async_rl.errors import describe
@@ -42,7 +43,8 @@ class Trainer(pl.Trainer):
     The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
     place. A CSV log is always written into the run's folder, unless `logger=False`: TensorBoard's, or `runs/version_N`
     in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
-    `plugins=[AtomicCheckpointIO()]` writes them while training waits.
+    `plugins=[AtomicCheckpointIO()]` writes them while training waits. On a GPU the default precision is `bf16-mixed`,
+    see `lit_async_rl.api.precision`.
 
     Example:
         ```python
@@ -83,6 +85,7 @@ class Trainer(pl.Trainer):
             if name not in TRAINER_SETTINGS:
                 raise TypeError(f"Trainer has no setting {name!r}{meant(name, TRAINER_SETTINGS)}")
         settings = _with_defaults(settings)
+        settings |= gpu_precision(settings)
         own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
         for callback in own:
             check_objects("trainer", callbacks=callback)
