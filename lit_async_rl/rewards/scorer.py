@@ -7,6 +7,7 @@ the process alive. An `async` reward has no workers: see `async_calls`.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import hashlib
@@ -14,6 +15,8 @@ import inspect
 import itertools
 import logging
 import queue
+import re
+import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,6 +112,9 @@ def reward_identity(reward: Any) -> str:
     that an object stores under the same names. They may be nested: lists, dictionaries, functions and objects with
     settings. Limits of time and memory (`timeout_s` and the like) are excluded, because they do not change rewards. A
     digest, because a setting may be a secret key, and identities are stored in checkpoints and logged.
+
+    Where the source is at hand, its digest is part of the identity, so that a function that was edited is another one;
+    that of what it calls is not. The classes of this package have none: a release says if rewards change.
     """
     if isinstance(reward, functools.partial):
         name = reward_identity(reward.func)
@@ -122,7 +128,45 @@ def reward_identity(reward: Any) -> str:
     known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMIT_SETTINGS)}
     plain = {argument: value for argument, value in known_values.items() if value is not None}
     digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
-    return f"{name}({', '.join(plain)}: {digest})" if plain else name
+    named = f"{name}({', '.join(plain)}: {digest})" if plain else name
+    source = _source_digest(reward)
+    return named if source is None else f"{named} code {source}"
+
+
+def without_code(identity: Any) -> Any:
+    """An identity without the digests of sources."""
+    return re.sub(r" code [0-9a-f]{12}", "", identity) if isinstance(identity, str) else identity
+
+
+def _source_digest(reward: Any) -> str | None:
+    """Digest of a user's function or class, as parsed: comments and layout do not count. None where there is none."""
+    if isinstance(reward, functools.partial):
+        return None  # that of its function is in the name
+    if isinstance(reward, BatchedReward):
+        return _source_digest(reward.reward)
+    owner = reward if inspect.isroutine(reward) else type(reward)
+    if str(getattr(owner, "__module__", "")).partition(".")[0] in (__name__.partition(".")[0], "builtins"):
+        return None
+    try:
+        lines = textwrap.dedent(inspect.getsource(owner))
+    except (OSError, TypeError):
+        return None
+    try:
+        tree = ast.parse(lines)
+    except (SyntaxError, ValueError, RecursionError):  # a lambda within a call that begins before it
+        return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return hashlib.sha256(ast.dump(_without_docstrings(tree)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
+def _without_docstrings(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, DOCUMENTED) and body and ast.get_docstring(node) is not None:
+            node.body = body[1:] or [ast.Pass()]
+    return tree
 
 
 def is_async(reward: Any) -> bool:
