@@ -5,12 +5,12 @@
     python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py --out docs/measurements/graders.json
 
 Reads cases out of the test files, without running them: lists of `pytest.mark.parametrize` whose arguments begin with
-gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which
-the second is put in a box, as a model does. Each is graded with the gold as reference
-answer. A case is `right` if the verdict is the expected one; `refused` if the reference cannot be read, which a run says
-at its start; `stricter` if an answer was expected to be right and has 0; `laxer` if one was expected to be wrong and has
-full marks. `DIFFERS` lists the cases in which the verdict differs from the library's on purpose. Some references are whole
-solutions without a box, which this grader is not for: the check at the start of a run names them.
+gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which the second is put in a box, as a
+model does. Each is graded with the gold as reference answer. A case is `right` if the verdict is the expected one;
+`refused` if the reference cannot be read, which a run says at its start; `stricter` if an answer was expected to be
+right and has 0; `laxer` if one was expected to be wrong and has full marks. `DIFFERS` lists the cases in which the
+verdict differs from the library's on purpose. Some references are whole solutions without a box, which this grader is
+not for: the check at the start of a run names them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def main() -> None:
                 if kind != "right":
                     reason = DIFFERS.get((reference, answer), "")
                     print(kind, path.name, repr(reference)[:150], "|", repr(answer)[-150:], reason)
-        rows.append([NAMES_OF_SETS.get(source.name, source.name), sum(counts.values()), *(counts[kind] for kind in KINDS)])
+        rows.append(
+            [NAMES_OF_SETS.get(source.name, source.name), sum(counts.values()), *(counts[kind] for kind in KINDS)]
+        )
         print(rows[-1])
     if given.out is None:
         return
