@@ -131,6 +131,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
         ValueError: see `check_order`.
     """
     _check_format(state)
+    _check_order_settings(state["settings"], _settings(producer))
     saved = unpack_groups(state["groups"], producer.stream.at)
     now = _settings(producer) | {_OWN_ANSWERS: _answers_of(saved)}
     changed, has_new_rewards = _changed_settings(state["settings"], now, producer.scorer.keeps_rewards)
