@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.utils.checks import OneLineParser, check_range, meant
+from lit_async_rl.utils.visible import visible
 
 REFERENCES = ("answer", "reference", "gold", "ground_truth", "solution")
 COMPLETIONS = ("completion", "response", "prediction", "output", "text")
@@ -292,6 +293,4 @@ def printable(text: str) -> Any:
 
     if len(text) > CELL_CHARS:
         text = f"...{text[-CELL_CHARS:]}"
-    text = " ".join(text.split())
-    return Text("".join(character if character.isprintable() else "�" for character in text))
-
+    return Text(visible(" ".join(text.split())))
