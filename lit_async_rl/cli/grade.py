@@ -4,9 +4,10 @@
     lit-async-rl grade answers.csv --reward my_rewards.short --only wrong
     lit-async-rl grade prompts.jsonl --reward exact_match              # no answers: each reference for itself
 
-The file (.jsonl, .json, .csv, .tsv, .parquet) has one answer per record. A grader of this library also shows what it has
-extracted from the answer, and why it has this score; so does a reward with a method `explain(prompt, completion)` that
-returns score, extracted text and reason. The status is 1 if an answer cannot be graded, or a reference fails for itself.
+The file (.jsonl, .json, .csv, .tsv, .parquet) has one answer per record. A grader of this library also shows what it
+has extracted from the answer, and why it has this score; so does a reward with a method `explain(prompt, completion)`
+that returns score, extracted text and reason. The status is 1 if an answer cannot be graded, or a reference fails for
+itself.
 """
 
 from __future__ import annotations
