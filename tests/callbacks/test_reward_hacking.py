@@ -12,6 +12,7 @@ import lit_async_rl as rl
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, observed, signs_of
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
+from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 STEPS = 150
@@ -45,12 +46,13 @@ def healthy(step, **changes):
     return Seen(**(values | {name: change(step) for name, change in changes.items()}))
 
 
+STUCK = dict(accuracy=lambda step: noisy(0.5, 0.02), length=lambda step: noisy(100), group_std=lambda step: 0.4)
 HACKED = {
-    "length": dict(length=lambda step: noisy(ramp(step, 100, 260)), accuracy=lambda step: noisy(0.5, 0.02)),
+    "length": STUCK | dict(length=lambda step: noisy(ramp(step, 100, 260))),
     "repetition": dict(repetition=lambda step: ramp(step, 0.05, 0.8)),
     "special_tokens": dict(special_tokens=lambda step: ramp(step, 0.0, 0.5)),
-    "format": dict(answer=lambda step: noisy(ramp(step, 0.6, 0.2), 0.02), accuracy=lambda step: 0.5),
-    "group_std": dict(group_std=lambda step: ramp(step, 0.4, 0.0), accuracy=lambda step: 0.5),
+    "format": STUCK | dict(answer=lambda step: noisy(ramp(step, 0.6, 0.2), 0.02)),
+    "group_std": STUCK | dict(group_std=lambda step: ramp(step, 0.4, 0.0)),
 }
 
 
@@ -87,7 +89,7 @@ def test_a_reward_that_is_no_grader_has_to_pay_for_length():
 
 def test_a_sign_begins_and_ends_once_though_its_value_swings_around_the_threshold():
     watch = HackingWatch(window=2, patience=3)
-    values = [0.1] * 10 + [0.45, 0.55] * 20 + [0.9] * 20 + [0.55, 0.45] * 20 + [0.1] * 20
+    values = [0.1] * 10 + [0.42, 0.56] * 20 + [0.9] * 20 + [0.42, 0.56] * 20 + [0.1] * 20
     begun = []
     held = []
     for value in values:
@@ -148,7 +150,7 @@ def group(*rollouts):
 def test_special_tokens_count_before_the_end_and_only_those_of_the_policy():
     data = SimpleNamespace(
         codec=SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[2, 3])),
-        held_out=SimpleNamespace(success=rl.rewards.success.Success()),
+        held_out=SimpleNamespace(success=Success()),
         reward=rl.exact_match,
     )
     cases = [rollout([5, 6, 2]), rollout([5, 6]), rollout([5, 3, 6, 2]), rollout([5, 2, 2]), rollout([5, 3])]
