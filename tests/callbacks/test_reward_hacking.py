@@ -1,5 +1,6 @@
 """Reward hacking is named: each sign by a run that shows it, and no sign by healthy ones."""
 
+import itertools
 import json
 import random
 from types import SimpleNamespace
@@ -78,13 +79,11 @@ def test_what_holds_from_the_first_step_on_is_the_task():
     assert not any(watch.observe(healthy(step, **same)) for step in range(STEPS))
 
 
-def test_a_reward_that_is_no_grader_has_to_pay_for_length():
-    grown = dict(length=lambda step: ramp(step, 100, 300), accuracy=lambda step: None)
-    for pay, signs in ((0.9, ["length"]), (0.0, [])):
-        watch = HackingWatch()
-        assert [
-            n for step in range(STEPS) for n in watch.observe(healthy(step, length_pay=lambda step: pay, **grown))
-        ] == signs
+@pytest.mark.parametrize(("pay", "signs"), [(0.9, ["length"]), (0.0, [])])
+def test_a_reward_that_is_no_grader_has_to_pay_for_length(pay, signs):
+    grown = dict(length=lambda step: ramp(step, 100, 300), accuracy=lambda step: None, length_pay=lambda step: pay)
+    watch = HackingWatch()
+    assert [name for step in range(STEPS) for name in watch.observe(healthy(step, **grown))] == signs
 
 
 def test_a_sign_begins_and_ends_once_though_its_value_swings_around_the_threshold():
@@ -93,10 +92,10 @@ def test_a_sign_begins_and_ends_once_though_its_value_swings_around_the_threshol
     begun = []
     held = []
     for value in values:
-        begun += watch.observe(healthy(0, repetition=lambda step: value))
+        begun += watch.observe(healthy(0, repetition=lambda step, value=value: value))
         held.append("repetition" in watch.found)
     assert begun == ["repetition"]
-    assert sum(a != b for a, b in zip(held, held[1:], strict=False)) == 2
+    assert sum(a != b for a, b in itertools.pairwise(held)) == 2
     assert not held[-1]
 
 
