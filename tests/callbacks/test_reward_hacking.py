@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from flow import fit, make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
-from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, observed, signs_of
+from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, means_of, signs_of
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
@@ -147,14 +146,10 @@ def group(*rollouts):
 
 
 def test_special_tokens_count_before_the_end_and_only_those_of_the_policy():
-    data = SimpleNamespace(
-        codec=SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[2, 3])),
-        held_out=SimpleNamespace(success=Success()),
-        reward=rl.exact_match,
-    )
     cases = [rollout([5, 6, 2]), rollout([5, 6]), rollout([5, 3, 6, 2]), rollout([5, 2, 2]), rollout([5, 3])]
     masked = rollout([5, 3, 6, 2], mask=(True, False, True, True))
-    assert [observed([group(one)], data).special_tokens for one in (*cases, masked)] == [0, 0, 1, 1, 0, 0]
+    found = [means_of([group(one)], Success(), True, special=frozenset([2, 3])) for one in (*cases, masked)]
+    assert [seen.special_tokens for seen in found] == [0, 0, 1, 1, 0, 0]
 
 
 def test_reward_and_length_correlate_within_groups_only():
@@ -238,7 +233,10 @@ def test_signs_go_on_after_a_resume(tmp_path):
         ({"window": 1}, "RewardHackingMonitor.window must be >= 2, got 1"),
         ({"patience": 0}, "RewardHackingMonitor.patience must be >= 1, got 0"),
         ({"num_checked": 0}, "RewardHackingMonitor.num_checked must be >= 1, got 0"),
-        ({"check": 3}, "RewardHackingMonitor.check must be a function"),
+        (
+            {"check": lambda completion: 1.0},
+            "RewardHackingMonitor.check=.* must be a function, .* a parameter is missing",
+        ),
     ],
 )
 def test_settings_are_checked(settings, message):
