@@ -185,12 +185,6 @@ class RewardHackingMonitor(pl.Callback):
         self.begun = dict(state_dict["begun"])
 
 
-def signs_of(trainer: AnyTrainer) -> dict[str, str]:
-    """Signs of reward hacking that hold now; none without a `RewardHackingMonitor`."""
-    monitors = [one for one in trainer.callbacks if isinstance(one, RewardHackingMonitor)]  # type: ignore[attr-defined]
-    return {name: words for monitor in monitors for name, words in monitor.signs.items()}
-
-
 def observed(groups: Sequence[RolloutGroup], data: RolloutDataModule) -> Seen:
     """What the watch sees of the groups of a step."""
     is_grader = references_of(data.reward) is not None or data.held_out.success.part is not None

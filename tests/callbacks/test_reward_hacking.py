@@ -10,7 +10,8 @@ from flow import fit, make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
-from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, means_of, signs_of
+from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, means_of
+from lit_async_rl.callbacks.parts import signs_of
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
