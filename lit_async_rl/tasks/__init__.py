@@ -6,4 +6,12 @@ from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
 from lit_async_rl.tasks.selection import PickNumber
 from lit_async_rl.tasks.sorting import SortDigits
 
-__all__ = ["Addition", "Calculator", "MentalArithmetic", "PickNumber", "ReasoningGym", "ReasoningGymReward", "SortDigits"]
+__all__ = [
+    "Addition",
+    "Calculator",
+    "MentalArithmetic",
+    "PickNumber",
+    "ReasoningGym",
+    "ReasoningGymReward",
+    "SortDigits",
+]
