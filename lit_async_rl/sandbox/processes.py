@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.sandbox import room
-from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits, Verdict
 from lit_async_rl.sandbox.warden import END_S, STOP
 
 START_S = 60.0  # of a warden, on a crowded machine
@@ -337,7 +337,9 @@ class Runs:
         if answer["problem"]:
             raise GuardError(str(answer["problem"])[:300])
         *channel, stdout, stderr = run.outputs.values()
-        verdict = "output" if run.is_too_long and answer["verdict"] in ("stopped", "ended") else answer["verdict"]
+        verdict: Verdict = answer["verdict"]
+        if run.is_too_long and verdict in ("stopped", "ended"):
+            verdict = "output"
         return ProgramResult(
             verdict=verdict,
             status=int(answer["status"]),
