@@ -4,17 +4,18 @@
     python benchmarks/performance/judge_throughput.py --num_calls 4000 --max_concurrent 1000 --mean_s 10
     python benchmarks/performance/judge_throughput.py --rate 40
 
-All calls are submitted to a `Scorer` at once. The endpoint is a process of its own on loopback, so that it does not share
-the client's interpreter lock. Its latencies are log-normal, and a share of the requests fails: half of them by 500, half
-by 429 with `Retry-After: 1`. With `--rate` it also admits that many requests a second (a bucket that holds those of
-`--burst_s` seconds), and refuses others by 429.
+All calls are submitted to a `Scorer` at once. The endpoint is a process of its own on loopback, so that it does not
+share the client's interpreter lock. Its latencies are log-normal, and a share of the requests fails: half of them by
+500, half by 429 with `Retry-After: 1`. With `--rate` it also admits that many requests a second (a bucket that holds
+those of `--burst_s` seconds), and refuses others by 429.
 
 `share` is the throughput while questions wait, by the bound: no client can have more answers a second than
 
     places / mean latency of a request, failed ones included / requests per answer
 
-and, with a rate, not more than rate (and the full bucket) / admitted requests per answer. The window reaches from the first request until
-every question has been asked once; after it there are fewer questions than places, and no client can fill them.
+and, with a rate, not more than rate (and the full bucket) / admitted requests per answer. The window reaches from the
+first request until every question has been asked once; after it there are fewer questions than places, and no client
+can fill them.
 
 `whole` is the same for the round from end to end, by the shortest time that any client could take: the larger of the
 places' (or the rate's) time and that of the slowest question alone, with its failed requests and the pauses that the

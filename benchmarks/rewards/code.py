@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--machine", default="two cores, used by other programs as well; processor time")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    found = measure(given.number, given.hostile, given.workers, given.allow_unsandboxed)
+    found = measure(given.number, given.hostile, given.workers, allow_unsandboxed=given.allow_unsandboxed)
     print(found)
     if given.out is not None:
         rows = [

@@ -40,7 +40,16 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "VLLMServerEngine": dict(servers=["http://127.0.0.1:1"]),
     "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
 }
-VALUES = {"Completion", "GenerationRequest", "PromptBatch", "Rollout", "RolloutBatch", "RolloutGroup", "Turn"}
+VALUES = {
+    "Completion",
+    "GenerationRequest",
+    "ProgramResult",
+    "PromptBatch",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutGroup",
+    "Turn",
+}
 FILES = {
     "CsvPrompts",
     "HuggingFacePrompts",
