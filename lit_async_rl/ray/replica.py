@@ -4,7 +4,7 @@
 |---|---|---|
 | `generate` | polls the engine, and keeps what is finished | the engine, at most `POLL_S` |
 | Ray's for `control` | `start`, `submit`, `abort`, ... in the order of the calls | the versions that requests need |
-| Ray's for `update` | `load` in the order of the calls | the engine |
+| Ray's for `update` | `load` and `prove` in the order of the calls | the engine |
 | Ray's for `poll` | `take`: hands over what is finished | something finished, at most its timeout |
 
 An error never crosses as an object: each answer is plain data, with the error's type and message where there is one.
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import hashlib
 import inspect
-import json
 import os
 import socket
 import threading
@@ -33,17 +31,17 @@ from torch import Tensor
 from lit_async_rl.engines.base import RolloutEngine, set_up
 from lit_async_rl.engines.embedded.own_process import pack_completions, unpack_requests
 from lit_async_rl.errors import StalledError
-from lit_async_rl.models.loading import load_config
 from lit_async_rl.models.weights import LORA_A, LORA_B
+from lit_async_rl.ray.identity import describe_model
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
-from lit_async_rl.types import Completion
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.waiting import FairLock
 
 POLL_S = 0.05  # an abort waits for at most this
 MAX_ERROR_CHARS = 4000
 MAX_LINE_CHARS = 300
 NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
-NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+PROOF = -1  # number of the request that proves which weights sample
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,6 @@ class Recipe:
         if seed is None:
             return self.settings.items()
         return (dict(self.settings) | {"seed": self.settings.get("seed", seed.default) + number}).items()
-
-
-def model_digest(model: str) -> str:
-    """Digest of a model's configuration: two machines may have different models under one name."""
-    config = load_config(model).to_dict()
-    kept = {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -130,6 +121,8 @@ class Replica:
         self._assignments: dict[int, int] = {}  # the latest, by request
         self._reports: list[tuple[int, dict[str, int]]] = []  # versions with checksums
         self._failure: dict[str, str] | None = None
+        self._proof: Completion | None = None
+        self._is_stopped = False
         self._loaded = -1  # newest version that the engine has accepted
         self._was_started = False
         self._limit_s = 600.0
@@ -164,7 +157,7 @@ class Replica:
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
             "logs": [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")],
-            "digest": model_digest(model),
+            "model": describe_model(model),
             "max_model_len": int(self.engine.max_model_len),
             "dtype": str(self.engine.dtype),
         }
@@ -243,6 +236,31 @@ class Replica:
             self._report(version, ())
         return {"version": version}
 
+    @ray.method(concurrency_group="update")
+    @guarded
+    def prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Samples a token and computes log-probabilities with the weights loaded last; before any request of the run.
+
+        The engine's random numbers are afterwards as they were.
+
+        Args:
+            token_ids: a sequence whose log-probabilities are computed; may be empty.
+        """
+        engine = self.engine
+        state = engine.random_state()
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        prompt = tuple(token_ids[:1]) or (0,)
+        engine.submit([GenerationRequest(id=PROOF, prompt_ids=prompt, num_samples=1, sampling=sampling)])
+        with self._changed:
+            self._changed.wait_for(lambda: self._proof is not None or self._failure is not None, self._limit_s)
+            proof = self._proof
+        if proof is None:
+            raise StalledError(f"no token was sampled within {self._limit_s:g} s")
+        logprobs = engine.prompt_logprobs(token_ids) if token_ids else None
+        if state is not None:
+            engine.set_random_state(state)
+        return {"versions": list(proof.versions), "logprobs": logprobs, "dtype": str(engine.dtype)}
+
     def _report(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Called by the engine, in whatever thread has updated it, before the next token."""
         with self._changed:
@@ -286,7 +304,7 @@ class Replica:
     def _generate(self) -> None:
         engine = self.engine
         try:
-            while True:
+            while not self._is_stopped:
                 with self._turn.hold():
                     finished = engine.poll(POLL_S)
                     if finished:
@@ -299,12 +317,23 @@ class Replica:
 
     def _keep(self, finished: Sequence[Completion]) -> None:
         with self._changed:
-            self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished]
+            self._proof = next((c for c in finished if c.request_id == PROOF), self._proof)
+            self._finished += [
+                (self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF
+            ]
             self._changed.notify_all()
+
+    @ray.method(concurrency_group="control")
+    @guarded
+    def sleep(self) -> dict[str, Any]:
+        """Has the engine free its memory until the next weights, or the next request."""
+        self.engine.sleep()
+        return {}
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """Closes the engine, whose own processes end with that; then the actor may be killed."""
+        self._is_stopped = True
         if self._engine is not None:
             self._engine.close()
 

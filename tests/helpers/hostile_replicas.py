@@ -55,7 +55,7 @@ class HostileReplica(EmbeddedEngine):
 
     def poll(self, timeout_s):
         found = super().poll(timeout_s)
-        if not found or not self._is_due:
+        if not self._is_due or all(completion.request_id < 0 for completion in found):  # it proves to be right first
             return found
         match self._fault:
             case "old version":

@@ -223,6 +223,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     def needs_weights(self) -> bool:  # type: ignore[override]
         return self._sleep.is_on and self.sleep_level == 2
 
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        what = "computing log-probabilities of a fixed sequence"
+        found: list[float] = self._vllm.call(self._runner.prompt_logprobs(token_ids), what)
+        return found
+
     def partial_completions(self) -> list[Completion]:
         """Partial completions with a version per token, and finished ones that `poll` has not returned yet."""
         if self._vllm.is_dead:  # the checkpoint after a failure must still be saved

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -476,6 +477,25 @@ class RequestRunner:
             if request is not None:  # None if vLLM died, which ended our task of the request
                 completions += partial_completions(request, state)
         return completions
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, at temperature 1.
+
+        Raises:
+            EngineError: vLLM returns none of a token.
+        """
+        import vllm
+        from vllm import TokensPrompt
+
+        params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=uuid.uuid4().hex)  # nothing from the cache
+        answer: Any = None
+        async for answer in self.process.llm.generate(prompt, params, "-2"):  # no request of the run
+            pass
+        found = [] if answer is None else list(answer.prompt_logprobs or ())
+        if len(found) != len(token_ids) or any(t not in (e or {}) for t, e in zip(token_ids[1:], found[1:], strict=True)):
+            raise EngineError(f"vLLM returned log-probabilities of {len(found)} tokens of a prompt of {len(token_ids)}")
+        return [float(entries[token].logprob) for token, entries in zip(token_ids[1:], found[1:], strict=True)]
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
         """Runs one request to its end; errors go to the book, and from there to the trainer."""
