@@ -318,9 +318,7 @@ class Replica:
     def _keep(self, finished: Sequence[Completion]) -> None:
         with self._changed:
             self._proof = next((c for c in finished if c.request_id == PROOF), self._proof)
-            self._finished += [
-                (self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF
-            ]
+            self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF]
             self._changed.notify_all()
 
     @ray.method(concurrency_group="control")

@@ -29,13 +29,20 @@ class Quick(RolloutEngine):
     end: ClassVar[int | None] = None  # token that ends each completion; None leaves that to its limit
 
     def __init__(self, seed: int = 0, update_timeout_s: float = 30.0, sleep_level: int = 0) -> None:
-        self.seed, self.update_timeout_s, self.sleep_level = seed, update_timeout_s, sleep_level
-        self.version, self.busy, self.tokens, self.requests = -1, 0.0, 0, []
+        self.seed = seed
+        self.update_timeout_s = update_timeout_s
+        self.sleep_level = sleep_level
+        self.version = -1
+        self.busy = 0.0
+        self.tokens = 0
+        self.requests = []
         self.lock = threading.Lock()
 
     @classmethod
     def reset(cls, act: Callable[[int, str, object], None] = lambda seed, what, given: None) -> None:
-        cls.act, cls.calls, cls.end = act, [], None
+        cls.act = act
+        cls.calls = []
+        cls.end = None
 
     def note(self, what: str, given: object = None) -> None:
         Quick.calls.append((self.seed, what, given))
@@ -73,7 +80,8 @@ class Quick(RolloutEngine):
 
     def poll(self, timeout_s):
         with self.lock:
-            taken, self.requests = self.requests[:1], self.requests[1:]
+            taken = self.requests[:1]
+            self.requests = self.requests[1:]
         if not taken:
             time.sleep(0.002)
             return []

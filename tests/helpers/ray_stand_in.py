@@ -42,7 +42,8 @@ class Handle:
     """Of an actor."""
 
     def __init__(self, ray: StandIn, arguments: tuple[Any, ...]) -> None:
-        self.ray, self.arguments = ray, arguments
+        self.ray = ray
+        self.arguments = arguments
         self.number = arguments[-1]
         self.num_starts = 0
         self.lock = threading.Lock()
@@ -66,7 +67,8 @@ class Handle:
                 self.ray.refs[ref].set_exception(getattr(self.ray.exceptions, kind)("it is not there"))
                 return ref
             self.pending.add(ref)
-            actor, sent = self.actor, pickle.dumps(args)
+            actor = self.actor
+            sent = pickle.dumps(args)
             self.threads[GROUPS.get(name, "control")].submit(self.run, actor, name, sent, ref)
         return ref
 
@@ -94,7 +96,8 @@ class Handle:
 
     def end(self, is_for_good: bool) -> None:
         with self.lock:
-            actor, gone = self.actor, self.pending
+            actor = self.actor
+            gone = self.pending
             self.pending = set()
             if actor is None:
                 return

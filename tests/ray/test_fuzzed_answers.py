@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from quick_engines import Quick
-from ray_stand_in import on_stand_in, stand_in  # noqa: F401
+from ray_stand_in import on_stand_in
 from replays import key, requests_of
 from tiny_models import save, tiny_llama
 
@@ -97,7 +97,7 @@ def assert_each_once(found, num_rounds):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_groups_sent_to_a_replica_that_answers_nonsense_none_is_lost_or_comes_twice(stand_in, model, seed):  # noqa: F811
+def test_of_groups_sent_to_a_replica_that_answers_nonsense_none_is_lost_or_comes_twice(stand_in, model, seed):
     rng = random.Random(seed)
     num_fuzzed = 0
 
@@ -123,7 +123,7 @@ def test_of_groups_sent_to_a_replica_that_answers_nonsense_none_is_lost_or_comes
     assert num_fuzzed > 10
 
 
-def test_only_the_answer_to_the_latest_assignment_counts(stand_in, model):  # noqa: F811
+def test_only_the_answer_to_the_latest_assignment_counts(stand_in, model):
     """Each answer with samples comes once more, behind later ones; and one that was held back while others went on."""
     kept = []
 

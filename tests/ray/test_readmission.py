@@ -11,8 +11,8 @@ import pytest
 import torch
 from flow import MODEL
 from quick_engines import Quick
-from ray_stand_in import on_stand_in, stand_in  # noqa: F401
-from replays import assert_exact, assert_replayed, collect, full_logprobs, key, requests_of
+from ray_stand_in import on_stand_in
+from replays import assert_exact, collect, full_logprobs, key, requests_of
 from tiny_models import save, tiny_llama
 
 from lit_async_rl.engines.base import Probe, probe_tokens
@@ -55,7 +55,9 @@ def until(condition, engine, timeout_s=60.0):
 
 
 def small(**settings):
-    return EmbeddedEngine(**{"num_slots": 4, "device": "cpu", "update_timeout_s": 30.0, "self_check": False, **settings})
+    return EmbeddedEngine(
+        **{"num_slots": 4, "device": "cpu", "update_timeout_s": 30.0, "self_check": False, **settings}
+    )
 
 
 def probe_of(lm, version):
@@ -68,7 +70,7 @@ def publish(engine, lm, version):
     engine.load_weights(version, lm.named_parameters())
 
 
-def kill(stand_in, number):  # noqa: F811
+def kill(stand_in, number):
     next(handle for handle in stand_in.handles if handle.number == number).end(False)
 
 
@@ -131,7 +133,7 @@ OTHERWISE = {
 
 
 @pytest.fixture
-def pair(stand_in, model):  # noqa: F811
+def pair(stand_in, model):
     lm = tiny_llama()
     engine = on_stand_in(small(), model, replicas=2)
     publish(engine, lm, 0)
@@ -140,7 +142,7 @@ def pair(stand_in, model):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", OTHERWISE)
-def test_a_replica_that_comes_back_as_another_gets_no_request_until_it_is_right(pair, stand_in, kind, caplog):  # noqa: F811
+def test_a_replica_that_comes_back_as_another_gets_no_request_until_it_is_right(pair, stand_in, kind, caplog):
     caplog.set_level(logging.WARNING)
     engine, lm = pair
     publish(engine, lm, 1)
@@ -157,7 +159,7 @@ def test_a_replica_that_comes_back_as_another_gets_no_request_until_it_is_right(
     assert said(caplog, "is back, with the weights of version 1")
 
 
-def test_at_the_first_weights_other_log_probabilities_end_the_run(stand_in, model):  # noqa: F811
+def test_at_the_first_weights_other_log_probabilities_end_the_run(stand_in, model):
     engine = on_stand_in(small(), model, replicas=1)
     lm = tiny_llama()
     right = probe_of(lm, 0)
@@ -167,7 +169,7 @@ def test_at_the_first_weights_other_log_probabilities_end_the_run(stand_in, mode
     engine.close()
 
 
-def test_one_that_comes_back_has_the_newest_weights_before_any_request(stand_in, model):  # noqa: F811
+def test_one_that_comes_back_has_the_newest_weights_before_any_request(stand_in, model):
     lms = {version: tiny_llama(seed=version) for version in range(3)}
     engine = on_stand_in(small(), model, replicas=2)
     publish(engine, lms[0], 0)
@@ -182,7 +184,7 @@ def test_one_that_comes_back_has_the_newest_weights_before_any_request(stand_in,
     engine.close()
 
 
-def test_the_proof_leaves_random_numbers_alone(stand_in, model):  # noqa: F811
+def test_the_proof_leaves_random_numbers_alone(stand_in, model):
     lm = tiny_llama()
     requests = requests_of([4, 6], max_tokens=20)
     found = []
@@ -195,7 +197,7 @@ def test_the_proof_leaves_random_numbers_alone(stand_in, model):  # noqa: F811
     assert found[0] == found[1]
 
 
-def test_without_in_flight_updates_a_completion_is_from_the_version_it_was_submitted_under(stand_in, model):  # noqa: F811
+def test_without_in_flight_updates_a_completion_is_from_the_version_it_was_submitted_under(stand_in, model):
     lms = {version: tiny_llama(seed=version) for version in range(3)}
     engine = on_stand_in(small(in_flight_weight_updates=False), model, replicas=2)
     for version, lm in lms.items():
@@ -231,7 +233,7 @@ def test_partial_completions_are_beginnings_of_what_comes_and_finished_ones_are_
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def quick(stand_in, model, replicas=2, act=None, **settings):  # noqa: F811
+def quick(stand_in, model, replicas=2, act=None, **settings):
     if act is not None:
         Quick.reset(act)
     engine = on_stand_in(Quick(**settings), model, replicas=replicas)
@@ -247,7 +249,7 @@ def served_by(number, method="submit"):
     return [request.id for seed, what, request in Quick.calls if (seed, what) == (number, method) and request.id >= 0]
 
 
-def test_a_slow_replica_gets_less_and_holds_nobody_up(stand_in, model):  # noqa: F811
+def test_a_slow_replica_gets_less_and_holds_nobody_up(stand_in, model):
     engine = quick(stand_in, model, act=lambda seed, what, given: time.sleep(0.05 * (seed == 1 and what == "poll")))
     found = []
     for number in range(0, 40, 4):
@@ -260,7 +262,7 @@ def test_a_slow_replica_gets_less_and_holds_nobody_up(stand_in, model):  # noqa:
     engine.close()
 
 
-def test_a_request_that_no_replica_survives_is_named(stand_in, model, monkeypatch):  # noqa: F811
+def test_a_request_that_no_replica_survives_is_named(stand_in, model, monkeypatch):
     monkeypatch.setattr(ray_engine, "MAX_FAILURES", 5)
 
     def act(seed, what, given):
@@ -275,7 +277,7 @@ def test_a_request_that_no_replica_survives_is_named(stand_in, model, monkeypatc
     engine.close()
 
 
-def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog):  # noqa: F811
+def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog):
     hangs = threading.Event()
 
     def act(seed, what, given):
@@ -292,7 +294,7 @@ def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog):  # 
     engine.close()
 
 
-def test_when_none_comes_back_the_run_ends_and_says_why_of_each(stand_in, model):  # noqa: F811
+def test_when_none_comes_back_the_run_ends_and_says_why_of_each(stand_in, model):
     engine = quick(stand_in, model)
     engine.startup_timeout_s = 0.5
 
@@ -303,12 +305,12 @@ def test_when_none_comes_back_the_run_ends_and_says_why_of_each(stand_in, model)
     Quick.reset(act)
     kill(stand_in, 0)
     kill(stand_in, 1)
-    with pytest.raises(StalledError, match=r"no replica was ready within .*0\.5: replica 0.*device 0; replica 1.*device 1"):
+    with pytest.raises(StalledError, match=r"no replica was ready .*: replica 0.*device 0; replica 1.*device 1"):
         until(lambda: False, engine)
     engine.close()
 
 
-def test_replicas_join_and_leave_while_they_sample_and_each_sample_comes_once(stand_in, model):  # noqa: F811
+def test_replicas_join_and_leave_while_they_sample_and_each_sample_comes_once(stand_in, model):
     engine = quick(stand_in, model, act=lambda seed, what, given: time.sleep(0.002))
     received, number = [], 0
     for version, replicas in enumerate((3, 1, 4, 2), start=1):
@@ -324,7 +326,7 @@ def test_replicas_join_and_leave_while_they_sample_and_each_sample_comes_once(st
     engine.close()
 
 
-def test_close_lets_a_waiting_thread_go(stand_in, model):  # noqa: F811
+def test_close_lets_a_waiting_thread_go(stand_in, model):
     engine = quick(stand_in, model, act=lambda seed, what, given: what == "poll" and given.id >= 0 and time.sleep(5.0))
     engine.submit(requests_of([4], max_tokens=3))
     found = []
@@ -350,7 +352,7 @@ class Counting(Environment):
         return Observation(text=str(self.turns), reward=1.0, done=self.turns == 3)
 
 
-def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning(stand_in):  # noqa: F811
+def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning(stand_in):
     engine = quick(stand_in, MODEL, replicas=3)
     engine._placement.session_margin = 1e9  # however much it has to do
     Quick.end = 1  # of the policy
@@ -376,7 +378,7 @@ def slept():
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_replicas_sleep_until_the_next_weights_unless_they_have_requests(stand_in, model, level):  # noqa: F811
+def test_replicas_sleep_until_the_next_weights_unless_they_have_requests(stand_in, model, level):
     busy = threading.Event()
 
     def act(seed, what, given):
@@ -403,7 +405,7 @@ def test_replicas_sleep_until_the_next_weights_unless_they_have_requests(stand_i
     engine.close()
 
 
-def test_one_that_is_lost_while_they_sleep_starts_again_when_they_wake_up(stand_in, model):  # noqa: F811
+def test_one_that_is_lost_while_they_sleep_starts_again_when_they_wake_up(stand_in, model):
     engine = quick(stand_in, model, sleep_level=1, update_timeout_s=0.6)
     engine.sleep()
     before = len(Quick.calls)
@@ -422,7 +424,7 @@ def test_one_that_is_lost_while_they_sleep_starts_again_when_they_wake_up(stand_
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, model):  # noqa: F811
+def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, model):
     engine = RayEngine(VLLMEngine(tensor_parallel_size=2), replicas=2, num_gpus=2.0)
     assert engine.num_slots == 2 * 256 or engine.num_slots == 2 * 64
     with pytest.raises(ModuleNotFoundError, match=r"replica \d .*needs vLLM, which is not installed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
 import time
@@ -190,9 +189,6 @@ class RequestBook:
 # top-p, min-p) are applied, and tokens outside of the support have -inf. vLLM returns no entropy.
 
 
-NO_PROBABILITY = -9999.0  # vLLM's replacement for -inf in JSON
-
-
 def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> SamplerHead:
     """Head of the tokens of a completion, with entropy NaN.
 
@@ -208,7 +204,6 @@ def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> Sam
         if top:
             ids[row, : len(top)] = torch.tensor([token for token, _ in top])
             logprobs[row, : len(top)] = torch.tensor([value for _, value in top])
-    logprobs[logprobs <= NO_PROBABILITY] = -math.inf
     return SamplerHead(torch.full((len(positions),), torch.nan), ids, logprobs)
 
 
@@ -489,11 +484,12 @@ class RequestRunner:
 
         params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=uuid.uuid4().hex)  # nothing from the cache
-        answer: Any = None
+        found: list[Any] = []
         async for answer in self.process.llm.generate(prompt, params, "-2"):  # no request of the run
-            pass
-        found = [] if answer is None else list(answer.prompt_logprobs or ())
-        if len(found) != len(token_ids) or any(t not in (e or {}) for t, e in zip(token_ids[1:], found[1:], strict=True)):
+            found = list(answer.prompt_logprobs or ())
+        if len(found) != len(token_ids) or any(
+            t not in (e or {}) for t, e in zip(token_ids[1:], found[1:], strict=True)
+        ):
             raise EngineError(f"vLLM returned log-probabilities of {len(found)} tokens of a prompt of {len(token_ids)}")
         return [float(entries[token].logprob) for token, entries in zip(token_ids[1:], found[1:], strict=True)]
 
