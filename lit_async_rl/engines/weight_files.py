@@ -62,6 +62,10 @@ class WeightFolders:
         self._name = ""
         self._numbers = itertools.count()
 
+    def __reduce__(self) -> tuple[type[WeightFolders], tuple[str | None]]:
+        """A copy in another process makes folders of its own."""
+        return WeightFolders, (self.parent,)
+
     def make(self) -> Path:
         """Creates a folder; the first call removes those of dead runs."""
         parent = Path(tempfile.gettempdir() if self.parent is None else self.parent)

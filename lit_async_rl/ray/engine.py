@@ -102,6 +102,8 @@ class RayEngine(EngineWrapper):
         session_margin: a request leaves the replica that has its beginning when that has so many times the request's
             own tokens more to do than the least loaded one.
         spread: places replicas on different nodes where possible, rather than on few.
+        delta: between nodes only what has changed bit by bit in the engine's dtype travels; the trainer and each
+            replica keep a copy of the weights in host memory for it.
 
     Attributes:
         update_timeout_s: of the inner engine. A replica that takes longer for an update, or that holds requests and
@@ -128,6 +130,7 @@ class RayEngine(EngineWrapper):
         min_replicas: int | None = None,
         session_margin: float = 4.0,
         spread: bool = True,
+        delta: bool = False,
     ) -> None:
         check_range("data.engine", "integer positive", replicas=replicas)
         check_range("data.engine", ">= 0", num_cpus=num_cpus, num_gpus=num_gpus, session_margin=session_margin)
@@ -139,6 +142,7 @@ class RayEngine(EngineWrapper):
         self.num_gpus = num_gpus
         self.resources = resources
         self.address = address
+        self.delta = delta
         self.min_replicas = replicas if min_replicas is None else min_replicas
         self.in_flight_weight_updates = self.engine.in_flight_weight_updates
         self.uses_probe = self.has_model
@@ -255,7 +259,7 @@ class RayEngine(EngineWrapper):
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if entry.place)
         dtype = getattr(torch, self.dtype, None)
-        self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None)
+        self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None, delta=self.delta)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Puts the weights into the object store once, and has all replicas load them.
@@ -278,7 +282,7 @@ class RayEngine(EngineWrapper):
         table = store.publish(version, weights)
         self._check()
         with self._lock:
-            self._table_ref = self._ray.put([tuple(place) for place in table.places.values()])
+            self._table_ref = self._ray.put([tuple(place) for place in table.contents])
             self._table = table
             self._probe = self.probe if self.probe is not None and self.probe.version == version else None
             self._is_asleep = False
@@ -431,6 +435,7 @@ class RayEngine(EngineWrapper):
             if not entry.held:
                 entry.heard = time.monotonic()
             entry.held |= {one.request.id: one for one in assignments}
+            entry.latest = assignments[-1].number
             packed = pack_requests([one.as_sent for one in assignments])
             numbers = [one.number for one in assignments]
             self._call(entry, self._ignore, "submit", packed, numbers, self._version)
@@ -575,7 +580,9 @@ class RayEngine(EngineWrapper):
         entry.sent = table.version
         if entry.state is State.LOADING:
             entry.heard = time.monotonic()
-        self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets))
+        # weights that wait for requests must not overtake them: these calls run in different threads there
+        after = 0 if self.in_flight_weight_updates else entry.latest
+        self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets), after)
         if not entry.is_proving:  # once after each start; the replica takes no newer weights before it has answered
             entry.is_proving = True
             token_ids = () if self._probe is None else self._probe.token_ids
@@ -771,6 +778,7 @@ class RayEngine(EngineWrapper):
         entry.busy_s = entry.num_tokens = entry.num_running = 0
         entry.sent = entry.accepted = entry.verified = entry.proved = -1
         entry.is_proving = False
+        entry.latest = 0
         entry.sums = {}
         self.num_lost += 1
         self._placement.remove(entry.number)

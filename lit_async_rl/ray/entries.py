@@ -127,6 +127,7 @@ class ReplicaEntry:
     state: State = State.STARTING
     held: dict[int, Assignment] = field(default_factory=dict)  # by request
     place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
+    latest: int = 0  # number of its latest assignment
     sent: int = -1  # newest version that it was given
     accepted: int = -1
     verified: int = -1  # newest version whose checksums it has reported

@@ -119,6 +119,7 @@ class Replica:
         self._changed = threading.Condition()  # guards all below
         self._finished: list[tuple[int, Completion]] = []  # with the assignment that each belongs to
         self._assignments: dict[int, int] = {}  # the latest, by request
+        self._submitted = 0  # number of the latest assignment that the engine has
         self._reports: list[tuple[int, dict[str, int]]] = []  # versions with checksums
         self._failure: dict[str, str] | None = None
         self._proof: Completion | None = None
@@ -173,6 +174,9 @@ class Replica:
             for request, assignment in zip(unpacked, assignments, strict=True):
                 self._assignments[request.id] = assignment
         self.engine.submit(unpacked)
+        with self._changed:
+            self._submitted = max(assignments, default=self._submitted)
+            self._changed.notify_all()
         return {}
 
     @ray.method(concurrency_group="control")
@@ -214,17 +218,20 @@ class Replica:
 
     @ray.method(concurrency_group="update")
     @guarded
-    def load(self, version: int, table: Sequence[Any], buckets: Mapping[int, Any]) -> dict[str, Any]:
+    def load(self, version: int, table: Sequence[Any], buckets: Mapping[int, Any], after: int) -> dict[str, Any]:
         """Loads weights from the object store.
 
         Args:
             version: of the weights.
             table: reference of the list of places, in a list, so that Ray does not read it for us.
             buckets: references of the buckets by number.
+            after: number of the assignment that the engine must have before.
         """
         places = [Place(*place) for place in ray.get(table[0])]
         received = dict[str, Tensor]()
         with self._changed:
+            if not self._changed.wait_for(lambda: self._submitted >= after or self._failure, self._limit_s):
+                raise StalledError(f"requests before version {version} were not submitted within {self._limit_s:g} s")
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}
             self._received[version] = received

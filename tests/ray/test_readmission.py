@@ -19,6 +19,8 @@ from lit_async_rl.engines.base import Probe, probe_tokens
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
+from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
@@ -197,7 +199,17 @@ def test_the_proof_leaves_random_numbers_alone(stand_in, model):
     assert found[0] == found[1]
 
 
-def test_without_in_flight_updates_a_completion_is_from_the_version_it_was_submitted_under(stand_in, model):
+@pytest.mark.parametrize("slow_s", [0.0, 0.1])
+def test_without_in_flight_updates_a_completion_is_from_the_version_it_was_submitted_under(
+    stand_in, model, slow_s, monkeypatch
+):
+    submit = EmbeddedEngine.submit
+
+    def slowly(self, requests):
+        time.sleep(slow_s)
+        submit(self, requests)
+
+    monkeypatch.setattr(EmbeddedEngine, "submit", slowly)
     lms = {version: tiny_llama(seed=version) for version in range(3)}
     engine = on_stand_in(small(in_flight_weight_updates=False), model, replicas=2)
     for version, lm in lms.items():
@@ -423,10 +435,18 @@ def test_one_that_is_lost_while_they_sleep_starts_again_when_they_wake_up(stand_
 # -- a trainer without vLLM -------------------------------------------------------------------------------------------
 
 
+TRANSFERS = [None, SharedMemoryTransfer(delta=True, preload=False), FileTransfer("/tmp/weights", dtype="bfloat16")]
+TRANSFERS += [IpcTransfer(), NcclTransfer()]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, model):
-    engine = RayEngine(VLLMEngine(tensor_parallel_size=2), replicas=2, num_gpus=2.0)
-    assert engine.num_slots == 2 * 256 or engine.num_slots == 2 * 64
-    with pytest.raises(ModuleNotFoundError, match=r"replica \d .*needs vLLM, which is not installed"):
+@pytest.mark.parametrize("transfer", TRANSFERS, ids=lambda transfer: type(transfer).__name__)
+def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, model, transfer):
+    engine = RayEngine(VLLMEngine(tensor_parallel_size=2, transfer=transfer), replicas=2, num_gpus=2.0)
+    moves_here = not isinstance(transfer, IpcTransfer | NcclTransfer)
+    error, says = (
+        (ModuleNotFoundError, "needs vLLM, which is not") if moves_here else (ValueError, "the trainer sees none")
+    )
+    with pytest.raises(error, match=rf"replica \d .*{says}"):
         engine.setup(model)
     engine.close()
