@@ -257,7 +257,9 @@ class WeightReader:
                 begin = self._changed[name] if is_known else read(whole).view(getattr(torch, whole.dtype))
                 tensor = begin.reshape(-1).clone()  # the checksum of the one before may not be taken yet
                 for change in chain[len(known) if is_known else 1 :]:
-                    weight_deltas.apply_change(tensor, change.kind, read(change), read(change, 1).view(tensor.dtype))
+                    weight_deltas.apply_change(
+                        tensor, change.kind, read(change), values=read(change, 1).view(tensor.dtype)
+                    )
                 tensor = self._changed[name] = tensor.view(whole.shape)
             received[name] = tensor
             yield name, tensor
