@@ -442,7 +442,7 @@ TRANSFERS += [IpcTransfer(), NcclTransfer()]
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 @pytest.mark.parametrize("transfer", TRANSFERS, ids=lambda transfer: type(transfer).__name__)
 def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, model, transfer):
-    engine = RayEngine(VLLMEngine(tensor_parallel_size=2, transfer=transfer), replicas=2, num_gpus=2.0)
+    engine = RayEngine(VLLMEngine(transfer=transfer), replicas=2, num_gpus=1.0)
     moves_here = not isinstance(transfer, IpcTransfer | NcclTransfer)
     error, says = (
         (ModuleNotFoundError, "needs vLLM, which is not") if moves_here else (ValueError, "the trainer sees none")
