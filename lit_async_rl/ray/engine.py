@@ -59,7 +59,8 @@ from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 
-MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`; also losses of replicas that had one request
+MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
+MAX_LOSSES = 5  # of replicas in a row that had one request
 NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
 RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
@@ -805,9 +806,9 @@ class RayEngine(EngineWrapper):
             self._none_since = self._none_since or time.monotonic()
         again = [one.again() for one in held.values()]
         worst = max(again, key=lambda part: part.num_lost, default=None)
-        if worst is not None and worst.num_lost >= MAX_FAILURES:
+        if worst is not None and worst.num_lost >= MAX_LOSSES:
             self._error = self._error or EngineError(
-                f"request {worst.request.id} was with {MAX_FAILURES} replicas that were lost, one after the other: "
+                f"request {worst.request.id} was with {MAX_LOSSES} replicas that were lost, one after the other: "
                 f"{message}"
             )
         self._assign(again)

@@ -274,9 +274,7 @@ def test_a_slow_replica_gets_less_and_holds_nobody_up(stand_in, model):
     engine.close()
 
 
-def test_a_request_that_no_replica_survives_is_named(stand_in, model, monkeypatch):
-    monkeypatch.setattr(ray_engine, "MAX_FAILURES", 5)
-
+def test_a_request_that_no_replica_survives_is_named(stand_in, model):
     def act(seed, what, given):
         if what == "submit" and given.id == 3:
             raise RuntimeError("the scheduler is broken")
