@@ -83,8 +83,6 @@ from .engines.vllm.file_transfer import FileTransfer as FileTransfer
 from .engines.vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .engines.vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .engines.vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
-from .engines.vllm.replicas import VLLMReplicas as VLLMReplicas
-from .engines.vllm.servers.engine import VLLMServerEngine as VLLMServerEngine
 from .engines.vllm.weight_transfer import WeightTransfer as WeightTransfer
 from .environments.base import Environment as Environment
 from .environments.base import Episode as Episode

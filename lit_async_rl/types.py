@@ -687,7 +687,7 @@ class GenerationRequest:
     whatever else is sampled, and in whichever order. Other engines do not read it.
 
     Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
-    servers send them where that beginning is cached.
+    replicas send them where that beginning is cached.
     """
 
     id: int

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py overhead --output docs/measurements/ray_overhead.json
     OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py accuracy --output docs/measurements/ray_accuracy.json
+    .venv-vllm/bin/python benchmarks/ray/replicas.py vllm --rounds 1 --output docs/measurements/ray_vllm.json
 
 Runs are ordinary commands, in turns; those of one round (a seed) are paired. Each result is kept in `--folder`, and a
 benchmark that was interrupted goes on from there.
@@ -26,6 +27,14 @@ from benchmarks.common.process import csv_logger
 
 SKIPPED_STEPS = 10  # while the pipeline fills
 TIMEOUT_S = 900.0
+INNER = "data.engine.engine.init_args"
+
+
+def small_vllm(setting: str) -> tuple[str, ...]:
+    """Flags of a vLLM of which two fit beside a trainer."""
+    return (f"--{setting}.max_num_seqs", "256", f"--{setting}.kv_cache_memory_gb", "0.25")
+
+
 RAY = ("--data.engine", "RayEngine", "--data.engine.num_cpus", "0.5", "--data.engine.engine.class_path")
 SYSTEMS = {
     "no Ray, own process": ("--data.engine", "EmbeddedEngine", "--data.engine.own_process", "true"),
@@ -33,8 +42,13 @@ SYSTEMS = {
     "2 replicas": (*RAY, "EmbeddedEngine", "--data.engine.replicas", "2"),
     "4 replicas": (*RAY, "EmbeddedEngine", "--data.engine.replicas", "4"),
 }
+VLLM = {  # needs both of them in one environment: make test-vllm-ray
+    "no Ray, vLLM": ("--data.engine", "VLLMEngine", *small_vllm("data.engine")),
+    "1 replica of vLLM": (*RAY, "VLLMEngine", "--data.engine.replicas", "1", *small_vllm(INNER)),
+    "2 replicas of vLLM": (*RAY, "VLLMEngine", "--data.engine.replicas", "2", *small_vllm(INNER)),
+}
 QUIET = ("--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "null")
-LENGTHS = {"overhead": ("--trainer.max_steps", "80", "--trainer.limit_val_batches", "0"), "accuracy": ()}
+LENGTHS = {"overhead": ("--trainer.max_steps", "80", "--trainer.limit_val_batches", "0"), "accuracy": (), "vllm": ()}
 
 
 def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
@@ -44,7 +58,14 @@ def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
     if done.exists():
         return json.loads(done.read_text())
     place.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", *SYSTEMS[system], *QUIET]
+    command = [
+        sys.executable,
+        "scripts/train.py",
+        "--config",
+        "configs/quickstart.yaml",
+        *(SYSTEMS | VLLM)[system],
+        *QUIET,
+    ]
     command += [*LENGTHS[what], *csv_logger(place), "--seed_everything", str(seed)]
     with (place / "log.txt").open("w") as log:
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=TIMEOUT_S)
@@ -69,17 +90,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS | VLLM))
     parser.add_argument("--folder", type=Path, default=Path("runs/ray_replicas"))
     parser.add_argument("--machine", default="two cores, idle otherwise")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    args.systems = args.systems or list(VLLM if args.what == "vllm" else SYSTEMS)
     found: dict[str, list[dict[str, float]]] = {system: [] for system in args.systems}
     for seed in range(args.rounds):
         for system in args.systems:
             found[system].append(result(args.folder, args.what, system, seed=seed))
             print(f"seed {seed}, {system}: {found[system][-1]}", flush=True)
-    names = {"overhead": ("step_s", "sync_s"), "accuracy": ("accuracy", "staleness")}[args.what]
+    names = ("step_s", "sync_s") if args.what == "overhead" else ("accuracy", "staleness")
     rows = [
         [system, *(round(statistics.median(one[name] for one in runs), 4) for name in names)]
         for system, runs in found.items()

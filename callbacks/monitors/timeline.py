@@ -52,8 +52,8 @@ class Timeline(pl.Callback):
     window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and lasts for the sum of
     their durations. On a GPU, spans of the trainer are host time: its thread runs ahead of the device.
 
-    The rank that sends requests to a server records its spans. When training starts, ranks on other machines measure
-    the offset of their clocks from rank 0 (the median of times exchanged after barriers), and correct it.
+    When training starts, ranks on other machines measure the offset of their clocks from rank 0 (the median of times
+    exchanged after barriers), and correct it.
 
     Files are written every `flush_s` seconds, and are readable at any time, also after a kill; a resumed run appends to
     them. With several timelines in one Trainer only the first writes.

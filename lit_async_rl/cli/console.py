@@ -26,7 +26,6 @@ COMMANDS = {
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
     "convert": ("lit_async_rl.cli.convert", "main", "turn a configuration of TRL into one of this trainer"),
-    "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
     "plan": ("lit_async_rl.cli.plan", "main", "predict the best split of devices between trainer and engines"),
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
@@ -53,6 +52,10 @@ def main(args: Sequence[str] | None = None) -> None:
             _run_configured(command, rest)
         else:
             getattr(importlib.import_module(module), function)(rest)
+    elif command == "serve":
+        from lit_async_rl.utils.renamed_keys import REMOVED
+
+        sys.exit(f"error: lit-async-rl serve is now {REMOVED[command]}")
     else:
         known = f"{', '.join(COMMANDS)} and --version"
         sys.exit(f"error: there is no command {command!r}{meant(command, COMMANDS)} (commands: {known})")

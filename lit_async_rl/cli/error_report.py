@@ -41,7 +41,7 @@ from lit_async_rl.errors import (
 from lit_async_rl.prompts.sources import FILE_SOURCES, Records
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
-from lit_async_rl.utils.renamed_keys import new_name
+from lit_async_rl.utils.renamed_keys import new_class, new_name
 from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
@@ -282,6 +282,8 @@ def explain(message: str, types: Mapping[str, Any]) -> str:
         return f"{match[1]} cannot be given here: it follows model.model"
     if match := re.match(r"Unexpected config: (\w+):\s*$", message):
         return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
+    if (renamed := new_class(message)) is not None:
+        return renamed
     refusals = _refusals(message)
     if not refusals:
         return message

@@ -110,7 +110,9 @@ class ReplaceableEngine:
         self._discard(error)
         try:
             before = self.engine.num_slots
+            probe = self.engine.probe
             self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
+            self.engine.probe = probe  # of the weights that it gets now
             if (slots := self.engine.num_slots) < before:
                 log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, before)
             calls = self.calls

@@ -8,6 +8,4 @@ from .vllm.file_transfer import FileTransfer as FileTransfer
 from .vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
-from .vllm.replicas import VLLMReplicas as VLLMReplicas
-from .vllm.servers.engine import VLLMServerEngine as VLLMServerEngine
 from .vllm.weight_transfer import WeightTransfer as WeightTransfer

@@ -192,6 +192,13 @@ class RolloutEngine(ABC):
         engine up, or waits for the next weights.
         """
 
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
+        """Log-probabilities of all tokens but the first, at temperature 1, under the weights in use.
+
+        Called from any thread while nothing else is submitted. None if the engine computes none.
+        """
+        return None
+
     def random_state(self) -> Tensor | None:
         """State of the random number generator, for a checkpoint; None if there is none to save."""
         return None
@@ -318,6 +325,9 @@ class EngineWrapper(RolloutEngine):
 
     def sleep(self) -> None:
         self.engine.sleep()
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
+        return self.engine.prompt_logprobs(token_ids)
 
     def close(self) -> None:
         self.engine.close()

@@ -62,8 +62,12 @@ class WeightFolders:
         self._name = ""
         self._numbers = itertools.count()
 
+    def __reduce__(self) -> tuple[type[WeightFolders], tuple[str | None]]:
+        """A copy in another process makes folders of its own."""
+        return WeightFolders, (self.parent,)
+
     def make(self) -> Path:
-        """Creates a folder readable by servers of other users; the first call removes those of dead runs."""
+        """Creates a folder; the first call removes those of dead runs."""
         parent = Path(tempfile.gettempdir() if self.parent is None else self.parent)
         with self._is_changing:
             if self._lock is None:
@@ -154,8 +158,7 @@ def _write(folder: Path, number: int, tensors: dict[str, Tensor], metadata: Mapp
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor in the safetensors files of a folder; reads data only, no code.
 
-    The client of a server chooses the folder. It must have been created by a trainer and hold regular files, no links
-    or pipes, so that a client cannot have other models on the server's disk read.
+    The folder must have been created by a trainer and hold regular files, no links or pipes.
 
     Raises:
         PermissionError: the folder was not created by a trainer.

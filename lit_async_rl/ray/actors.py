@@ -93,11 +93,11 @@ def _remote_log(ray: Any, node: str, paths: Sequence[str]) -> str:
 
     from lit_async_rl.ray.replica import tail
 
-    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    reader = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(tail)
     try:
+        there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        reader = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(tail)
         return str(ray.get(reader.remote(list(paths), LOG_LINES), timeout=LOG_S))
-    except Exception as error:  # the node is gone, too
+    except Exception as error:  # the node is gone, too, or there never was one
         return f"(on node {node[:8]}, which does not answer: {type(error).__name__})"
 
 

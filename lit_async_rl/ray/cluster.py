@@ -29,6 +29,7 @@ class EngineReplicas:
         min: fewest of them; None is `replicas`. Where it is less than `max`, `ReplicaScaling` is among the callbacks.
         max: most of them; None is `replicas`.
         resources: of one replica, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
+        delta: between nodes only what has changed of the weights travels, see `RayEngine`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -38,6 +39,7 @@ class EngineReplicas:
     min: int | None = None
     max: int | None = None
     resources: dict[str, int | float] | None = None
+    delta: bool = False
 
     def __post_init__(self) -> None:
         owner = "cluster.engines"
@@ -181,6 +183,7 @@ class RayCluster:
             resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")} or None,
             address=self.address,
             min_replicas=self.engines.least,
+            delta=self.engines.delta,
         )
 
     def as_config(self) -> dict[str, Any]:

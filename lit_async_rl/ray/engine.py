@@ -6,8 +6,9 @@ any engine. It places requests, publishes weights, and brings replicas back that
     STARTING   its process builds the engine; nothing else may be asked of it
         |  `start` has answered: same model, and where it runs
         v
-    LOADING    it reads the newest weights
-        |  it has accepted them, and their checksums are those of what was sent
+    LOADING    it reads the newest weights, samples a token, and computes log-probabilities of a fixed sequence
+        |  it has accepted them, their checksums are those of what was sent, the token is tagged with their version,
+        |  and the log-probabilities are the trainer's
         v
     READY      requests go to it
         |  it died, hangs, answered what cannot be right, or its weights differ: `_lose`
@@ -42,20 +43,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, check_request
+from lit_async_rl.engines.base import EngineWrapper, Probe, RolloutEngine, check_request
+from lit_async_rl.engines.completion_check import show
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.own_process import pack_requests
+from lit_async_rl.engines.vllm.background import free_cached_memory
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import Resources, as_error, first_line, kill_actor, last_line, log_of, make_actor
 from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
+from lit_async_rl.ray.identity import describe_model, find_other_arithmetic, find_other_model
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
+MAX_LOSSES = 5  # of replicas in a row that had one request
 NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
 RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
@@ -71,7 +76,10 @@ class RayEngine(EngineWrapper):
 
     Requests go to the replica with the fewest outstanding tokens, those of a session to the one that has its
     beginning. What a replica has not finished when it dies, hangs, or answers something that cannot be right, others
-    sample; Ray starts it again, and it takes part as soon as it has proved to have the current weights.
+    sample; Ray starts it again, and it takes part as soon as it has proved to have the trainer's model and its current
+    weights: by their checksums, by a sampled token, and by log-probabilities of a fixed sequence.
+
+    With `sleep_level` of the inner engine, all replicas free their memory while a trainer on the same GPUs trains.
 
     With one replica, `in_flight_weight_updates` false and `FixedLag`, a run equals one without Ray to the bit.
 
@@ -95,6 +103,8 @@ class RayEngine(EngineWrapper):
         session_margin: a request leaves the replica that has its beginning when that has so many times the request's
             own tokens more to do than the least loaded one.
         spread: places replicas on different nodes where possible, rather than on few.
+        delta: between nodes only what has changed bit by bit in the engine's dtype travels; the trainer and each
+            replica keep a copy of the weights in host memory for it.
 
     Attributes:
         update_timeout_s: of the inner engine. A replica that takes longer for an update, or that holds requests and
@@ -108,8 +118,6 @@ class RayEngine(EngineWrapper):
 
     takes_changes = True
     records_spans = False
-    uses_probe = False
-    sleep_level = 0
 
     def __init__(
         self,
@@ -123,6 +131,7 @@ class RayEngine(EngineWrapper):
         min_replicas: int | None = None,
         session_margin: float = 4.0,
         spread: bool = True,
+        delta: bool = False,
     ) -> None:
         check_range("data.engine", "integer positive", replicas=replicas)
         check_range("data.engine", ">= 0", num_cpus=num_cpus, num_gpus=num_gpus, session_margin=session_margin)
@@ -134,19 +143,22 @@ class RayEngine(EngineWrapper):
         self.num_gpus = num_gpus
         self.resources = resources
         self.address = address
+        self.delta = delta
         self.min_replicas = replicas if min_replicas is None else min_replicas
         self.in_flight_weight_updates = self.engine.in_flight_weight_updates
+        self.uses_probe = self.has_model
         self.num_lost = 0
         self._resources = Resources(num_cpus=num_cpus, num_gpus=num_gpus, others=resources, spread=spread)
         self._ray: Any = None
         self._model = ""
-        self._digest = ""
+        self._described: dict[str, Any] = {}  # the model
         self._vocab_size = 0
         self._max_model_len = 0
         self._run = uuid.uuid4().hex[:8]
         self._store: WeightStore | None = None
         self._table: Table | None = None  # of the newest weights; None before the first
         self._table_ref: Any = None
+        self._probe: Probe | None = None  # of these weights
         self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
         self._has_been_ready = False
         self._looked = time.monotonic()
@@ -159,6 +171,7 @@ class RayEngine(EngineWrapper):
         self._num_assignments = 0
         self._error: Exception | None = None
         self._none_since: float | None = None  # since when no replica is ready, after the first weights
+        self._is_asleep = False
         self._busy_s = 0.0
         self._num_tokens_before = 0  # of processes that are gone
         self._closed = False
@@ -195,7 +208,7 @@ class RayEngine(EngineWrapper):
 
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
-        return False
+        return self._is_asleep and self.sleep_level == 2
 
     @property
     def num_ready(self) -> int:
@@ -228,10 +241,8 @@ class RayEngine(EngineWrapper):
             EngineError: a replica's process ended. Errors of an engine are raised as they are.
         """
         self._ray = runtime.connect(self.address, self.replicas * self.num_cpus, user=self)
-        from lit_async_rl.ray.replica import model_digest
-
         self._model = model
-        self._digest = model_digest(base_of(model))
+        self._described = describe_model(base_of(model))
         self._vocab_size = int(load_config(base_of(model)).get_text_config().vocab_size)
         with self._lock:
             self._entries = [ReplicaEntry(number) for number in range(self.replicas)]
@@ -249,7 +260,7 @@ class RayEngine(EngineWrapper):
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if entry.place)
         dtype = getattr(torch, self.dtype, None)
-        self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None)
+        self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None, delta=self.delta)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Puts the weights into the object store once, and has all replicas load them.
@@ -266,12 +277,16 @@ class RayEngine(EngineWrapper):
         if store is None:
             raise EngineError("the engine was used before its setup")
         self._await_acceptance("the weights before these", (State.READY,))
+        if self._is_asleep:
+            free_cached_memory()  # of the trainer, where the replicas need it now
         is_first = self._version < 0
         table = store.publish(version, weights)
         self._check()
         with self._lock:
-            self._table_ref = self._ray.put([tuple(place) for place in table.places.values()])
+            self._table_ref = self._ray.put([tuple(place) for place in table.contents])
             self._table = table
+            self._probe = self.probe if self.probe is not None and self.probe.version == version else None
+            self._is_asleep = False
             known = [e.verified if e.state is State.READY else e.sent for e in self._entries if e.sent >= 0]
             oldest = min(known, default=version)
             self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {version: table.sums}
@@ -285,6 +300,22 @@ class RayEngine(EngineWrapper):
             self._await_first()
         elif not self.in_flight_weight_updates:
             self._await_acceptance(f"version {version}", (State.READY,))
+
+    def sleep(self) -> None:
+        """Has all replicas free their memory until the next weights, unless requests are running.
+
+        A replica that is lost meanwhile starts again when the others wake up.
+        """
+        with self._lock:
+            is_idle = not self._waiting and not any(entry.held for entry in self._entries)
+            if not self.sleep_level or self._is_asleep or not is_idle:
+                return
+            self._is_asleep = True  # before they are asked, so that a request that comes now wakes them
+            asked = [entry for entry in self._entries if entry.state is State.READY]
+        for entry, answer in zip(asked, self._ask_all("sleep", entries=asked), strict=True):
+            with self._lock:
+                if "error" in answer and entry.state is State.READY:
+                    self._lose(entry, "did not free its memory, which the trainer needs", is_running=True)
 
     def _await_acceptance(self, what: str, states: Sequence[State]) -> None:
         """Waits until all replicas in these states have accepted what they were sent; loses those that take longer."""
@@ -335,6 +366,9 @@ class RayEngine(EngineWrapper):
         for request in requests:  # here, where the caller gets the error; a replica would break
             check_request(request, self.max_model_len, self._vocab_size)
         with self._lock:
+            if self._is_asleep and self.sleep_level == 1:
+                free_cached_memory()
+                self._is_asleep = False
             self._assign([Part(request, tuple(range(request.num_samples))) for request in requests])
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -363,8 +397,8 @@ class RayEngine(EngineWrapper):
                     self._call(entry, self._ignore, "abort", mine)
 
     def partial_completions(self) -> list[Completion]:
-        found = list[Completion]()
         with self._lock:
+            found = list(self._finished)
             asked = [entry for entry in self._entries if entry.state is State.READY]
         for entry, answer in zip(asked, self._ask_all("partial_completions", entries=asked), strict=False):
             with self._lock:
@@ -387,7 +421,14 @@ class RayEngine(EngineWrapper):
                 self._waiting[request.id] = part
                 continue
             self._num_assignments += 1
-            new = Assignment(self._num_assignments, request, part.samples, oldest=self._version, unwanted=part.unwanted)
+            new = Assignment(
+                self._num_assignments,
+                request,
+                part.samples,
+                oldest=self._version,
+                unwanted=part.unwanted,
+                num_lost=part.num_lost,
+            )
             number = self._placement.place(request.session, new.num_tokens)
             by_replica.setdefault(number, []).append(new)
         for number, assignments in by_replica.items():
@@ -395,6 +436,7 @@ class RayEngine(EngineWrapper):
             if not entry.held:
                 entry.heard = time.monotonic()
             entry.held |= {one.request.id: one for one in assignments}
+            entry.latest = assignments[-1].number
             packed = pack_requests([one.as_sent for one in assignments])
             numbers = [one.number for one in assignments]
             self._call(entry, self._ignore, "submit", packed, numbers, self._version)
@@ -457,11 +499,14 @@ class RayEngine(EngineWrapper):
             return
         try:
             call.handle(entry, answer)
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            self._lose(entry, f"answered what cannot be read: {type(error).__name__}: {error}", is_running=True)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = f"answered what cannot be read: {type(error).__name__}: {show(error.args)}"
+            self._lose(entry, reason, is_running=True)
             return
         failure = answer.get("error")
         if failure is not None and call.start == entry.num_starts:
+            if not isinstance(failure, dict) or {"type", "message", "traceback"} - failure.keys():
+                failure = _AS_ENGINE_ERROR | {"message": show(failure)}
             self._lose(entry, f"has failed: {failure['type']}: {failure['message']}", is_running=True, failure=failure)
 
     def _ask_all(
@@ -508,16 +553,26 @@ class RayEngine(EngineWrapper):
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
             return
-        if answer["digest"] != self._digest:
-            entry.place = answer
-            reason = f"has another model under the name {self._model!r}: their configurations differ"
-            self._lose(entry, reason, is_running=True, failure={"type": "EngineError", "traceback": ""})
+        entry.place = {
+            "pid": int(answer["pid"]),
+            "host": str(answer["host"]),
+            "node": str(answer["node"]),
+            "dtype": str(answer["dtype"]),
+            "logs": list(map(str, answer["logs"])),
+        }
+        longest = int(answer["max_model_len"])
+        problem = find_other_model(answer["model"], self._described)
+        if not problem and self._has_been_ready and longest < self._max_model_len:
+            problem = (
+                f"takes only {longest} tokens of prompt and completion, and the run needs {self._max_model_len}: its "
+                "machine has less memory, or another vLLM"
+            )
+        if problem:
+            self._lose(entry, problem, is_running=True, failure=_AS_ENGINE_ERROR)
             return
-        entry.place = answer
         entry.heard = time.monotonic()
         entry.state = State.LOADING
-        known = [e.place["max_model_len"] for e in self._entries if e.place]
-        self._max_model_len = min(known)
+        self._max_model_len = min(longest, self._max_model_len or longest)
         self._call(entry, self._taken, "take", TAKE_S)
         if self._table is not None:
             self._send_weights(entry, self._table)
@@ -526,18 +581,37 @@ class RayEngine(EngineWrapper):
         entry.sent = table.version
         if entry.state is State.LOADING:
             entry.heard = time.monotonic()
-        self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets))
+        # weights that wait for requests must not overtake them: these calls run in different threads there
+        after = 0 if self.in_flight_weight_updates else entry.latest
+        self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets), after)
+        if not entry.is_proving:  # once after each start; the replica takes no newer weights before it has answered
+            entry.is_proving = True
+            token_ids = () if self._probe is None else self._probe.token_ids
+            handle = partial(self._prove, version=table.version, probe=self._probe)
+            self._call(entry, handle, "prove", token_ids)
 
     def _accepted(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" not in answer:
-            entry.accepted = max(entry.accepted, int(answer["version"]))
+            if not -1 < (version := int(answer["version"])) <= entry.sent:
+                raise ValueError(f"version {version}, which was never sent")
+            entry.accepted = max(entry.accepted, version)
             if entry.state is State.LOADING and self._table is not None and entry.accepted < self._table.version:
                 self._send_weights(entry, self._table)
             self._readmit(entry)
 
+    def _prove(self, entry: ReplicaEntry, answer: Mapping[str, Any], version: int, probe: Probe | None) -> None:
+        if "error" in answer:
+            return
+        if problem := find_other_arithmetic(answer, version, probe):
+            self._lose(entry, problem, is_running=True, failure=_AS_ENGINE_ERROR)
+            return
+        entry.proved = version
+        self._readmit(entry)
+
     def _readmit(self, entry: ReplicaEntry) -> None:
         """Lets requests go to a replica that has accepted the newest weights and has proved to have them."""
-        if entry.state is not State.LOADING or not entry.accepted == entry.verified == self._version:
+        is_current = entry.accepted == entry.verified == self._version
+        if entry.state is not State.LOADING or not is_current or entry.proved < 0:
             return
         entry.state = State.READY
         entry.heard = time.monotonic()
@@ -658,6 +732,10 @@ class RayEngine(EngineWrapper):
             if entry.is_draining and not entry.held and not entry.unverified:
                 self._remove(entry)
                 continue
+            if self._is_asleep:  # its memory is the trainer's now, and requests wait for it
+                entry.heard = now
+                self._none_since = self._none_since and now
+                continue
             if entry.retry_at is not None and now >= entry.retry_at:
                 self._begin(entry)
             is_asked = entry.state is State.READY or (entry.state is State.LOADING and entry.sent >= 0)
@@ -670,7 +748,8 @@ class RayEngine(EngineWrapper):
         is_lacking = self._none_since is not None and not len(self._placement)
         if is_lacking and now - (self._none_since or now) > self.startup_timeout_s:
             limit = f"startup_timeout_s={self.startup_timeout_s:g}"
-            self._error = self._error or StalledError(f"no replica was ready within {limit}")
+            reasons = "; ".join(f"{e.where} {e.why or 'has not started'}" for e in self._entries)
+            self._error = self._error or StalledError(f"no replica was ready within {limit}: {reasons}")
 
     def _lose(
         self, entry: ReplicaEntry, reason: str, is_running: bool, failure: Mapping[str, str] | None = None
@@ -690,6 +769,7 @@ class RayEngine(EngineWrapper):
             held[sample.assignment.request.id] = sample.assignment
         entry.held = {}
         entry.unverified = []
+        entry.why = reason
         entry.num_failures += 1
         if is_running:
             entry.num_wrong = 1 if entry.num_good >= NUM_GOOD else entry.num_wrong + 1
@@ -697,7 +777,9 @@ class RayEngine(EngineWrapper):
         entry.num_starts += 1
         self._num_tokens_before += entry.num_tokens
         entry.busy_s = entry.num_tokens = entry.num_running = 0
-        entry.sent = entry.accepted = entry.verified = -1
+        entry.sent = entry.accepted = entry.verified = entry.proved = -1
+        entry.is_proving = False
+        entry.latest = 0
         entry.sums = {}
         self.num_lost += 1
         self._placement.remove(entry.number)
@@ -722,7 +804,14 @@ class RayEngine(EngineWrapper):
             return
         if was_in and not len(self._placement):
             self._none_since = self._none_since or time.monotonic()
-        self._assign([one.again() for one in held.values()])
+        again = [one.again() for one in held.values()]
+        worst = max(again, key=lambda part: part.num_lost, default=None)
+        if worst is not None and worst.num_lost >= MAX_LOSSES:
+            self._error = self._error or EngineError(
+                f"request {worst.request.id} was with {MAX_LOSSES} replicas that were lost, one after the other: "
+                f"{message}"
+            )
+        self._assign(again)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -761,6 +850,7 @@ class RayEngine(EngineWrapper):
 
 
 _NOTHING: dict[str, Any] = {"assignments": [], "completions": [], "tensors": {}, "state": None}
+_AS_ENGINE_ERROR = {"type": "EngineError", "traceback": ""}
 
 
 def _check_inner(engine: RolloutEngine) -> None:
@@ -772,8 +862,3 @@ def _check_inner(engine: RolloutEngine) -> None:
         )
     if isinstance(engine, RayEngine):
         raise ValueError("data.engine.engine must be a single engine, got RayEngine")
-    if engine.sleep_level:
-        raise ValueError(
-            f"data.engine.engine.sleep_level must be 0 with RayEngine, whose replicas share no GPU with the trainer, "
-            f"got {engine.sleep_level}"
-        )

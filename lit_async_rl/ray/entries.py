@@ -30,6 +30,7 @@ class Part:
     request: GenerationRequest
     samples: tuple[int, ...]
     unwanted: frozenset[int] = frozenset()
+    num_lost: int = 0  # replicas in a row that were lost while they had it, without a sample of it in between
 
 
 @dataclass(eq=False)
@@ -41,7 +42,8 @@ class Assignment:
         request: as it was submitted.
         samples: which of the request's samples it asks for, in the order of the replica's numbers.
         oldest: version that its replica has at least.
-        unwanted, received: see there.
+        unwanted, num_lost: as of the `Part`.
+        received: see there.
     """
 
     number: int
@@ -49,6 +51,7 @@ class Assignment:
     samples: tuple[int, ...]
     oldest: int
     unwanted: frozenset[int] = frozenset()  # of the replica's numbers: those that came before, sampled once more
+    num_lost: int = 0
     received: set[int] = field(default_factory=set)  # of the replica's numbers
 
     @property
@@ -99,9 +102,11 @@ class Assignment:
         Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
         """
         gone = self.unwanted | self.received
+        num_lost = 1 if self.received else self.num_lost + 1
         if self.request.seed is not None:
-            return Part(self.request, self.samples, frozenset(gone))
-        return Part(self.request, tuple(sample for n, sample in enumerate(self.samples) if n not in gone))
+            return Part(self.request, self.samples, frozenset(gone), num_lost=num_lost)
+        left = tuple(sample for n, sample in enumerate(self.samples) if n not in gone)
+        return Part(self.request, left, num_lost=num_lost)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +127,13 @@ class ReplicaEntry:
     state: State = State.STARTING
     held: dict[int, Assignment] = field(default_factory=dict)  # by request
     place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
+    latest: int = 0  # number of its latest assignment
     sent: int = -1  # newest version that it was given
     accepted: int = -1
     verified: int = -1  # newest version whose checksums it has reported
+    proved: int = -1  # version with which it has sampled a token, and given fixed log-probabilities
+    is_proving: bool = False  # it was asked to
+    why: str = ""  # it was lost last
     sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
     unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
     began: float = 0.0  # of its latest start

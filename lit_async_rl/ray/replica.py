@@ -4,7 +4,7 @@
 |---|---|---|
 | `generate` | polls the engine, and keeps what is finished | the engine, at most `POLL_S` |
 | Ray's for `control` | `start`, `submit`, `abort`, ... in the order of the calls | the versions that requests need |
-| Ray's for `update` | `load` in the order of the calls | the engine |
+| Ray's for `update` | `load` and `prove` in the order of the calls | the engine |
 | Ray's for `poll` | `take`: hands over what is finished | something finished, at most its timeout |
 
 An error never crosses as an object: each answer is plain data, with the error's type and message where there is one.
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import hashlib
 import inspect
-import json
 import os
 import socket
 import threading
@@ -33,17 +31,17 @@ from torch import Tensor
 from lit_async_rl.engines.base import RolloutEngine, set_up
 from lit_async_rl.engines.embedded.own_process import pack_completions, unpack_requests
 from lit_async_rl.errors import StalledError
-from lit_async_rl.models.loading import load_config
 from lit_async_rl.models.weights import LORA_A, LORA_B
+from lit_async_rl.ray.identity import describe_model
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
-from lit_async_rl.types import Completion
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.waiting import FairLock
 
 POLL_S = 0.05  # an abort waits for at most this
 MAX_ERROR_CHARS = 4000
 MAX_LINE_CHARS = 300
 NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
-NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+PROOF = -1  # number of the request that proves which weights sample
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,6 @@ class Recipe:
         return (dict(self.settings) | {"seed": self.settings.get("seed", seed.default) + number}).items()
 
 
-def model_digest(model: str) -> str:
-    """Digest of a model's configuration: two machines may have different models under one name."""
-    config = load_config(model).to_dict()
-    kept = {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
 def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Has a method of the actor answer with its error's type and message instead of raising it."""
 
@@ -128,8 +119,11 @@ class Replica:
         self._changed = threading.Condition()  # guards all below
         self._finished: list[tuple[int, Completion]] = []  # with the assignment that each belongs to
         self._assignments: dict[int, int] = {}  # the latest, by request
+        self._submitted = 0  # number of the latest assignment that the engine has
         self._reports: list[tuple[int, dict[str, int]]] = []  # versions with checksums
         self._failure: dict[str, str] | None = None
+        self._proof: Completion | None = None
+        self._is_stopped = False
         self._loaded = -1  # newest version that the engine has accepted
         self._was_started = False
         self._limit_s = 600.0
@@ -164,7 +158,7 @@ class Replica:
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
             "logs": [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")],
-            "digest": model_digest(model),
+            "model": describe_model(model),
             "max_model_len": int(self.engine.max_model_len),
             "dtype": str(self.engine.dtype),
         }
@@ -180,6 +174,9 @@ class Replica:
             for request, assignment in zip(unpacked, assignments, strict=True):
                 self._assignments[request.id] = assignment
         self.engine.submit(unpacked)
+        with self._changed:
+            self._submitted = max(assignments, default=self._submitted)
+            self._changed.notify_all()
         return {}
 
     @ray.method(concurrency_group="control")
@@ -221,17 +218,20 @@ class Replica:
 
     @ray.method(concurrency_group="update")
     @guarded
-    def load(self, version: int, table: Sequence[Any], buckets: Mapping[int, Any]) -> dict[str, Any]:
+    def load(self, version: int, table: Sequence[Any], buckets: Mapping[int, Any], after: int) -> dict[str, Any]:
         """Loads weights from the object store.
 
         Args:
             version: of the weights.
             table: reference of the list of places, in a list, so that Ray does not read it for us.
             buckets: references of the buckets by number.
+            after: number of the assignment that the engine must have before.
         """
         places = [Place(*place) for place in ray.get(table[0])]
         received = dict[str, Tensor]()
         with self._changed:
+            if not self._changed.wait_for(lambda: self._submitted >= after or self._failure, self._limit_s):
+                raise StalledError(f"requests before version {version} were not submitted within {self._limit_s:g} s")
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}
             self._received[version] = received
@@ -242,6 +242,31 @@ class Replica:
         if not self._is_watched:
             self._report(version, ())
         return {"version": version}
+
+    @ray.method(concurrency_group="update")
+    @guarded
+    def prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Samples a token and computes log-probabilities with the weights loaded last; before any request of the run.
+
+        The engine's random numbers are afterwards as they were.
+
+        Args:
+            token_ids: a sequence whose log-probabilities are computed; may be empty.
+        """
+        engine = self.engine
+        state = engine.random_state()
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        prompt = tuple(token_ids[:1]) or (0,)
+        engine.submit([GenerationRequest(id=PROOF, prompt_ids=prompt, num_samples=1, sampling=sampling)])
+        with self._changed:
+            self._changed.wait_for(lambda: self._proof is not None or self._failure is not None, self._limit_s)
+            proof = self._proof
+        if proof is None:
+            raise StalledError(f"no token was sampled within {self._limit_s:g} s")
+        logprobs = engine.prompt_logprobs(token_ids) if token_ids else None
+        if state is not None:
+            engine.set_random_state(state)
+        return {"versions": list(proof.versions), "logprobs": logprobs, "dtype": str(engine.dtype)}
 
     def _report(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Called by the engine, in whatever thread has updated it, before the next token."""
@@ -286,7 +311,7 @@ class Replica:
     def _generate(self) -> None:
         engine = self.engine
         try:
-            while True:
+            while not self._is_stopped:
                 with self._turn.hold():
                     finished = engine.poll(POLL_S)
                     if finished:
@@ -299,12 +324,21 @@ class Replica:
 
     def _keep(self, finished: Sequence[Completion]) -> None:
         with self._changed:
-            self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished]
+            self._proof = next((c for c in finished if c.request_id == PROOF), self._proof)
+            self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF]
             self._changed.notify_all()
+
+    @ray.method(concurrency_group="control")
+    @guarded
+    def sleep(self) -> dict[str, Any]:
+        """Has the engine free its memory until the next weights, or the next request."""
+        self.engine.sleep()
+        return {}
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """Closes the engine, whose own processes end with that; then the actor may be killed."""
+        self._is_stopped = True
         if self._engine is not None:
             self._engine.close()
 

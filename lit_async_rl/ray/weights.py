@@ -4,6 +4,9 @@ The sender keeps a table of all weights: where in the object store each is, and 
 changed keeps its place, so that only the others travel, and whoever comes late (a replica that was restarted) reads
 all of them from the same table. A node's store receives one copy, however many replicas read it.
 
+With `delta` a weight is followed by its changes, bit by bit, until they would take more room than the weight itself:
+whoever has the weight reads only the last of them. Nothing is approximated.
+
 After an update a replica reports the checksums of the weights that it samples from now; `find_difference` names the
 first one that is not as it was sent.
 """
@@ -19,6 +22,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from lit_async_rl.engines.vllm import weight_deltas
+from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, VALUE
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.weights import LORA_A, LORA_B, UNCHANGED
 
@@ -26,13 +31,14 @@ BUCKET_BYTES = 2**28
 
 
 class Place(NamedTuple):
-    """Where a weight is, as plain data."""
+    """Where a weight is, or a change of it, as plain data."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bucket: int
-    position: int  # within the bucket
+    position: int  # within the bucket; of a change that of its places, before that of its values
+    kind: str = ""  # of a change: how its places are written, see `weight_deltas`
 
 
 @dataclass
@@ -42,14 +48,21 @@ class Table:
     Attributes:
         version: of the policy.
         places: by name, in the order in which the policy streams them.
+        changes: of weights that have changed since they were put there, by name, the oldest first.
         sums: checksums of the tensors' bytes, by name.
         buckets: references into the object store, by number: those that `places` needs.
     """
 
     version: int = -1
     places: dict[str, Place] = field(default_factory=dict)
+    changes: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
     buckets: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def contents(self) -> list[Place]:
+        """All places: each weight, followed by its changes."""
+        return [one for name, place in self.places.items() for one in (place, *self.changes.get(name, ()))]
 
 
 def find_difference(sent: Mapping[str, int], found: Mapping[str, int]) -> str:
@@ -69,17 +82,22 @@ class WeightStore:
         ray: the module, connected.
         dtype: floating-point weights are sent in it; None sends them as they are.
         bucket_bytes: of one object, at least one weight.
+        delta: send changes of weights; keeps a copy of all of them.
 
     Attributes:
         table: of the newest version.
         num_bytes: put into the object store so far.
     """
 
-    def __init__(self, ray: Any, dtype: torch.dtype | None, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, ray: Any, dtype: torch.dtype | None, bucket_bytes: int = BUCKET_BYTES, delta: bool = False
+    ) -> None:
         self._ray = ray
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._num_buckets = 0
+        self._kept = weight_deltas.WeightStore() if delta else None
+        self._change_bytes: dict[str, int] = {}  # of all changes in the table, by weight
         self.table = Table()
         self.num_bytes = 0
 
@@ -107,26 +125,51 @@ class WeightStore:
             if old.sums.get(name) == found and old.places[name][1:3] == place[1:3]:
                 self._keep(name, old, new=new)
                 continue
-            if bucket and size + tensor.nbytes > self._bucket_bytes:
+            kind, parts = self._parts_of(place, tensor)
+            num_bytes = sum(part.nbytes for part in parts)
+            if bucket and size + num_bytes > self._bucket_bytes:
                 self._put(bucket, new)
                 bucket = []
                 size = 0
-            new.places[name] = place._replace(bucket=self._num_buckets, position=len(bucket))
+            here = place._replace(bucket=self._num_buckets, position=len(bucket), kind=kind)
+            if kind:
+                self._keep(name, old, new=new)
+                new.changes[name] = (*new.changes.get(name, ()), here)
+            else:
+                new.places[name] = here
             new.sums[name] = found
             # a gathered shard is valid only until the next one is asked for; a live weight until this returns
-            lasts = tensor is not given or isinstance(given, nn.Parameter)
-            bucket.append(as_bytes(tensor) if lasts else as_bytes(tensor).copy())
-            size += tensor.nbytes
+            lasts = kind or tensor is not given or isinstance(given, nn.Parameter)
+            bucket += [as_bytes(part) if lasts else as_bytes(part).copy() for part in parts]
+            size += num_bytes
         if bucket:
             self._put(bucket, new)
         self.table = new
         return new
 
+    def _parts_of(self, place: Place, tensor: Tensor) -> tuple[str, list[Tensor]]:
+        """What is sent of a weight that has changed: its kind, and the weight, or the places and values of changes."""
+        name = place.name
+        if self._kept is None:
+            return "", [tensor]
+        entries = self._kept.encode(name, tensor)
+        kind = next((kind for kind in (INDEX, MASK) if kind + name in entries), "")
+        parts = [entries[kind + name], entries[VALUE + name]] if kind else [tensor]
+        num_bytes = self._change_bytes.get(name, 0) + sum(part.nbytes for part in parts)
+        if kind and num_bytes <= tensor.nbytes:
+            self._change_bytes[name] = num_bytes
+            return kind, parts
+        self._change_bytes[name] = 0
+        return "", [tensor]
+
     def _keep(self, name: str, old: Table, new: Table) -> None:
         place = old.places[name]
         new.places[name] = place
         new.sums[name] = old.sums[name]
-        new.buckets[place.bucket] = old.buckets[place.bucket]
+        if changes := old.changes.get(name):
+            new.changes[name] = changes
+        for one in (place, *old.changes.get(name, ())):
+            new.buckets[one.bucket] = old.buckets[one.bucket]
 
     def _put(self, bucket: list[np.ndarray], table: Table) -> None:
         try:
@@ -172,7 +215,8 @@ class WeightReader:
     def __init__(self, get: Any, takes_changes: bool) -> None:
         self._get = get
         self._takes_changes = takes_changes
-        self._has: dict[str, Place] = {}
+        self._has: dict[str, list[Place]] = {}
+        self._changed: dict[str, Tensor] = {}  # weights that came with changes, which the next ones apply to
 
     def stream(
         self, places: Iterable[Place], buckets: Mapping[int, Any], received: dict[str, Tensor]
@@ -183,28 +227,45 @@ class WeightReader:
         comes whole, for the engine to add them to.
 
         Args:
-            places: of all weights, in order.
+            places: of all weights, in order, each followed by its changes.
             buckets: references by number.
             received: filled with the tensors yielded, by name.
         """
-        has: dict[str, Place] = {}
-        opened: dict[int, list[np.ndarray]] = {}
-        adapted = {name.removesuffix(LORA_A) for name in (place.name for place in places) if name.endswith(LORA_A)}
+        has: dict[str, list[Place]] = {}
         for place in places:
-            has[place.name] = place
-            is_adapted = place.name.removesuffix(".weight") in adapted
-            if self._takes_changes and not is_adapted and self._has.get(place.name) == place and not is_factor(place):
-                yield place.name, UNCHANGED
-                continue
+            has.setdefault(place.name, []).append(place)
+        opened: dict[int, list[np.ndarray]] = {}
+
+        def read(place: Place, offset: int = 0) -> Tensor:
             if place.bucket not in opened:
                 opened[place.bucket] = self._get(buckets[place.bucket])
-            data = torch.from_numpy(opened[place.bucket][place.position])
-            tensor = data.view(getattr(torch, place.dtype)).view(place.shape)
-            received[place.name] = tensor
-            yield place.name, tensor
+            return torch.from_numpy(opened[place.bucket][place.position + offset])
+
+        adapted = {name.removesuffix(LORA_A) for name in has if name.endswith(LORA_A)}
+        for name, chain in has.items():
+            is_adapted = name.removesuffix(".weight") in adapted
+            if self._takes_changes and not is_adapted and self._has.get(name) == chain and not is_factor(name):
+                yield name, UNCHANGED
+                continue
+            whole = chain[0]
+            if len(chain) == 1:
+                self._changed.pop(name, None)
+                tensor = read(whole).view(getattr(torch, whole.dtype)).view(whole.shape)
+            else:
+                known = self._has.get(name, [])
+                is_known = name in self._changed and known == chain[: len(known)]
+                begin = self._changed[name] if is_known else read(whole).view(getattr(torch, whole.dtype))
+                tensor = begin.reshape(-1).clone()  # the checksum of the one before may not be taken yet
+                for change in chain[len(known) if is_known else 1 :]:
+                    weight_deltas.apply_change(
+                        tensor, change.kind, read(change), values=read(change, 1).view(tensor.dtype)
+                    )
+                tensor = self._changed[name] = tensor.view(whole.shape)
+            received[name] = tensor
+            yield name, tensor
         self._has = has
 
 
-def is_factor(place: Place) -> bool:
-    """Whether it is a factor of an adapter."""
-    return place.name.endswith((LORA_A, LORA_B))
+def is_factor(name: str) -> bool:
+    """Whether a weight is a factor of an adapter."""
+    return name.endswith((LORA_A, LORA_B))

@@ -161,7 +161,7 @@ class Verdict:
 
 
 _NO_SETTING: dict[Side, str] = {
-    "engine": "give it a faster device, more servers or shorter completions",
+    "engine": "give it a faster device, more replicas or shorter completions",
     "trainer": "give it a faster device or fewer tokens a step",
     "reward": "make the reward function cheaper: more workers would only share its cores",
     "weight sync": "publish less often",

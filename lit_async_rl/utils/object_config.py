@@ -141,11 +141,6 @@ def _class_path(value: Any) -> dict[str, Any]:
         bound = inspect.signature(kind.__init__).bind(value, *args, **kwargs)
         bound.apply_defaults()
         given = dict(list(bound.arguments.items())[1:])
-        for rest in inspect.signature(kind.__init__).parameters.values():
-            if rest.kind is rest.VAR_KEYWORD:  # such as `VLLMReplicas(**settings)`: those of the class that it extends
-                extended = inspect.signature(kind.__mro__[1].__init__).parameters.values()
-                defaults = {one.name: one.default for one in extended if one.default is not one.empty}
-                given = defaults | given.pop(rest.name) | given
         return _with_class(kind, {name: _plain(item) for name, item in given.items()})
     if kind.__init__ is object.__init__:
         return _with_class(kind, {})

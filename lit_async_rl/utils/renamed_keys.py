@@ -44,6 +44,15 @@ RENAMED = {  # refused
     "data.use_chat_template": "as_chat of the prompt source",
     "model.warmup_steps": "model.scheduler: {class_path: ConstantRate, init_args: {warmup: ...}}",
 }
+_RAY = (
+    "RayEngine with replicas and num_gpus around VLLMEngine: {class_path: RayEngine, init_args: {replicas: 2, "
+    "num_gpus: 1, engine: {class_path: VLLMEngine, init_args: {...}}}} (docs/ray.md)"
+)
+REMOVED = {  # commands and classes
+    "serve": f"data.engine: {_RAY}; Ray starts it",
+    "VLLMReplicas": _RAY,
+    "VLLMServerEngine": _RAY,
+}
 _FLAG = re.compile(r"--data\.intake(?:\.init_args)?\.(\w+)")
 
 
@@ -51,6 +60,12 @@ def new_name(name: str) -> str | None:
     """`OLD is now NEW` for a key that is refused, or for a setting within it; None if it was never one."""
     old = next((old for old in RENAMED if name == old or name.startswith(f"{old}.")), None)
     return None if old is None else f"{old} is now {RENAMED[old]}"
+
+
+def new_class(text: str) -> str | None:
+    """`OLD is now NEW` for the first removed class that a text names; None if it names none."""
+    name = next((name for name in re.findall(r"VLLM\w+", text) if name in REMOVED), None)
+    return None if name is None else f"data.engine={name} is now {REMOVED[name]}"
 
 
 def moved_flag(word: str) -> str:

@@ -30,7 +30,6 @@ from lit_async_rl.utils.files import append, tolerate_full_disk
 MERGE_WINDOW_S = 0.05  # minimum; proportional to the duration of a step
 MAX_IDLE_SHARE = 0.2  # of the window; it ends when an engine is idle for longer
 MAX_PENDING = 20_000  # events
-FIRST_SERVER = 1000  # process number of the first server; smaller numbers are ranks
 MERGE_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "tokens": operator.add,
     "groups": operator.add,
@@ -124,7 +123,7 @@ class SpanRecorder:
         self._pid = 0
         self._epoch = 0.0
         self._pending: deque[Event] = deque()
-        self._lanes: dict[tuple[int | None, int], Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self.is_started = False
         self.is_on = False
         self.window_s = MERGE_WINDOW_S
@@ -149,21 +148,18 @@ class SpanRecorder:
                 lane.end()
         self.is_on = is_on
 
-    def name_process(self, name: str, pid: int | None = None) -> None:
-        """Names this process, or a server."""
-        pid = self._pid if pid is None else pid
-        self._append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+    def name_process(self, name: str) -> None:
+        """Names this process."""
+        self._append({"ph": "M", "name": "process_name", "pid": self._pid, "tid": 0, "args": {"name": name}})
 
-    def lane(self, kind: LaneKind, pid: int | None = None, process: str = "") -> Lane:
+    def lane(self, kind: LaneKind) -> Lane:
         """The lane of a kind, created by the first call; callers may keep it.
 
         Args:
             kind: kind of the lane, such as `ENGINE`.
-            pid: number of a server; None is this process.
-            process: name of the server.
         """
-        if (lane := self._lanes.get((pid, kind.tid))) is None:  # `setdefault` is atomic: two threads get the same lane
-            lane = self._lanes.setdefault((pid, kind.tid), Lane(self, kind, pid, process=process))
+        if (lane := self._lanes.get(kind.tid)) is None:  # `setdefault` is atomic: two threads get the same lane
+            lane = self._lanes.setdefault(kind.tid, Lane(self, kind))
         return lane
 
     def add(self, events: Iterable[Event]) -> None:
@@ -194,12 +190,10 @@ class SpanRecorder:
             seconds: duration of a span.
             args: arguments of the event.
         """
-        pid = self._pid if lane.pid is None else lane.pid
+        pid = self._pid
         tid = lane.kind.tid
         if not lane.is_named:  # with the first event: many lanes are never used
             lane.is_named = True
-            if lane.process:
-                self.name_process(lane.process, pid)
             self._append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.kind.name}})
         event: Event = {"name": name, "cat": lane.kind.category, "ph": phase, "ts": round(1e6 * (began + self._epoch))}
         if phase == "X":
@@ -229,10 +223,8 @@ class Lane:
         is_named: whether the recorder has an event with the lane's name.
     """
 
-    def __init__(self, recorder: SpanRecorder, kind: LaneKind, pid: int | None, process: str) -> None:
+    def __init__(self, recorder: SpanRecorder, kind: LaneKind) -> None:
         self.kind = kind
-        self.pid = pid
-        self.process = process
         self.is_named = False
         self._recorder = recorder
         self._lock = threading.Lock()  # of merging only: `add` must not wait for the writing thread

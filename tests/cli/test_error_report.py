@@ -38,7 +38,7 @@ FLAGS = {
     "--data.engine EpisodeEngine --data.engine.environment calculator": (
         "data.engine.environment must be an Environment, got calculator; did you mean Calculator?"
     ),
-    "--data.engine VLLMServerEngine --data.engine.servers a:1": "data.engine.servers must be of type list, got a:1",
+    "--data.engine RayEngine --data.engine.replicas a": "data.engine.replicas must be of type int, got a",
     "--data.prompts.num_digit 3": "there is no setting data.prompts.num_digit of SortDigits; did you mean num_digits?",
     "--data.prompts JsonlPrompts": "data.prompts: JsonlPrompts needs data.prompts.path",
     "--data.reward my_rewards.py:judge": (

@@ -49,7 +49,7 @@ def test_all_settings_have_a_line(parser):
 def test_one_setting_is_shown_with_its_classes(parser):
     page = list(help_pages.pages(parser, "data.engine", 80))
     assert page[0] == "--data.engine"
-    for name in ("EmbeddedEngine", "VLLMEngine", "VLLMServerEngine", "EpisodeEngine"):
+    for name in ("EmbeddedEngine", "VLLMEngine", "RayEngine", "EpisodeEngine"):
         at = page.index(f"  {name}")
         assert page[at + 1].startswith("      ")
     assert page[-1] == "arguments of one: --data.engine.help EmbeddedEngine"
@@ -83,8 +83,8 @@ def test_the_first_sentence_of_a_docstring():
     [
         ("lit-async-rl tr", ["train"]),
         ("lit-async-rl train --data.max_st", ["--data.max_staleness"]),
-        ("lit-async-rl train --data.engine VLLMS", ["VLLMServerEngine"]),
-        ("lit-async-rl train --data.engine=VLLMS", ["VLLMServerEngine"]),
+        ("lit-async-rl train --data.engine VLLM", ["VLLMEngine"]),
+        ("lit-async-rl train --data.engine=VLLM", ["VLLMEngine"]),
         ("lit-async-rl train --model.kl_estimator se", ["sequence"]),
         ("lit-async-rl train --config configs/quickstart.y", ["configs/quickstart.yaml"]),
         ("lit-async-rl train --help data.adm", ["data.admission"]),

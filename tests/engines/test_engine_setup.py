@@ -1,4 +1,4 @@
-"""The embedded engine builds its model without reading weights; validation decodes as many rows as it does."""
+"""Engines before they sample: what they read, and the settings that they refuse."""
 
 import pytest
 from replays import assert_exact, requests_of
@@ -7,6 +7,7 @@ from tiny_models import save, tiny_gemma2, tiny_llama
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.errors import SetupError, StalledError
 
 
@@ -48,3 +49,30 @@ def test_validation_decodes_num_slots_rows_together(monkeypatch):
         **dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False),
     )
     assert set(asked) == {8}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("speculative_config", {"method": "ngram"}, "wrong log-probabilities"),
+        ("logprobs_mode", "raw_logprobs", "only processed_logprobs"),
+        ("load_format", "auto", "the weights are the trainer's"),
+        ("hf_overrides", {"rope_theta": 1.0}, "different models"),
+        ("max_num_seqs", 4, r"see data\.engine\.max_num_seqs"),
+        ("scheduler_cls", "x.Y", "the engine sets it itself"),
+        ("kv_transfer_config", {}, "keys and values of older weights"),
+    ],
+)
+def test_arguments_of_vllm_that_break_a_promise_are_refused_by_name(name, value, why):
+    with pytest.raises(ValueError, match=rf"^data\.engine\.engine_args\.{name}=.* cannot be set: .*{why}"):
+        VLLMEngine(engine_args={name: value})
+
+
+def test_several_of_vllm_are_replicas_now():
+    with pytest.raises(ValueError, match=r"class_path=VLLMEngine with replicas=4 is now RayEngine with replicas"):
+        VLLMEngine(replicas=4)
+    with pytest.raises(ValueError, match="replicas must be positive"):
+        VLLMEngine(replicas=0)
+    for name in ("VLLMReplicas", "VLLMServerEngine"):
+        with pytest.raises(AttributeError, match=rf"lit_async_rl\.{name} is now RayEngine with replicas and num_gpus"):
+            getattr(rl, name)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import wait_for_the_end_of
-from replays import assert_replayed, collect, key, own_engine, requests_of
+from replays import assert_replayed, collect, full_logprobs, key, own_engine, requests_of
 from tiny_models import save, tiny_llama, tiny_qwen3_moe
 
 from lit_async_rl.engines.base import Completion
@@ -56,6 +56,8 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
         found = sorted(collect(engine, 9), key=key)
         states.append(engine.random_state())
         engine.set_random_state(states[0])
+        fixed = torch.tensor(engine.prompt_logprobs((3, 9, 1, 5)))
+        torch.testing.assert_close(fixed, full_logprobs(lm, (3,), (9, 1, 5)), rtol=0, atol=1e-5)
         weights = ((name, UNCHANGED if "norm" in name else weight) for name, weight in lm.named_parameters())
         engine.load_weights(1, weights)
         again = requests_of([7], first_id=10, max_tokens=20, **sampling)

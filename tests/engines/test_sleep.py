@@ -1,116 +1,16 @@
 """Engines that free their memory while the trainer trains: when they sleep, what wakes them. Without vLLM."""
 
 import pytest
-from flow import MODEL, fit, make_data, make_module
-from http_servers import MisbehavingServer
-from test_server_fleet import QUICK, fleet, publish, requests, wait_for  # noqa: F401  (a fixture)
+from flow import fit, make_data, make_module
+from replays import requests_of
 
-from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm import background as sleeping
 from lit_async_rl.engines.vllm.background import Gate
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
-from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
-from lit_async_rl.errors import EngineError
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def sleepers(fleet):  # noqa: F811
-    """Two servers that can sleep, and their engine."""
-
-    def start(level):
-        engine, servers = fleet(2, sleep_level=level)
-        for server in servers:
-            server.calls.clear()
-        return engine, servers
-
-    return start
-
-
-def changes(server):
-    """Calls that put it to sleep, wake it, or change its weights."""
-    return [call for call in server.calls if not call.startswith(("/pause", "policy_weights", "describe"))]
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_servers_sleep_until_the_next_weights_and_wake_in_two_steps(sleepers, level):
-    engine, servers = sleepers(level)
-    assert not engine.needs_weights
-    engine.sleep()
-    engine.sleep()
-    assert engine.needs_weights == (level == 2)
-    assert all(server.calls == [f"/sleep?level={level}&mode=keep"] for server in servers)
-    publish(engine, 1)
-    assert not engine.needs_weights
-    steps = ["/wake_up?tags=weights", "swap_policy_weights", "/wake_up?tags=kv_cache", "/resume"]
-    assert all(changes(server)[-4:] == steps for server in servers)
-    results = run_requests(engine, requests(6))
-    assert {v for completions in results for c in completions for v in c.versions} == {1}
-
-
-def test_a_request_wakes_servers_that_still_have_their_weights(sleepers):
-    engine, servers = sleepers(1)
-    engine.sleep()
-    results = run_requests(engine, requests(6))
-    assert {v for completions in results for c in completions for v in c.versions} == {0}
-    assert all(server.calls[-1] == "/wake_up" for server in servers)
-    assert not any(server.is_asleep for server in servers)
-    publish(engine, 1)
-    assert not any("tags" in call for server in servers for call in server.calls)
-
-
-def test_a_request_waits_for_servers_that_have_dropped_their_weights(sleepers):
-    engine, _ = sleepers(2)
-    engine.sleep()
-    engine.submit(requests(6))
-    assert engine.poll(0.3) == []
-    publish(engine, 1)
-    found = []
-    while len(found) < 12:
-        found += engine.poll(5.0)
-    assert {v for c in found for v in c.versions} == {1}
-
-
-def test_a_fleet_with_requests_stays_awake(sleepers):
-    engine, servers = sleepers(1)
-    for server in servers:
-        server.delay_s = 0.5
-    engine.submit(requests(4))
-    engine.sleep()
-    found = []
-    while len(found) < 8:
-        found += engine.poll(5.0)
-    assert not any("sleep" in call for server in servers for call in server.calls)
-    engine.sleep()
-    assert all(server.is_asleep for server in servers)
-
-
-def test_a_server_that_does_not_fall_asleep_or_was_left_asleep_comes_back_with_weights(sleepers, caplog):
-    engine, (first, second) = sleepers(1)
-    first.hangs = True
-    wait_for(lambda: len(engine._fleet.pool.servers_in) == 1)
-    first.is_asleep = True  # as by a trainer that was killed
-    engine.sleep()
-    assert second.is_asleep
-    first.hangs = False
-    wait_for(lambda: len(engine._fleet.pool.servers_in) == 2)
-    assert not first.is_asleep
-    publish(engine, 1)
-    results = run_requests(engine, requests(6))
-    assert {v for completions in results for c in completions for v in c.versions} == {1}
-
-
-def test_servers_that_cannot_sleep_are_refused():
-    server = MisbehavingServer(MODEL)
-    server.report["can_sleep"] = False
-    engine = VLLMServerEngine([server.address], sleep_level=1, **QUICK)
-    with pytest.raises(EngineError, match=r"cannot sleep, as data\.engine\.sleep_level asks: .*--enable-sleep-mode"):
-        engine.setup(MODEL)
-    for part in (engine, server):
-        part.close()
 
 
 def test_settings_that_cannot_work_are_refused_by_name(monkeypatch):
@@ -118,7 +18,7 @@ def test_settings_that_cannot_work_are_refused_by_name(monkeypatch):
         VLLMEngine(sleep_level=3)
     delta = SharedMemoryTransfer(delta=True)
     with pytest.raises(ValueError, match=r"sleep_level=2 drops the weights .* use sleep_level=1, or delta=false"):
-        VLLMServerEngine(["a:1"], sleep_level=2, transfer=delta)
+        VLLMEngine(sleep_level=2, transfer=delta)
     VLLMEngine(sleep_level=1, transfer=delta)
     monkeypatch.setattr(sleeping, "is_cpu_build", lambda: True)
     with pytest.raises(ValueError, match=r"sleep_level=1 needs a GPU: vLLM's CPU build has no sleep mode"):
@@ -193,14 +93,14 @@ def test_weights_that_did_not_change_are_loaded_again_if_the_engine_has_dropped_
 def test_a_gate_that_is_shut_for_two_reasons_opens_when_both_are_gone():
     started = []
     gate = Gate(lambda found, version: started.extend((r.id, version) for r in found))
-    gate.submit(requests(1))
+    gate.submit(requests_of([4]))
     gate.shut("sleep")
     gate.shut("update")
-    gate.submit(requests(3, first=1))
+    gate.submit(requests_of([4] * 3, first_id=1))
     gate.drop({2})
     gate.open("sleep")
     assert started == [(0, 0)]
     gate.open("update", version=5)
     assert started == [(0, 0), (1, 5), (3, 5)]
-    gate.submit(requests(1, first=9))
+    gate.submit(requests_of([4], first_id=9))
     assert started[-1] == (9, 5)

@@ -49,13 +49,13 @@ class HostileReplica(EmbeddedEngine):
         self._newest = version
 
     def submit(self, requests):
-        if self._is_due and self._fault == "submit fails":
+        if self._is_due and self._fault == "submit fails" and requests[0].id >= 0:
             raise RuntimeError("the scheduler is broken")
         super().submit(requests)
 
     def poll(self, timeout_s):
         found = super().poll(timeout_s)
-        if not found or not self._is_due:
+        if not self._is_due or all(completion.request_id < 0 for completion in found):  # it proves to be right first
             return found
         match self._fault:
             case "old version":

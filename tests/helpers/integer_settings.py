@@ -37,7 +37,6 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "RolloutDataModule": dict(prompts=PROMPTS, reward=rl.exact_match, model=MODEL),
     "SimulatedEngine": dict(latency=Constant(0.001)),
     "Sleeping": dict(latency=Constant(0.001)),
-    "VLLMServerEngine": dict(servers=["http://127.0.0.1:1"]),
     "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
 }
 VALUES = {

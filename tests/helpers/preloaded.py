@@ -152,8 +152,7 @@ def preload() -> None:
     import lit_async_rl.api.run
     import lit_async_rl.cli.app
     import lit_async_rl.cli.chat
-    import lit_async_rl.cli.tape
-    import lit_async_rl.engines.vllm.serve  # noqa: F401
+    import lit_async_rl.cli.tape  # noqa: F401
 
     gc.collect()
     gc.freeze()

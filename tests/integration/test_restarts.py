@@ -9,7 +9,7 @@ from typing import ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
-from failing_engines import Watch, failing, said
+from failing_engines import FailingEngine, Watch, failing, said
 from flow import MODEL, fit, make_data, make_module
 from launch import finish, start
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -269,3 +269,23 @@ def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_
         with pytest.raises(error):
             fit(make_module(), make_data(engine=engine, **settings), 30, callbacks, enable_checkpointing=True)
     assert (tmp_path / "failed.ckpt").exists()
+
+
+def test_the_next_engine_gets_the_log_probabilities_that_prove_its_weights():
+    seen = []
+
+    class Proved(FailingEngine):
+        uses_probe = True
+        where = "poll"
+        failures: ClassVar[list[int]] = [1]
+
+        def load_weights(self, version, weights):
+            seen.append((version, self.probe.version, len(self.probe.logprobs)))
+            super().load_weights(version, weights)
+
+    engine = Proved(update_timeout_s=20.0)
+    data = make_data(engine=engine, max_staleness=1)
+    fit(make_module(), data, 4)
+    assert data.engine is not engine, "it was restarted"
+    assert len(seen) > 5
+    assert all(version == of_probe and length == 47 for version, of_probe, length in seen)

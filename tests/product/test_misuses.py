@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,14 +142,6 @@ def test_a_refused_resume_leaves_the_run_as_it_was(flags, process, folder, made)
     done = process.run(words_of(dict(command=SMALL, flags=resume), folder), folder)
     assert done.status == 1, done.said
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
-def test_a_port_that_is_in_use(process, folder):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        flags = f"--model x --port {server.getsockname()[1]}"
-        misuse = dict(command="serve", flags=flags, code=1, says=f"--port {server.getsockname()[1]} cannot be used")
-        done = process.run(words_of(misuse, folder), folder)
-    check(done.said, done.status, misuse)
 
 
 SMALL = "train --config configs/quickstart.yaml --config made/small.yaml"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from ray_stand_in import stand_in  # noqa: F401
 
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.security import CLUSTERS

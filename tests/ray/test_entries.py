@@ -76,7 +76,7 @@ def test_a_completion_that_cannot_be_right_is_described_and_those_before_it_are_
     entry = entry_with()
     found, problem = unpacked(entry, answer(completion(0), completion(1, **changes), completion(2)))
     assert [sample.position for sample in found] == [0]
-    assert entry.held[7].again() == Part(request(), (1, 2, 3))
+    assert entry.held[7].again() == Part(request(), (1, 2, 3), num_lost=1)
     assert re.search(words, problem)
     assert problem.startswith("returned a wrong completion: request 7, sample 1 ")
 
@@ -108,13 +108,20 @@ def test_what_is_left_of_a_request_with_seeds_is_sampled_under_the_same_numbers(
     entry = entry_with(asked)
     unpacked(entry, answer(completion(2)))
     part = entry.held[7].again()
-    assert part == Part(asked, (0, 1, 2, 3), frozenset({2}))
+    assert part == Part(asked, (0, 1, 2, 3), frozenset({2}), num_lost=1)
     other = ReplicaEntry(1, sent=3)
     other.held[7] = Assignment(1, asked, part.samples, oldest=2, unwanted=part.unwanted)
     assert other.held[7].num_missing == 3
     found, problem = unpacked(other, answer(*map(completion, range(4))))
     assert ([sample.position for sample in found], problem) == ([0, 1, 3], "")
     assert not other.held
+
+
+def test_losses_of_a_request_are_counted_since_its_last_sample():
+    entry = entry_with(num_lost=3)
+    assert entry.held[7].again().num_lost == 4
+    unpacked(entry, answer(completion(1)))
+    assert entry.held[7].again().num_lost == 1
 
 
 def test_partial_completions_stay_missing():

@@ -55,20 +55,24 @@ def said(caplog, text):
 
 
 def test_with_one_replica_samples_random_states_and_aborts_are_those_of_the_engine_itself(ray_cluster, tmp_path):
-    lm = tiny_llama()
     runs, states = [], []
     requests = requests_of([4, 9, 1], max_tokens=20, head=3, top_p=0.9)
     for is_on_ray in (False, True):
+        lm = tiny_llama()
         inner = dict(num_slots=4, device="cpu", in_flight_weight_updates=False, seed=3)
         if is_on_ray:
-            engine = ray_engine(lm, tmp_path, EmbeddedEngine(**inner), replicas=1)
+            engine = ray_engine(lm, tmp_path, EmbeddedEngine(**inner), replicas=1, delta=True)
+            sent = engine._store.num_bytes
         else:
             engine = own_engine(lm, tmp_path, **inner)
         engine.submit(requests)
         found = sorted(gathered(engine, 9), key=key)
+        with torch.no_grad():
+            lm.model.layers[1].mlp.up_proj.weight[3, :2] += 0.5
         engine.load_weights(1, ((n, UNCHANGED if "norm" in n else w) for n, w in lm.named_parameters()))
         engine.submit(requests_of([7], first_id=10, max_tokens=20, head=3))
         runs.append(found + sorted(gathered(engine, 3), key=key))
+        assert not is_on_ray or engine._store.num_bytes == sent + 2 * (4 + 4), "places and values of two numbers"
         states.append(engine.random_state())
         engine.set_random_state(states[0])
         engine.submit(requests_of([5, 5], first_id=20, max_tokens=200))

@@ -20,7 +20,6 @@ def test_settings_out_of_range_are_refused():
         (dict(session_margin=-1.0), r"data\.engine\.session_margin must be >= 0"),
         (dict(engine=rl.RayEngine()), "must be a single engine, got RayEngine"),
         (dict(engine=rl.EpisodeEngine(EmbeddedEngine(), Sleeping(Constant(0.0)))), r"EpisodeEngine\(RayEngine"),
-        (dict(engine=rl.VLLMEngine(sleep_level=1)), "sleep_level must be 0 with RayEngine"),
     ):
         with pytest.raises(ValueError, match=words):
             rl.RayEngine(**settings)

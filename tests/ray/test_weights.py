@@ -44,7 +44,7 @@ def parameters(seed=0):
 
 def read(reader, table):
     received = {}
-    found = dict(reader.stream(list(table.places.values()), table.buckets, received))
+    found = dict(reader.stream(table.contents, table.buckets, received))
     return found, received
 
 
@@ -110,6 +110,41 @@ def test_of_adapters_only_the_factors_travel_and_the_layer_comes_whole_from_the_
     assert store.num_bytes - before == 8 * 4
     assert torch.equal(found["l.weight"], base)
     assert float(found["l.lora_A"][0, 0]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("takes_changes", [True, False])
+def test_of_weights_of_which_little_has_changed_little_travels_and_all_is_as_it_was_sent(dtype, takes_changes):
+    ray = Store()
+    store = WeightStore(ray, dtype, delta=True)
+    readers = [WeightReader(ray.get, takes_changes)]
+    weights = {"w": nn.Parameter(torch.randn(64, 50)), "b": nn.Parameter(torch.randn(50)), "n": torch.arange(6)}
+    before, sizes, was_changed, has_been_whole_again = 0, [], False, False
+    for version in range(40):
+        table = store.publish(version, weights.items())
+        sizes.append(store.num_bytes - before)
+        before = store.num_bytes
+        was_changed |= "b" in table.changes
+        has_been_whole_again |= was_changed and "b" not in table.changes
+        if version % 7 == 3:
+            readers.append(WeightReader(ray.get, takes_changes))  # a replica that joins
+        for number, reader in enumerate(readers):
+            if (number + version) % 3 == 2 and version < 39:
+                continue  # misses this one
+            found, received = read(reader, table)
+            for name, tensor in received.items():
+                assert checksum(tensor) == table.sums[name], (version, number, name)
+            assert all(found[name] is UNCHANGED for name in found.keys() - received.keys())
+        with torch.no_grad():  # most versions change few, some a half of the bias, none the numbers
+            weights["w"].view(-1)[torch.randperm(3200)[:20]] += 1.0
+            weights["b"][: 25 if version % 4 == 0 else 0] *= -2.0
+    whole = sum(t.numel() * (2 if dtype and t.is_floating_point() else t.element_size()) for t in weights.values())
+    assert sizes[0] == whole
+    assert sorted(sizes)[len(sizes) // 2] < 0.1 * whole
+    assert has_been_whole_again, "changes would take more and more room"
+    held = sum(part.nbytes for ref in table.buckets.values() for part in ray.objects[ref])
+    assert held < 4 * whole
 
 
 def test_buckets_that_nothing_is_in_any_more_are_let_go():

@@ -75,6 +75,12 @@ def test_flags_are_read_under_their_old_names():
         (["--data.ring.capacity", "3"], "data.ring is now data.admission: {class_path: Ring"),
         (["--data.val_prompts", "null"], "data.val_prompts is now data.validation.prompts"),
         (["--model.warmup_steps", "3"], "model.warmup_steps is now model.scheduler"),
+        (["--data.engine", "VLLMServerEngine"], "data.engine=VLLMServerEngine is now RayEngine with replicas"),
+        (["--data.engine=VLLMReplicas", "--data.engine.replicas=4"], "data.engine=VLLMReplicas is now RayEngine"),
+        (
+            ["--data.engine", "{class_path: lit_async_rl.VLLMReplicas}"],
+            "data.engine=VLLMReplicas is now RayEngine with",
+        ),
     ],
 )
 def test_older_keys_are_refused_by_one_line_that_names_the_new_one(flags, says, capfd):

@@ -1,4 +1,4 @@
-"""Recorded sampling distributions of vLLM: those that tokens were drawn from, in process and from servers."""
+"""Recorded sampling distributions of vLLM: those that tokens were drawn from."""
 
 from __future__ import annotations
 

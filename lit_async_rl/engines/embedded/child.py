@@ -160,6 +160,8 @@ class Child:
             case "partial_completions":
                 completions, heads = pack_completions(engine.partial_completions())
                 return {"completions": completions}, heads
+            case "prompt_logprobs":
+                return {"logprobs": engine.prompt_logprobs(fields["token_ids"])}, {}
             case "random_state":
                 return {}, {"state": engine.random_state()}
             case "set_random_state":

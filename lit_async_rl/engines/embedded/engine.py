@@ -34,6 +34,7 @@ from lit_async_rl.engines.embedded.cuda_stream import EngineStream
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import DecodeProcess
+from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import RequestQueue, Update
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
@@ -41,6 +42,7 @@ from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.architecture import context_length, stored_buffers
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
+from lit_async_rl.models.self_check import plain_pass
 from lit_async_rl.models.weights import apply_weights, receive_weights, tensors_of
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.device_memory import has_streams
@@ -433,6 +435,13 @@ class DecodeLoop(RolloutEngine):
     def watch_weights(self, report: WeightReport) -> bool:
         self._report = report
         return True
+
+    @torch.no_grad()
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        slots = self.slots
+        with self._exclusive(), evaluation_mode(slots.lm), in_modules(slots.packed.values()):
+            found: list[float] = plain_pass(slots.lm, [token_ids])[0][0].tolist()
+        return found
 
     def random_state(self) -> Tensor:
         return self.slots.generator.get_state()

@@ -219,6 +219,10 @@ class DecodeProcess(RolloutEngine):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        found: list[float] = self._ask("prompt_logprobs", token_ids=list(token_ids))[0]["logprobs"]
+        return found
+
     def random_state(self) -> Tensor:
         return self._ask("random_state")[1]["state"]
 

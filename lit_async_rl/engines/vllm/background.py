@@ -153,7 +153,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens reported so far; servers report finished requests only."""
+        """Tokens reported so far."""
         return self._book.num_tokens
 
 

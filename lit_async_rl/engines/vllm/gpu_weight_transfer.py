@@ -108,7 +108,7 @@ class IpcTransfer(_VLLMBackend):
 
     vLLM passes the memory handles as pickles between its own processes and requires VLLM_ALLOW_INSECURE_SERIALIZATION=1
     for that. The variable is set for these processes and, until `close`, for the trainer, which receives their replies:
-    use this only with an engine that this trainer started, never with servers.
+    use this only with an engine that this trainer started.
 
     Not run on a GPU yet.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -189,9 +189,6 @@ class RequestBook:
 # top-p, min-p) are applied, and tokens outside of the support have -inf. vLLM returns no entropy.
 
 
-NO_PROBABILITY = -9999.0  # vLLM's replacement for -inf in JSON
-
-
 def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> SamplerHead:
     """Head of the tokens of a completion, with entropy NaN.
 
@@ -207,7 +204,6 @@ def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> Sam
         if top:
             ids[row, : len(top)] = torch.tensor([token for token, _ in top])
             logprobs[row, : len(top)] = torch.tensor([value for _, value in top])
-    logprobs[logprobs <= NO_PROBABILITY] = -math.inf
     return SamplerHead(torch.full((len(positions),), torch.nan), ids, logprobs)
 
 
@@ -476,6 +472,26 @@ class RequestRunner:
             if request is not None:  # None if vLLM died, which ended our task of the request
                 completions += partial_completions(request, state)
         return completions
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, at temperature 1.
+
+        Raises:
+            EngineError: vLLM returns none of a token.
+        """
+        import vllm
+        from vllm import TokensPrompt
+
+        params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=uuid.uuid4().hex)  # nothing from the cache
+        found: list[Any] = []
+        async for answer in self.process.llm.generate(prompt, params, "-2"):  # no request of the run
+            found = list(answer.prompt_logprobs or ())
+        if len(found) != len(token_ids) or any(
+            t not in (e or {}) for t, e in zip(token_ids[1:], found[1:], strict=True)
+        ):
+            raise EngineError(f"vLLM returned log-probabilities of {len(found)} tokens of a prompt of {len(token_ids)}")
+        return [float(entries[token].logprob) for token, entries in zip(token_ids[1:], found[1:], strict=True)]
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
         """Runs one request to its end; errors go to the book, and from there to the trainer."""

@@ -1,7 +1,6 @@
 """vLLM's scheduler, changed so that after an update no prompt is read from the KV cache of older weights.
 
-Loaded by name: `scheduler_cls="lit_async_rl.engines.vllm.scheduler.make_scheduler"` in the engine's arguments, or
-`--scheduler-cls` of a server.
+Loaded by name: `scheduler_cls="lit_async_rl.engines.vllm.scheduler.make_scheduler"` in the engine's arguments.
 
 The samples of a prompt share its KV cache, and samples that wait for memory may start after an update. vLLM finds
 cached blocks by a hash of the tokens and of the request's salt; it does not know that the weights changed. Here the

@@ -72,7 +72,7 @@ class WeightStore:
         Raises:
             KeyError: an entry changes a tensor that was never received.
         """
-        positions: dict[str, Tensor] = {}  # by name; entries come before the values at them
+        positions: dict[str, tuple[str, Tensor]] = {}  # by name; entries come before the values at them
         changed = set()
         for key, tensor in entries:
             kind, _, name = key.rpartition(":")
@@ -80,13 +80,9 @@ class WeightStore:
             if kind == "":
                 self.tensors[name] = tensor.clone()
             elif kind + ":" == VALUE:
-                stored = self.tensors[name].view(-1)
-                stored[positions.pop(name)] = tensor
-            elif kind + ":" == INDEX:
-                positions[name] = tensor.long()
+                apply_change(self.tensors[name].view(-1), *positions.pop(name), values=tensor)
             else:
-                size = self.tensors[name].numel()
-                positions[name] = torch.from_numpy(np.unpackbits(tensor.numpy(), count=size)).bool()
+                positions[name] = (kind + ":", tensor)
         return changed
 
     def merged(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -107,6 +103,21 @@ class WeightStore:
         """Names of all weights in the vLLM layers that contain one of these: vLLM fuses weights, such as q, k and v."""
         blocks = {_block(name) for name in changed}
         return [name for name in self.tensors if _block(name) in blocks]
+
+
+def apply_change(flat: Tensor, kind: str, places: Tensor, values: Tensor) -> None:
+    """Writes values into a flat tensor.
+
+    Args:
+        flat: that is changed.
+        kind: of the places, `INDEX` or `MASK`.
+        places: int32 or its bytes, or bits.
+        values: at these places.
+    """
+    if kind == INDEX:
+        flat[places.view(torch.int32).long()] = values
+    else:
+        flat[torch.from_numpy(np.unpackbits(places.numpy(), count=flat.numel())).bool()] = values
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def engine_arguments(self) -> dict[str, Any]:
-        """Fields of vLLM's `AsyncEngineArgs` that this transfer needs (with dashes: flags of a server)."""
+        """Fields of vLLM's `AsyncEngineArgs` that this transfer needs."""
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the engine's processes need."""

@@ -1,11 +1,9 @@
 """Extension of vLLM's worker processes that loads weights. Imports little, because every worker imports it.
 
-Loaded by name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's arguments, or
-`--worker-extension-cls` of a server. The trainer then calls on all workers, between two decode steps,
+Loaded by name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's arguments. The
+trainer then calls on all workers, between two decode steps,
 
     collective_rpc("load_policy_weights", kwargs={"folder": "/dev/shm/..."})
-
-or, on a server, POST /collective_rpc {"method": "load_policy_weights", "kwargs": {"folder": ...}, "timeout": ...}.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_async_rl.engines.vllm.engine_arguments import describe_config, unusable_settings
 from lit_async_rl.engines.vllm.weight_deltas import IncomingWeights, LoadedWeights
 from lit_async_rl.utils.device_memory import PinnedArena
 from lit_async_rl.utils.processes import die_with_parent
@@ -242,18 +239,6 @@ class WorkerExtension:
     _is_in_host_memory = False
     _arena = PinnedArena()  # a process has one worker
     _read: list[tuple[str, Tensor]] = []  # noqa: RUF012  (replaced, never changed)
-
-    def describe_policy(self) -> dict[str, Any]:
-        """Model, precision, and settings that break guarantees; the trainer checks them before it uses a server."""
-        import transformers
-
-        return {
-            "model": describe_config(self.model_config.hf_text_config),
-            "transformers": transformers.__version__,
-            "dtype": str(self.model_config.dtype).removeprefix("torch."),
-            "can_sleep": bool(self.model_config.enable_sleep_mode),
-            "problems": unusable_settings(self.vllm_config),
-        }
 
     # -- checking what vLLM's own transfers load
 

@@ -1,1 +1,0 @@
-"""vLLM servers reached over HTTP: a fleet that may lose and regain members."""
