@@ -61,5 +61,5 @@ def _has_precision_plugin(settings: Mapping[str, Any]) -> bool:
 
 
 def _say(what: str) -> None:
-    if rank_zero_only.rank == 0:
+    if getattr(rank_zero_only, "rank", 0) == 0:
         log.warning("precision: %s (trainer.precision=32-true computes everything in float32)", what)
