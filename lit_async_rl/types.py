@@ -377,11 +377,6 @@ class Branch:
         """Number of its tokens that train."""
         return sum(self.loss_mask)
 
-    @property
-    def num_policy_tokens(self) -> int:
-        """Number of its tokens that the policy wrote; all where a filter masked it."""
-        return self.num_own_tokens or len(self.token_ids)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -436,7 +431,8 @@ class Completion:
     @property
     def num_trained_tokens(self) -> int:
         """Number of tokens that train, in all rows of the sample."""
-        return self.num_own_tokens + sum(branch.num_own_tokens for branch in self.branches)
+        own = len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+        return own + sum(sum(branch.loss_mask) for branch in self.branches)
 
     @property
     def rows(self) -> tuple[Completion | Branch, ...]:
@@ -475,7 +471,7 @@ class Rollout(Completion):
     reward: float = field()  # without the default that it has in a completion
 
     def __post_init__(self) -> None:
-        for row in self.rows:
+        for row in (self, *self.branches):
             lengths = {len(row.token_ids), len(row.logprobs), len(row.versions)}
             if row.loss_mask is not None:
                 lengths.add(len(row.loss_mask))
@@ -487,7 +483,7 @@ class Rollout(Completion):
     @property
     def num_policy_tokens(self) -> int:
         """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
-        return self.num_trained_tokens or sum(len(row.token_ids) for row in self.rows)
+        return self.num_trained_tokens or sum(len(row.token_ids) for row in (self, *self.branches))
 
     @property
     def score(self) -> float:
@@ -537,7 +533,7 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         """Number of completion tokens of all rollouts."""
-        return sum(len(row.token_ids) for rollout in self.rollouts for row in rollout.rows)
+        return sum(len(row.token_ids) for one in self.rollouts for row in (one, *one.branches))
 
 
 class RolloutBatch:

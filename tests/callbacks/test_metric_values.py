@@ -759,6 +759,7 @@ NOT_HERE |= {
     for source in ("JudgeReward", "RewardModel")
     for metric in METRICS[source]
 }
+NOT_HERE |= {metric.name: "tests/agents/test_engine.py counts what agents do" for metric in METRICS["AgentEngine"]}
 LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",
