@@ -352,7 +352,26 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch:
+class TokenRow:
+    """Tokens that follow others, and what was recorded of them; see `Completion` and `Branch`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    loss_mask: tuple[bool, ...] | None = None
+    head: SamplerHead | None = None
+    experts: ExpertChoices | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    credit: float = 1.0
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Number of tokens that train in this row, by `loss_mask`."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch(TokenRow):
     """A further row of tokens that a sample trains on: another branch of an agent's conversation, or a sub-agent's.
 
     Fields of tokens have one entry for each of `token_ids`, as in a `Completion`.
@@ -364,22 +383,11 @@ class Branch:
     """
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    head: SamplerHead | None = None
-    experts: ExpertChoices | None = None
-    credit: float = 1.0
-
-    @property
-    def num_own_tokens(self) -> int:
-        """Number of its tokens that train."""
-        return sum(self.loss_mask)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(TokenRow):
     """One sample of a request, as an engine returns it. Fields of tokens have one entry for each of `token_ids`.
 
     A sample of an agent may have several rows of tokens: its own and those of its `branches`. Its reward is that of all
@@ -408,25 +416,12 @@ class Completion:
 
     request_id: int
     sample_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
     finish_reason: FinishReason
     text: str = ""
-    loss_mask: tuple[bool, ...] | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
     turns: tuple[Turn, ...] | None = None
-    head: SamplerHead | None = None
-    experts: ExpertChoices | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    credit: float = 1.0
     branches: tuple[Branch, ...] = ()
-
-    @property
-    def num_own_tokens(self) -> int:
-        """Number of tokens that train in the completion's own row, by `loss_mask`."""
-        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_trained_tokens(self) -> int:
@@ -435,7 +430,7 @@ class Completion:
         return own + sum(sum(branch.loss_mask) for branch in self.branches)
 
     @property
-    def rows(self) -> tuple[Completion | Branch, ...]:
+    def rows(self) -> tuple[TokenRow, ...]:
         """All rows of tokens: the completion's own, and its branches."""
         return (self, *self.branches)
 

@@ -23,11 +23,10 @@ from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.types import (
     OWN_CHOICE,
-    Branch,
-    Completion,
     RolloutBatch,
     RolloutGroup,
     SamplerHead,
+    TokenRow,
     blank_head,
     join_heads,
 )
@@ -41,7 +40,7 @@ class _Row:
     """One row of a rollout with its advantages and token weight, which depend on the step's other rollouts."""
 
     prompt_ids: tuple[int, ...]
-    rollout: Completion | Branch
+    rollout: TokenRow
     reward: float  # NaN of a branch
     num_policy_tokens: int  # of the rollout
     advantages: Sequence[float]  # of the completion's tokens
@@ -211,7 +210,7 @@ def _pad(
     )
 
 
-def _head_width(rollouts: Sequence[Completion | Branch]) -> int | None:
+def _head_width(rollouts: Sequence[TokenRow]) -> int | None:
     """Entries per token of the step's recorded distributions; None unless every rollout with tokens has them."""
     heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.token_ids]
     known = [head for head in heads if head is not None]
@@ -233,13 +232,13 @@ def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width:
     return {"head_ids": head_ids, "head_logprobs": head_logprobs, "behavior_entropy": entropy}
 
 
-def _experts_shape(rollouts: Sequence[Completion | Branch]) -> tuple[int, int] | None:
+def _experts_shape(rollouts: Sequence[TokenRow]) -> tuple[int, int] | None:
     """Routers and experts per token, if any rollout of the step has chosen experts."""
     return next((rollout.experts.shape for rollout in rollouts if rollout.experts is not None), None)
 
 
 def _experts(
-    size: tuple[int, ...], rollouts: Sequence[Completion | Branch], shape: tuple[int, int] | None
+    size: tuple[int, ...], rollouts: Sequence[TokenRow], shape: tuple[int, int] | None
 ) -> Int[Tensor, "B T n k"] | None:
     """Chosen experts in the places of their tokens."""
     if shape is None:
