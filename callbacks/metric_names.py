@@ -206,6 +206,7 @@ METRICS: dict[str, list[Metric]] = {
         agent/drift_template | calls | so far that could not continue a conversation because of the chat template
         agent/drift_tokens | calls | so far that spelled a conversation in other tokens
         agent/drift_other | calls | so far that had changed a turn of the policy
+    """),
     "CodeReward": _metrics("""
         code/num_right | completions | so far that passed all cases; its `name` stands in place of `code`
         code/num_wrong | completions | so far that failed a case, and ended by themselves
