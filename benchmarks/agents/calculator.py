@@ -78,6 +78,8 @@ def run(seed: int, steps: int, out: Path) -> dict[str, Any]:
         seed=seed,
         default_root_dir=str(out / f"seed{seed}"),
     )
+    if trainer.global_step < steps:
+        raise SystemExit(f"seed {seed} was stopped after {trainer.global_step} steps, and has no result")
     rewards = held_out.rewards
     return {
         "seed": seed,
