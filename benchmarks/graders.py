@@ -5,12 +5,12 @@
     python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py --out docs/measurements/graders.json
 
 Reads cases out of the test files, without running them: lists of `pytest.mark.parametrize` whose arguments begin with
-gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which
-the second is put in a box, as a model does. Each is graded with the gold as reference
-answer. A case is `right` if the verdict is the expected one; `refused` if the reference cannot be read, which a run says
-at its start; `stricter` if an answer was expected to be right and has 0; `laxer` if one was expected to be wrong and has
-full marks. `DIFFERS` lists the cases in which the verdict differs from the library's on purpose; what is in neither
-group is printed, and counted as `unexplained`.
+gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which the second is put in a box, as a
+model does. Each is graded with the gold as reference answer. A case is `right` if the verdict is the expected one;
+`refused` if the reference cannot be read, which a run says at its start; `stricter` if an answer was expected to be
+right and has 0; `laxer` if one was expected to be wrong and has full marks. `DIFFERS` lists the cases in which the
+verdict differs from the library's on purpose. Some references are whole solutions without a box, which this grader is
+not for: the check at the start of a run names them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import platform
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -33,6 +32,8 @@ if __name__ == "__main__":
 import lit_async_rl as rl
 from lit_async_rl.types import Prompt
 
+KINDS = ("right", "differs on purpose", "reference is a solution", "refused", "stricter", "laxer")
+NAMES_OF_SETS = {"tests": "math-verify 0.9.0", "math_equivalence_test.py": "Hendrycks et al., MATH"}
 NAMES = (["gold", "pred", "expected"], ["gold", "pred", "result"])
 
 
@@ -59,26 +60,69 @@ def _literal(node: ast.AST) -> Any:
     return ast.literal_eval(node)
 
 
+DIFFERS = {
+    ("1,22", "1.22"): "a comma is no decimal point",
+    ("0,111", "0.111"): "a comma is no decimal point",
+    ("$9$", "Answer $ \n 9 \n $"): "the library's case is about delimiters: without them, 9 is the answer",
+    ("$9$", "Answer \\( \n 9 \n \\)"): "the library's case is about delimiters: without them, 9 is the answer",
+    ("10, 4, -2", "\\boxed{4, 10, -2}"): "a list has no order",
+    ("0.1, 4, 2", "\\boxed{4, .1, 2}"): "a list has no order",
+    (r"$1 - \frac{1}{\mathrm{e}}$", r"$1 + \frac{1}{\mathrm{e}}$"): "not equal: the library's case expects its mistake",
+}
+LONGEST = 500  # characters of a reference that is an answer, and not a solution
+
+
+def kind_of(grade: Any, reference: str, answer: str, is_right: bool) -> str:
+    """How a verdict compares with the expected one."""
+    try:
+        found = bool(grade(Prompt(text="", answer=reference), answer))
+    except ValueError:
+        return "refused"
+    if found == is_right:
+        return "right"
+    if (reference, answer) in DIFFERS:
+        return "differs on purpose"
+    if len(reference) > LONGEST:
+        return "reference is a solution"
+    return "stricter" if is_right else "laxer"
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="+", type=Path, help="test files, or folders of them")
+    parser.add_argument("--out", type=Path, help="measurement to write")
     given = parser.parse_args()
     grade = rl.MathVerify(timeout_s=10.0)
+    rows = []
     for source in given.tests:
         counts: Counter[str] = Counter()
         for path in sorted(source.glob("test_*.py")) if source.is_dir() else [source]:
             for reference, answer, is_right in cases(path):
-                try:
-                    found = grade(Prompt(text="", answer=reference), answer)
-                except ValueError:
-                    kind = "refused"
-                else:
-                    kind = "right" if bool(found) == is_right else "stricter" if is_right else "laxer"
+                kind = kind_of(grade, reference, answer, is_right=is_right)
                 counts[kind] += 1
                 if kind != "right":
-                    print(kind, path.name, repr(reference)[:150], "|", repr(answer)[-150:])
-        print(source, dict(counts))
+                    reason = DIFFERS.get((reference, answer), "")
+                    print(kind, path.name, repr(reference)[:150], "|", repr(answer)[-150:], reason)
+        rows.append(
+            [NAMES_OF_SETS.get(source.name, source.name), sum(counts.values()), *(counts[kind] for kind in KINDS)]
+        )
+        print(rows[-1])
+    if given.out is None:
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    measurement = {
+        "name": given.out.stem,
+        "value": sum(row[-1] + row[-2] for row in rows),
+        "unit": "unexplained verdicts",
+        "interval": None,
+        "command": "python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py",
+        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+        "machine": "any",
+        "table": {"columns": ["test set", "cases", *KINDS], "rows": rows},
+    }
+    given.out.write_text(json.dumps(measurement, indent=1) + "\n")
 
 
 if __name__ == "__main__":

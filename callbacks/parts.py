@@ -47,3 +47,13 @@ def run_folder(trainer: AnyTrainer) -> Path | None:
             folder = str(Path(logger.save_dir, str(logger.name), version))
         folder = trainer.strategy.broadcast(folder)  # loggers of other ranks are dummies without a folder
     return None if folder is None else Path(folder)
+
+
+def signs_of(trainer: AnyTrainer) -> dict[str, str]:
+    """Signs of reward hacking that hold now, with the words for them; none without a `RewardHackingMonitor`."""
+    found: dict[str, str] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        signs = getattr(callback, "signs", None)  # not by class: monitors import from here
+        if isinstance(signs, dict):
+            found |= signs
+    return found

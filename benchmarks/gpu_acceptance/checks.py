@@ -56,7 +56,7 @@ def machine(device: str) -> dict[str, float]:
 def embedded(device: str) -> dict[str, float]:
     """The embedded engine samples what a forward pass says."""
     lm = model(device)
-    asked = requests(lm, 8, 8, 24, 64)
+    asked = requests(lm, 8, 8, prompt=24, new=64)
     engine = EmbeddedEngine.from_module(lm, num_slots=64)
     error = mismatch(lm, asked, engine.run(asked))
     require(error < 1e-3, f"log-probabilities differ by {error:.2g}")
@@ -175,7 +175,9 @@ def overlap(device: str) -> dict[str, float]:
         trained.save_pretrained(folder)
         engine.setup(folder)
     engine.load_weights(0, trained.named_parameters())
-    asked = requests(trained, 8, 8, 24, 96) if device == "cuda" else requests(trained, 2, 4, 24, 24)
+    asked = (
+        requests(trained, 8, 8, prompt=24, new=96) if device == "cuda" else requests(trained, 2, 4, prompt=24, new=24)
+    )
     policy = CausalPolicy(trained)
     batch = _rows(trained, 4, 8, prompt=128, new=128) if device == "cuda" else _rows(trained, 2, 4, prompt=32, new=32)
 
@@ -233,7 +235,7 @@ def _sample_real(device: str, size: str) -> dict[str, float]:
     lm = real_model(device, size, torch.bfloat16)
     slots = 256 if device == "cuda" else 8
     engine = EmbeddedEngine.from_module(lm, num_slots=slots)
-    asked = requests(lm, slots // 8, 8, 128, 256 if device == "cuda" else 16)
+    asked = requests(lm, slots // 8, 8, prompt=128, new=256 if device == "cuda" else 16)
     error = mismatch(lm, asked, engine.run(asked))
     require(error < 0.5, f"log-probabilities differ by {error:.2g}")
     seconds = timed(lambda: engine.run(asked), device, repeats=1)

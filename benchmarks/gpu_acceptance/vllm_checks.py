@@ -32,7 +32,7 @@ def _vllm(device: str, **settings: Any) -> dict[str, float]:
         worst = 0.0
         for version, policy in enumerate([lm, other, lm]):
             engine.load_weights(version, policy.named_parameters())
-            asked = requests(lm, 4, 8, 24, 64)
+            asked = requests(lm, 4, 8, prompt=24, new=64)
             worst = max(worst, mismatch(policy, asked, run_requests(engine, asked)))
         require(worst < 1e-3, f"log-probabilities differ by {worst:.2g}")
         seconds = timed(lambda: run_requests(engine, asked), device, repeats=1)
@@ -62,7 +62,7 @@ def sleep(device: str) -> dict[str, float]:
         try:
             for version in range(2):
                 engine.load_weights(version, lm.named_parameters())
-                asked = requests(lm, 4, 8, 24, 64)
+                asked = requests(lm, 4, 8, prompt=24, new=64)
                 error = mismatch(lm, asked, run_requests(engine, asked))
                 require(error < 1e-3, f"log-probabilities differ by {error:.2g} after level {level}")
                 awake = torch.cuda.mem_get_info()[0]
@@ -84,7 +84,7 @@ def _sample_real(device: str, size: str) -> dict[str, float]:
     try:
         for version in range(3):
             engine.load_weights(version, lm.named_parameters())
-        asked = requests(lm, 32, 8, 128, 256)
+        asked = requests(lm, 32, 8, prompt=128, new=256)
         error = mismatch(lm, asked, run_requests(engine, asked))
         require(error < 0.5, f"log-probabilities differ by {error:.2g}")
         seconds = timed(lambda: run_requests(engine, asked), device, repeats=1)

@@ -152,7 +152,11 @@ def shares(records: list[tuple[str, float, float, str]], places: int, rate: floa
 def measure(url: str, given: argparse.Namespace) -> dict[str, float]:
     """One round: all calls at once."""
     limits = rl.JudgeLimits(
-        max_concurrent=given.max_concurrent, tries=given.tries, backoff_s=given.backoff_s, timeout_s=300.0, request_timeout_s=290.0
+        max_concurrent=given.max_concurrent,
+        tries=given.tries,
+        backoff_s=given.backoff_s,
+        timeout_s=300.0,
+        request_timeout_s=290.0,
     )
     judge = rl.JudgeReward("m", f"{url}/v1", limits=limits, cache=None)
     scorer = Scorer(judge, timeout_s=310.0)

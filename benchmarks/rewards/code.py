@@ -44,6 +44,7 @@ HOSTILE = (
     "import socket\nsocket.create_connection(('127.0.0.1', 80))",
     "import ctypes\nctypes.string_at(0)",
 )
+MAX_HARMLESS = 2000  # programs by which the cost is measured
 STREAM_RIGHT = "a, b = map(int, input().split())\nprint(a + b)"
 STREAM_WRONG = "a, b = map(int, input().split())\nprint(a - b - 1)"
 TEST_RIGHT = "def add(a, b):\n    return a + b"
@@ -103,6 +104,7 @@ def measure(number: int, hostile: int, workers: int, allow_unsandboxed: bool = F
     """
     jobs = make_jobs(number, hostile)
     harmless = [job for job in jobs if job[1].removeprefix("```python\n").removesuffix("\n```") not in HOSTILE]
+    harmless = harmless[:MAX_HARMLESS]
     seconds: dict[str, float] = {}
     cpu: dict[str, float] = {}
     num_wrong = 0

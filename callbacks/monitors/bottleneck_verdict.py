@@ -16,8 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_sentence
-from lit_async_rl.callbacks.monitors.reward_hacking import signs_of
-from lit_async_rl.callbacks.parts import rollout_data, run_folder
+from lit_async_rl.callbacks.parts import rollout_data, run_folder, signs_of
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine

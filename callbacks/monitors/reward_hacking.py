@@ -185,19 +185,24 @@ class RewardHackingMonitor(pl.Callback):
         self.begun = dict(state_dict["begun"])
 
 
-def signs_of(trainer: AnyTrainer) -> dict[str, str]:
-    """Signs of reward hacking that hold now; none without a `RewardHackingMonitor`."""
-    monitors = [one for one in trainer.callbacks if isinstance(one, RewardHackingMonitor)]  # type: ignore[attr-defined]
-    return {name: words for monitor in monitors for name, words in monitor.signs.items()}
-
-
 def observed(groups: Sequence[RolloutGroup], data: RolloutDataModule) -> Seen:
     """What the watch sees of the groups of a step."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    success = data.held_out.success
-    part = success.part
-    is_grader = references_of(data.reward) is not None or part is not None
+    is_grader = references_of(data.reward) is not None or data.held_out.success.part is not None
     special = frozenset(data.codec.tokenizer.all_special_ids)
+    return means_of(groups, data.held_out.success, is_grader, special=special)
+
+
+def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, special: frozenset[int]) -> Seen:
+    """Means over groups.
+
+    Args:
+        groups: of a step.
+        success: tells right completions from others.
+        is_grader: whether it means something: the reward compares with references.
+        special: token ids.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    part = success.part
     shares = [share for one in rollouts[:MAX_COMPLETIONS] if (share := repetition(_own_ids(one))) is not None]
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
@@ -226,7 +231,7 @@ def length_pay(groups: Sequence[RolloutGroup]) -> float | None:
     return float(rewards @ lengths) / norm if norm > 0 and math.isfinite(norm) else None
 
 
-def _centred(values: Sequence[float]) -> Any:
+def _centred(values: Sequence[float | int]) -> Any:
     array = np.asarray(values, dtype=np.float64)
     return array - array.mean()
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBars
 from rich.table import Column
 
-from lit_async_rl.callbacks.monitors.reward_hacking import signs_of
+from lit_async_rl.callbacks.parts import signs_of
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer

@@ -18,7 +18,7 @@ from lit_async_rl.utils.files import read_safely
 OPTIMIZERS = "optimizer_states"
 
 
-def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None) -> None:
+def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule, *, ckpt_path: str | None) -> None:
     """Refuses a checkpoint that this run cannot go on from; reads no values of weights.
 
     Args:

@@ -258,7 +258,7 @@ def _fit_here(
         module = given.make_module()
         limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
         stack.enter_context(CtrlC())
-        check_resume(trainer, module, data, ckpt_path)
+        check_resume(trainer, module, data, ckpt_path=ckpt_path)
         with run_folders(trainer, ckpt_path):
             if folder is not None:
                 folder += [log.log_dir for log in trainer.loggers[:1] if isinstance(log, CSVLogger)]

@@ -325,7 +325,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
         run.append(cli)
         trainer = cli.trainer
         ckpt_path = cli.config["ckpt_path"]
-        check_resume(trainer, cli.model, cli.datamodule, ckpt_path)
+        check_resume(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         with cli.engines_connected(), run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         api.print_summary(trainer)

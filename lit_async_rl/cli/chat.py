@@ -19,6 +19,7 @@ from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import OneLineParser, check_range
+from lit_async_rl.utils.visible import visible
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -50,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> None:
         ids = codec.encode(Prompt(messages=as_chat) if as_chat else Prompt(text=text))
         request = GenerationRequest(id=0, prompt_ids=ids, num_samples=given.num_samples, sampling=sampling)
         for completion in engine.run([request])[0]:
-            print(codec.decode(completion.token_ids, sampling.stop))
+            print(visible(codec.decode(completion.token_ids, sampling.stop)))
 
     if given.prompt is not None:
         try:

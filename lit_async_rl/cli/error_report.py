@@ -410,8 +410,10 @@ def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
         beside = ", ".join(name for name in names if name not in ("class_path", "init_args"))
         form = "{class_path: ..., init_args: {...}}"
         return f"{refusal.setting}: {beside} must be in init_args, beside class_path: {form}"
-    is_base = refusal.made_by is not None and pkgutil.resolve_name(refusal.made_by) in set(classes_in(hint))
-    chosen = refusal.chosen or (None if is_base else refusal.made_by)
+    made_by = refusal.made_by
+    if made_by and (made_by.startswith("typing.") or pkgutil.resolve_name(made_by) in set(classes_in(hint))):
+        made_by = None  # that of the annotation
+    chosen = refusal.chosen or made_by
     if match and chosen:
         kind = pkgutil.resolve_name(chosen)
         parameters = inspect.signature(kind).parameters

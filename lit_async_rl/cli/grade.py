@@ -4,9 +4,10 @@
     lit-async-rl grade answers.csv --reward my_rewards.short --only wrong
     lit-async-rl grade prompts.jsonl --reward exact_match              # no answers: each reference for itself
 
-The file (.jsonl, .json, .csv, .tsv, .parquet) has one answer per record. A grader of this library also shows what it has
-extracted from the answer, and why it has this score; so does a reward with a method `explain(prompt, completion)` that
-returns score, extracted text and reason. The status is 1 if an answer cannot be graded, or a reference fails for itself.
+The file (.jsonl, .json, .csv, .tsv, .parquet) has one answer per record. A grader of this library also shows what it
+has extracted from the answer, and why it has this score; so does a reward with a method `explain(prompt, completion)`
+that returns score, extracted text and reason. The status is 1 if an answer cannot be graded, or a reference fails for
+itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.utils.checks import OneLineParser, check_range, meant
+from lit_async_rl.utils.visible import visible
 
 REFERENCES = ("answer", "reference", "gold", "ground_truth", "solution")
 COMPLETIONS = ("completion", "response", "prediction", "output", "text")
@@ -292,6 +294,4 @@ def printable(text: str) -> Any:
 
     if len(text) > CELL_CHARS:
         text = f"...{text[-CELL_CHARS:]}"
-    text = " ".join(text.split())
-    return Text("".join(character if character.isprintable() else "�" for character in text))
-
+    return Text(visible(" ".join(text.split())))

@@ -19,6 +19,7 @@ import numpy as np
 from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.checks import OneLineParser, check_range
+from lit_async_rl.utils.visible import visible
 
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
@@ -89,7 +90,7 @@ def sample(arguments: argparse.Namespace) -> None:
             f"-- step {step.step}, group {group.index}, reward {rollout.reward:g}, "
             f"staleness {staleness(step, group)}, {rollout.finish_reason}"
         )
-        print(f"{group.prompt.text}{rollout.text}")
+        print(visible(f"{group.prompt.text}{rollout.text}"))
 
 
 def plot(arguments: argparse.Namespace) -> None:

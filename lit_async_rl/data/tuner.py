@@ -22,9 +22,8 @@ def refuse_tuner(trainer: AnyTrainer) -> None:
     Raises:
         ValueError: says why, and what to set.
     """
-    for callback in list(trainer.callbacks):  # type: ignore[union-attr]
-        if not isinstance(callback, LearningRateFinder | BatchSizeFinder):
-            continue
-        if getattr(callback, "_early_exit", False):  # the Tuner's own, which it would leave behind after an error
-            trainer.callbacks.remove(callback)  # type: ignore[union-attr]
-        raise ValueError(RATE if isinstance(callback, LearningRateFinder) else SIZE)
+    for callback in trainer.callbacks:  # type: ignore[union-attr]  # the Tuner's own stands first
+        if isinstance(callback, LearningRateFinder):
+            raise ValueError(RATE)
+        if isinstance(callback, BatchSizeFinder):
+            raise ValueError(SIZE)

@@ -83,9 +83,7 @@ class UsablePrompts:
 
     def _digest(self, prompt: Prompt) -> None:
         if self.answers_digest is None:
-            answers = prompt.answer if len(prompt.answers) < 2 else list(prompt.answers)
-            seen = json.dumps([answers, _stable(prompt.metadata)], ensure_ascii=True)
-            self._answers.update(seen.encode())
+            self._answers.update(rewarded_by(prompt).encode())
 
     def _problem(self, number: int) -> str | None:
         try:
@@ -109,6 +107,12 @@ class UsablePrompts:
             raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
         if count & (count - 1) == 0:  # powers of two, so that a large source has few lines
             log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; now %s", count, total, problem)
+
+
+def rewarded_by(prompt: Prompt) -> str:
+    """Answers and metadata of a prompt as text, that is, what a reward reads of it."""
+    answers = prompt.answer if len(prompt.answers) < 2 else list(prompt.answers)
+    return json.dumps([answers, _stable(prompt.metadata)], ensure_ascii=True)
 
 
 def _stable(value: Any) -> Any:

@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from lit_async_rl.errors import RewardError, StalledError
-from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wants_token_ids
-from lit_async_rl.rewards.scorer import reward_name
+from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wants, wants_token_ids
+from lit_async_rl.rewards.scorer import MAX_QUEUED, is_async, reward_name
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 
@@ -82,6 +84,9 @@ class CombinedReward:
         self.combine = combine
         self.gates = dict(gates or {})
         self.success = success
+        self._limits: dict[str, int] = {}  # of calls under way, by part
+        # One set for each event loop, since a loop that is blocked is replaced; it goes with its loop.
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
 
     def __call__(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Score | Awaitable[Score]:
         """The combined reward with its parts; an awaitable if a part is `async`.
@@ -89,25 +94,56 @@ class CombinedReward:
         Raises:
             RewardError: a part raised, or did not return a finite number; or no part applies.
         """
+        found = self.begin(prompt, completion, token_ids)
+        return found if isinstance(found, Score) else found.finish()
+
+    def begin(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Score | UnfinishedReward:
+        """Calls the plain parts; `async` ones are called by `finish` of what this returns, in an event loop.
+
+        Raises:
+            RewardError: see `__call__`.
+        """
         found: dict[str, Any] = {}
+        calls: dict[str, Callable[..., Awaitable[Any]]] = {}
         for name, reward in self.rewards.items():
             ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
+            if is_async(reward):
+                calls[name] = partial(reward, prompt, completion, **ids)
+                continue
             with _errors_of(name):
                 found[name] = reward(prompt, completion, **ids)
-        if any(inspect.isawaitable(value) for value in found.values()):
-            return self._awaited(found)
-        return self._combined(found)
+        if calls or any(inspect.isawaitable(value) for value in found.values()):
+            return UnfinishedReward(self, found, calls)
+        return self.combined_score(found)
 
-    async def _awaited(self, found: Mapping[str, Any]) -> Score:
-        async def value_of(name: str, value: Any) -> Any:
-            with _errors_of(name):
-                return await value if inspect.isawaitable(value) else value
+    def limit_calls(self, num_workers: int) -> int | None:
+        """Limits the calls of `async` parts that are under way; returns the largest limit, None if no part is `async`.
 
-        # concurrently: two judge models take as long as the slower one
-        values = await asyncio.gather(*(value_of(name, value) for name, value in found.items()))
-        return self._combined(dict(zip(found, values, strict=True)))
+        Args:
+            num_workers: limit of parts without `max_concurrent`. Parts with a queue of their own keep it.
+        """
+        limits = []
+        for name, reward in self.rewards.items():
+            if not is_async(reward):
+                continue
+            if wants(reward, "begun"):
+                limits.append(max(MAX_QUEUED, getattr(reward, "max_concurrent", None) or 1))
+            else:
+                self._limits[name] = getattr(reward, "max_concurrent", None) or num_workers
+                limits.append(self._limits[name])
+        return max(limits, default=None)
 
-    def _combined(self, found: Mapping[str, Any]) -> Score:
+    def places(self, name: str) -> AbstractAsyncContextManager[Any]:
+        """Context of a call of an `async` part, which waits for its turn."""
+        if name not in self._limits:
+            return nullcontext()
+        of_loop = self._places.setdefault(asyncio.get_running_loop(), {})
+        if name not in of_loop:
+            of_loop[name] = asyncio.Semaphore(self._limits[name])
+        return of_loop[name]
+
+    def combined_score(self, found: Mapping[str, Any]) -> Score:
+        """The reward of what the parts have returned, see `__call__`."""
         parts: dict[str, float] = {}
         for name, value in found.items():
             if value is None:
@@ -134,6 +170,62 @@ class CombinedReward:
         limits = [getattr(part, "call_timeout_s", None) for part in self.rewards.values()]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known else None
+
+
+class UnfinishedReward:
+    """A combined reward whose plain parts are known, and whose `async` parts are still to be called.
+
+    Args:
+        reward: to which it belongs.
+        found: values of the plain parts, some of which may be awaitables.
+        calls: of the `async` parts.
+    """
+
+    def __init__(
+        self,
+        reward: CombinedReward,
+        found: Mapping[str, Any],
+        calls: Mapping[str, Callable[..., Awaitable[Any]]],
+    ) -> None:
+        self._reward = reward
+        self._found = found
+        self._calls = calls
+
+    async def finish(self, begun: Callable[[], None] = lambda: None) -> Score:
+        """Calls the `async` parts, all at once: two judges take as long as the slower one.
+
+        Args:
+            begun: called when the work of the last part begins: the time in which one waits for its turn is not that of
+                the call.
+
+        Raises:
+            RewardError: see `CombinedReward`.
+        """
+        waiting = set(self._calls)
+
+        def begin(name: str) -> None:  # from the thread of a judge, too
+            waiting.discard(name)
+            if not waiting:
+                begun()
+
+        async def value_of(name: str) -> Any:
+            with _errors_of(name):
+                if name not in self._calls:
+                    value = self._found[name]
+                    return await value if inspect.isawaitable(value) else value
+                call = self._calls[name]
+                async with self._reward.places(name):
+                    try:
+                        if wants(self._reward.rewards[name], "begun"):
+                            return await call(begun=partial(begin, name))
+                        begin(name)
+                        return await call()
+                    finally:
+                        begin(name)
+
+        names = list(self._reward.rewards)
+        values = await asyncio.gather(*(value_of(name) for name in names))
+        return self._reward.combined_score(dict(zip(names, values, strict=True)))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import comb
 from typing import Any
 
-from lit_async_rl.rewards import answers
 from lit_async_rl.rewards.answers import bare_formula, read_answer
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades
 from lit_async_rl.types import Prompt

@@ -89,10 +89,11 @@ class HackingWatch:
         repetition: share of repeated 4-grams, and 0.2 more than in the first window.
         special_tokens: share of completions with a special token before their end, and 0.1 more than in the first
             window.
-        answer_drop: fall of the answer's part, as a share of its range so far, while another part rises by as much or
-            is at 95 % of its largest value.
+        answer_drop: fall of the answer's part, as a share of its largest value so far, while another part rises by as
+            much or is at 95 % of its largest value.
         group_std: standard deviation within groups, as a multiple of that of the first window, while less than 0.9 of
-            the completions are right.
+            the completions are right; of a reward that is no grader, while the reward is not above that of the first
+            window.
         disagreement: share of the completions that the reward calls right and a second grader wrong, of at least 20.
         window: steps.
         patience: steps in a row.
@@ -205,26 +206,30 @@ class HackingWatch:
         limit = self.limits["format"]
         if limit is None or "answer" not in now or "answer" not in before:
             return None
-        low, high = self._range["answer"]
-        if high == low:
+        if not (largest := self._largest("answer")):
             return 0.0, ""
-        drop = (before["answer"] - now["answer"]) / (high - low)
+        drop = (before["answer"] - now["answer"]) / largest
         strongest = (0.0, "")
         for name in (one for one in now if one.startswith("part/") and one in before):
-            least, most = self._range[name]
-            rise = (now[name] - before[name]) / (most - least) if most > least else 0.0
+            most = self._largest(name)
+            rise = (now[name] - before[name]) / most if most else 0.0
             is_full = now[name] >= FULL * most > 0
             if drop > 0 and rise > -limit and (is_full or rise >= limit) and drop / limit > strongest[0]:
                 fell = f"the answer's part fell from {before['answer']:.2g} to {now['answer']:.2g}"
                 strongest = (drop / limit, f"{fell}, while {name[5:]} is at {now[name]:.2g}")
         return strongest
 
+    def _largest(self, name: str) -> float:
+        """Largest magnitude of a mean over a window so far."""
+        return max(map(abs, self._range[name]))
+
     def _group_std(self, now: Mapping[str, float]) -> tuple[float, str] | None:
         limit = self.limits["group_std"]
         first = self._first.get("group_std", 0.0)
         if limit is None or not first or "group_std" not in now:
             return None
-        if now.get("accuracy", 0.0) >= SOLVED:
+        is_solved = now["accuracy"] >= SOLVED if "accuracy" in now else now["reward"] > self._first["reward"]
+        if is_solved:
             return 0.0, ""
         strength = min(10.0, limit * first / now["group_std"]) if now["group_std"] > 0 else 10.0
         return strength, f"rewards within a group differ by {now['group_std']:.2g} ({first:.2g} at first), unsolved"

@@ -16,8 +16,9 @@ from typing import Any
 
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward
+from lit_async_rl.rewards.scorer import is_async
 
-MAX_WAITING = 64  # threads that wait for one part of a combined reward
+MAX_WAITING = 64  # threads that wait for one plain part of a combined reward
 
 
 def parts_of(reward: Any) -> list[Any]:
@@ -30,12 +31,13 @@ def parts_of(reward: Any) -> list[Any]:
 
 
 def num_threads(reward: Any, num_workers: int) -> int:
-    """Worker threads of a scorer: `num_workers`, or as many as a batch or the requests of a part need to be there."""
+    """Worker threads of a scorer: `num_workers`, or as many as a batch or calls of a plain part need to be there."""
     wanted = [num_workers, getattr(reward, "max_batch_size", 1)]
     if isinstance(reward, CombinedReward):
         for part in reward.rewards.values():
             wanted.append(getattr(part, "max_batch_size", 1))
-        wanted += [min(MAX_WAITING, getattr(owner, "max_concurrent", None) or 1) for owner in parts_of(reward)]
+        plain = [owner for owner in parts_of(reward) if not is_async(owner)]  # others are awaited in one loop
+        wanted += [min(MAX_WAITING, getattr(owner, "max_concurrent", None) or 1) for owner in plain]
     return max(wanted)
 
 

@@ -107,7 +107,9 @@ def json_match(prompt: Prompt, completion: str) -> float:
     try:
         reference = last_json(reference_answer(prompt))
     except ValueError as error:
-        raise ValueError(f"json_match needs JSON as the reference answer, got {prompt.answer!r:.100}: {error}") from None
+        raise ValueError(
+            f"json_match needs JSON as the reference answer, got {prompt.answer!r:.100}: {error}"
+        ) from None
     try:
         right, number = shares(reference, last_json(completion))
     except ValueError:

@@ -81,14 +81,10 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
 def _graded_quantity(right: Answer, given: Answer, are_equal: Callable[[], bool]) -> tuple[bool, str, str]:
     """Compares an answer that is a number with the reference; `are_equal` is how `math-verify` sees the two."""
     shown = answers.shown_quantity(given)[:MAX_SHOWN]
-    if right.number is None:
-        is_right = are_equal()
-    elif right.is_percentage or given.is_percentage:
+    if right.number is None or given.number is None or right.is_percentage or given.is_percentage:
         is_right = are_equal()
     else:
-        if given.number is None:
-            return False, shown, "no number"
-        by_unit = units.compare(right.number, right.unit, given.number, given.unit)
+        by_unit = units.compare(right.number, right.unit, other=given.number, other_unit=given.unit)
         if by_unit is not None:
             return by_unit, shown, f"{'equal' if by_unit else 'not equal'}: {given.unit} and {right.unit}"
         larger = max(abs(right.number), abs(given.number))

@@ -7,6 +7,7 @@ the process alive. An `async` reward has no workers: see `async_calls`.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import hashlib
@@ -14,6 +15,8 @@ import inspect
 import itertools
 import logging
 import queue
+import re
+import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,6 +112,9 @@ def reward_identity(reward: Any) -> str:
     that an object stores under the same names. They may be nested: lists, dictionaries, functions and objects with
     settings. Limits of time and memory (`timeout_s` and the like) are excluded, because they do not change rewards. A
     digest, because a setting may be a secret key, and identities are stored in checkpoints and logged.
+
+    Where the source is at hand, its digest is part of the identity, so that a function that was edited is another one;
+    that of what it calls is not. The classes of this package have none: a release says if rewards change.
     """
     if isinstance(reward, functools.partial):
         name = reward_identity(reward.func)
@@ -122,7 +128,45 @@ def reward_identity(reward: Any) -> str:
     known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMIT_SETTINGS)}
     plain = {argument: value for argument, value in known_values.items() if value is not None}
     digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
-    return f"{name}({', '.join(plain)}: {digest})" if plain else name
+    named = f"{name}({', '.join(plain)}: {digest})" if plain else name
+    source = _source_digest(reward)
+    return named if source is None else f"{named} code {source}"
+
+
+def without_code(identity: Any) -> Any:
+    """An identity without the digests of sources."""
+    return re.sub(r" code [0-9a-f]{12}", "", identity) if isinstance(identity, str) else identity
+
+
+def _source_digest(reward: Any) -> str | None:
+    """Digest of a user's function or class, as parsed: comments and layout do not count. None where there is none."""
+    if isinstance(reward, functools.partial):
+        return None  # that of its function is in the name
+    if isinstance(reward, BatchedReward):
+        return _source_digest(reward.reward)
+    owner = reward if inspect.isroutine(reward) else type(reward)
+    if str(getattr(owner, "__module__", "")).partition(".")[0] in (__name__.partition(".")[0], "builtins"):
+        return None
+    try:
+        lines = textwrap.dedent(inspect.getsource(owner))
+    except (OSError, TypeError):
+        return None
+    try:
+        tree = ast.parse(lines)
+    except (SyntaxError, ValueError, RecursionError):  # a lambda within a call that begins before it
+        return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return hashlib.sha256(ast.dump(_without_docstrings(tree)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
+def _without_docstrings(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, DOCUMENTED) and body and ast.get_docstring(node) is not None:
+            node.body = body[1:] or [ast.Pass()]
+    return tree
 
 
 def is_async(reward: Any) -> bool:
@@ -329,6 +373,7 @@ class _Job:
     is_group: bool = False
     num_tries: int = 0
     is_reported_slow: bool = False
+    rest: Any = None  # of a combined reward whose plain parts were called
 
 
 Outcome = float | list[float] | RewardError  # of a job
@@ -393,6 +438,7 @@ class Scorer:
         self._is_closed = False
         self._spans = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
         self._has_own_queue = False
+        self._rest: AsyncCalls[_Job, Outcome] | None = None  # of `async` parts of a combined reward
         if reward is not None and is_async(reward):
             self.num_workers = getattr(reward, "max_concurrent", None) or num_workers
             self._has_own_queue = wants(reward, "begun")
@@ -404,6 +450,15 @@ class Scorer:
                 on_end=self._ended,
             )
             return
+        limit_calls = getattr(reward, "limit_calls", None)  # of a combined reward
+        if limit_calls is not None and (limit := limit_calls(num_workers)) is not None:
+            self._rest = AsyncCalls(
+                limit,
+                call=self._await_rest,
+                is_wanted=lambda job: job.is_wanted() and not self._is_closed,
+                on_begin=self._began,
+                on_end=self._ended_rest,
+            )
         for _ in range(num_workers):
             self._add_worker()
 
@@ -467,7 +522,11 @@ class Scorer:
             spans.flush()
         return self._jobs.get()
 
-    def _score(self, job: _Job, reward: Any) -> Outcome:
+    def _score(self, job: _Job, reward: Any) -> Any:
+        if self._rest is not None and not job.is_group:
+            with _naming(reward, job.prompt, job.completions):
+                found = reward.begin(job.prompt, job.completions[0], token_ids=job.token_ids)
+                return _checked(found) if isinstance(found, Score) else found  # goes on in the event loop
         if not job.is_group:
             return score(reward, job.prompt, job.completions[0], wait=self._awaiter.wait, token_ids=job.token_ids)
         with _naming(reward, job.prompt, job.completions):
@@ -487,7 +546,7 @@ class Scorer:
             began = time.monotonic()
             began_cpu = time.thread_time()
             self._running[number] = (clock.now(), job)
-            outcome: Outcome
+            outcome: Any
             try:
                 outcome = self._score(job, self.reward)
             except RewardError as error:
@@ -499,6 +558,13 @@ class Scorer:
                 return
             self._cpu_s += time.thread_time() - began_cpu
             seconds = time.monotonic() - began
+            if self._rest is not None and hasattr(outcome, "finish"):
+                if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
+                    return
+                self._busy_s += seconds
+                job.rest = outcome
+                self._rest.put(job)
+                continue
             if not self._end(number, job, outcome, began=began, seconds=seconds, lane=number):
                 return
 
@@ -540,6 +606,23 @@ class Scorer:
         except StalledError:
             return self._too_late(job)
 
+    async def _await_rest(self, job: _Job, begin: Callable[[], None]) -> Outcome:
+        """Calls what is left of a combined reward whose plain parts a worker has called."""
+        try:
+            with _naming(self.reward, job.prompt, job.completions):  # type: ignore[arg-type]
+                return _checked(await job.rest.finish(begin))
+        except RewardError as error:
+            return error
+        except StalledError:
+            return self._too_late(job)
+
+    def _ended_rest(self, call: CallUnderWay[_Job, Outcome]) -> None:
+        lane = MAX_LANES - 1 - call.lane  # from the last one: the first belong to the workers
+        self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=lane)
+        spans = self._spans.get(lane)
+        if spans is not None and self._rest is not None and not self._rest.has_waiting:
+            spans.flush()
+
     def _began(self, call: CallUnderWay[_Job, Outcome]) -> None:
         self._running[call] = (clock.now(), call.job)
 
@@ -573,7 +656,8 @@ class Scorer:
     @property
     def cpu_share(self) -> float:
         """Share of the time spent scoring in which the workers computed; the rest they waited."""
-        cpu_s = self._jobs.cpu_s if isinstance(self._jobs, AsyncCalls) else self._cpu_s
+        loops = [calls for calls in (self._jobs, self._rest) if isinstance(calls, AsyncCalls)]
+        cpu_s = self._cpu_s + sum(calls.cpu_s for calls in loops)
         return min(1.0, cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
@@ -596,8 +680,10 @@ class Scorer:
                 log.warning("reward %s is slow: %s, %r", self._name, took, job.prompt.text[:200])
             if seconds <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
-            if isinstance(self._jobs, AsyncCalls):
-                self._jobs.abandon(number)
+            if isinstance(number, CallUnderWay):
+                calls = self._rest if self._rest is not None else self._jobs
+                if isinstance(calls, AsyncCalls):
+                    calls.abandon(number)
             else:
                 del self._workers[number]
                 self._add_worker()
@@ -629,6 +715,8 @@ class Scorer:
         self._is_closed = True
         self._awaiter.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        if self._rest is not None:
+            self._rest.close(CLOSE_TIMEOUT_S)
         if isinstance(self._jobs, AsyncCalls):
             self._jobs.close(CLOSE_TIMEOUT_S)
         else:

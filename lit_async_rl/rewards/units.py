@@ -100,10 +100,17 @@ _TABLE: dict[str, dict[str, str]] = {
     "mol": {"1": "mol mole moles"},
 }
 _LETTERS = frozenset("mshgCFKJLNVWAB")  # single letters are units in this case only
-_FILLERS = frozenset("a an the of in total altogether each long tall wide high deep old away left more apart".split())
+_FILLERS = frozenset(
+    [
+        *("a", "an", "the", "of", "in", "total", "altogether", "each", "long", "tall", "wide", "high", "deep", "old"),
+        *("away", "left", "more", "apart"),
+    ]
+)
 _DEGREES = re.compile(r"(?i)(?:°|\bdeg(?:ree)?s?\.?)\s*(C|F|celsius|centigrade|fahrenheit)\b")
 _POWER_WORDS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-_TOKEN = re.compile(r"(?P<over>/|\bper\b)|(?P<name>°?[A-Za-zµμΩ]+|[°$€£¥₹¢])\.?(?:\^?\{?(?P<power>-?[1-9])\}?|(?P<super>[²³]))?")
+_TOKEN = re.compile(
+    r"(?P<over>/|\bper\b)|(?P<name>°?[A-Za-zµμΩ]+|[°$€£¥₹¢])\.?(?:\^?\{?(?P<power>-?[1-9])\}?|(?P<super>[²³]))?"
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ def meanings(text: str | None) -> tuple[Unit, ...]:
     return _meanings(text.strip()) if text else ()
 
 
-def compare(value: Fraction, unit: str | None, other: Fraction, other_unit: str | None) -> bool | None:
+def compare(value: Fraction, unit: str | None, *, other: Fraction, other_unit: str | None) -> bool | None:
     """Whether two quantities are equal; None if a unit is missing or not known, so that values alone count."""
     known = meanings(unit)
     others = meanings(other_unit)
@@ -138,7 +145,7 @@ def compare(value: Fraction, unit: str | None, other: Fraction, other_unit: str 
 
 def are_compatible(unit: str | None, other: str | None) -> bool:
     """Whether the units are the same, or one of them is missing or not known."""
-    return compare(Fraction(1), unit, Fraction(1), other) is not False
+    return compare(Fraction(1), unit, other=Fraction(1), other_unit=other) is not False
 
 
 def _is_close(one: Fraction, other: Fraction) -> bool:

@@ -6,16 +6,18 @@ change between saving and resuming.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from lit_async_rl.errors import ProducerError, StalledError
-from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.prompts.stream import PromptStream, rewarded_by
+from lit_async_rl.rewards.scorer import without_code
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.producer import Producer
@@ -52,11 +54,12 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
         if step_is_done:
             producer.begin_step()
         num_given_back = len(producer.book.in_state(GroupState.TAKEN))
+        groups = producer.book.save(producer.admission.deadlines, partials)
         return {
             "format": FORMAT,
-            "settings": _settings(producer),
+            "settings": _settings(producer) | {_OWN_ANSWERS: _answers_of(groups)},
             "admission": producer.admission.state_dict(num_given_back),
-            "groups": pack_groups(producer.book.save(producer.admission.deadlines, partials)),
+            "groups": pack_groups(groups),
             "position": producer.stream.position,
             "again": list(producer.again),
             "pass_rates": producer.intake.pass_rates.state_dict(),
@@ -128,8 +131,10 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
         ValueError: see `check_order`.
     """
     _check_format(state)
-    changed, has_new_rewards = _changed_settings(state["settings"], _settings(producer), producer.scorer.keeps_rewards)
+    _check_order_settings(state["settings"], _settings(producer))
     saved = unpack_groups(state["groups"], producer.stream.at)
+    now = _settings(producer) | {_OWN_ANSWERS: _answers_of(saved)}
+    changed, has_new_rewards = _changed_settings(state["settings"], now, producer.scorer.keeps_rewards)
     deadlines = {group.index: group.deadline for group in saved}
     kept = producer.admission.restore(state["admission"], {} if changed else deadlines)
     again = [group.position for group in saved if group.index not in kept]
@@ -184,7 +189,9 @@ def _file(producer: Producer, groups: list[GroupEntry]) -> None:
 
 _ENVIRONMENT = "the environment of data.engine"
 _ANSWERS = "the digest of the answers of data.prompts"
-_REWARD_SETTINGS = "data.reward", "data.scoring.special_tokens", _ENVIRONMENT, _ANSWERS
+# The digest above is of a sample if there are many prompts; this one is of what the saved rewards were given for.
+_OWN_ANSWERS = "the digest of the answers of the checkpoint's groups"
+_REWARD_SETTINGS = "data.reward", "data.scoring.special_tokens", _ENVIRONMENT, _ANSWERS, _OWN_ANSWERS
 # Of sampling: settings that older checkpoints do not have.
 _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": None}
 
@@ -203,6 +210,13 @@ def _settings(producer: Producer) -> dict[str, Any]:
     }
 
 
+def _answers_of(groups: Sequence[GroupEntry]) -> str:
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(rewarded_by(group.prompt).encode())
+    return digest.hexdigest()[:16]
+
+
 def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_rewards: bool) -> tuple[list[str], bool]:
     """Settings that differ, with both values, and whether saved rewards are among what they make invalid.
 
@@ -215,19 +229,32 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)
     after = _flat(now)
-    unknown = {name for name in (_ENVIRONMENT, _ANSWERS) if name not in saved}  # to older checkpoints
+    unknown = {name for name in (_ENVIRONMENT, _ANSWERS, _OWN_ANSWERS) if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)
     found = {
-        name: f"{name} is {value!r} and was {before.get(name)!r}"
+        name: _changed(name, value, before.get(name))
         for name, value in after.items()
-        if name not in unknown and before.get(name) != value
+        if name not in unknown and not _is_same(name, value, before.get(name))
     }
     of_rewards = [name for name in _REWARD_SETTINGS if name in found]
     if of_rewards and keeps_rewards:
         kept = "; ".join(found.pop(name) for name in of_rewards)
         log.warning("resume: %s, and saved rewards are kept (data.scoring.resume_rewards: keep)", kept)
     return list(found.values()), bool(of_rewards) and not keeps_rewards
+
+
+def _is_same(name: str, value: Any, before: Any) -> bool:
+    """Whether a setting is as it was; identities of older checkpoints know nothing of the code."""
+    if name in ("data.reward", _ENVIRONMENT) and before == without_code(before):
+        return bool(without_code(value) == before)
+    return bool(before == value)
+
+
+def _changed(name: str, value: Any, before: Any) -> str:
+    if name in ("data.reward", _ENVIRONMENT) and without_code(value) == without_code(before):
+        return f"the code of {name}, {without_code(value)}, has changed"
+    return f"{name} is {value!r} and was {before!r}"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.sandbox import room
-from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits, Verdict
 from lit_async_rl.sandbox.warden import END_S, STOP
 
 START_S = 60.0  # of a warden, on a crowded machine
 ANSWER_S = END_S + 20.0  # of a warden, beyond the time limit of its program
 REAP_S = 10.0
+LAST_WORDS_S = 1.0
 MAX_ANSWER_BYTES = 2**16
 CHUNK = 2**16
 _HERE = Path(__file__).resolve().parent
@@ -131,14 +132,20 @@ class WardenProcess:
         try:
             answer = self.answer(time.monotonic() + START_S)
         except SandboxError as error:
+            reason = self._last_words()
             self.kill()
-            said = b"" if self._process.stderr is None else self._process.stderr.read(2000)
-            reason = said.decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxError(reason or str(error)) from None
         if "error" in answer:
             self.kill()
             raise SandboxError(str(answer["error"])[:300])
         self.guards = tuple(str(one) for one in answer["guards"])
+
+    def _last_words(self) -> str:
+        """The last line on its standard error, as far as it has come."""
+        file = self._process.stderr
+        if file is None or not select.select([file], [], [], LAST_WORDS_S)[0]:
+            return ""
+        return os.read(file.fileno(), CHUNK).decode(errors="replace").strip().rpartition("\n")[2][:300]
 
     @property
     def is_there(self) -> bool:
@@ -330,7 +337,9 @@ class Runs:
         if answer["problem"]:
             raise GuardError(str(answer["problem"])[:300])
         *channel, stdout, stderr = run.outputs.values()
-        verdict = "output" if run.is_too_long and answer["verdict"] in ("stopped", "ended") else answer["verdict"]
+        verdict: Verdict = answer["verdict"]
+        if run.is_too_long and verdict in ("stopped", "ended"):
+            verdict = "output"
         return ProgramResult(
             verdict=verdict,
             status=int(answer["status"]),

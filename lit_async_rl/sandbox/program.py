@@ -9,6 +9,8 @@ from typing import Literal
 
 from lit_async_rl.utils.checks import check_range
 
+Verdict = Literal["ended", "time", "memory", "processes", "output", "stopped"]
+
 
 class SandboxError(RuntimeError):
     """A sandbox could not run a program, which says nothing about the program."""
@@ -83,7 +85,7 @@ class ProgramResult:
         channel: what a test in one process wrote to the trainer.
     """
 
-    verdict: Literal["ended", "time", "memory", "processes", "output", "stopped"]
+    verdict: Verdict
     status: int
     stdout: str
     stderr: str

@@ -216,6 +216,14 @@ class _CountedAsserts(ast.NodeTransformer):
     def __init__(self) -> None:
         self.number = 0
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """Leaves the tests of unittest as they are: each is a case by itself."""
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Leaves the tests of pytest as they are."""
+        return node if node.name.startswith("test") else self.generic_visit(node)
+
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         """Replaces `assert` by a call that notes its number."""
         source = (

@@ -761,6 +761,10 @@ NOT_HERE |= {
 }
 NOT_HERE |= {metric.name: "tests/agents/test_engine.py counts what agents do" for metric in METRICS["AgentEngine"]}
 NOT_HERE |= {metric.name: "tests/rewards/test_code.py counts what programs do" for metric in METRICS["CodeReward"]}
+NOT_HERE |= {
+    metric.name: "tests/callbacks/test_reward_hacking.py computes them from rollouts and windows"
+    for metric in METRICS["RewardHackingMonitor"]
+}
 LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",

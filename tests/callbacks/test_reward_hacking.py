@@ -1,8 +1,8 @@
 """Reward hacking is named: each sign by a run that shows it, and no sign by healthy ones."""
 
+import itertools
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from flow import fit, make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
-from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, observed, signs_of
+from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, means_of
+from lit_async_rl.callbacks.parts import signs_of
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
+from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 STEPS = 150
@@ -45,12 +47,13 @@ def healthy(step, **changes):
     return Seen(**(values | {name: change(step) for name, change in changes.items()}))
 
 
+STUCK = dict(accuracy=lambda step: noisy(0.5, 0.02), length=lambda step: noisy(100), group_std=lambda step: 0.4)
 HACKED = {
-    "length": dict(length=lambda step: noisy(ramp(step, 100, 260)), accuracy=lambda step: noisy(0.5, 0.02)),
+    "length": STUCK | dict(length=lambda step: noisy(ramp(step, 100, 260))),
     "repetition": dict(repetition=lambda step: ramp(step, 0.05, 0.8)),
     "special_tokens": dict(special_tokens=lambda step: ramp(step, 0.0, 0.5)),
-    "format": dict(answer=lambda step: noisy(ramp(step, 0.6, 0.2), 0.02), accuracy=lambda step: 0.5),
-    "group_std": dict(group_std=lambda step: ramp(step, 0.4, 0.0), accuracy=lambda step: 0.5),
+    "format": STUCK | dict(answer=lambda step: noisy(ramp(step, 0.6, 0.2), 0.02)),
+    "group_std": STUCK | dict(group_std=lambda step: ramp(step, 0.4, 0.0)),
 }
 
 
@@ -76,25 +79,23 @@ def test_what_holds_from_the_first_step_on_is_the_task():
     assert not any(watch.observe(healthy(step, **same)) for step in range(STEPS))
 
 
-def test_a_reward_that_is_no_grader_has_to_pay_for_length():
-    grown = dict(length=lambda step: ramp(step, 100, 300), accuracy=lambda step: None)
-    for pay, signs in ((0.9, ["length"]), (0.0, [])):
-        watch = HackingWatch()
-        assert [
-            n for step in range(STEPS) for n in watch.observe(healthy(step, length_pay=lambda step: pay, **grown))
-        ] == signs
+@pytest.mark.parametrize(("pay", "signs"), [(0.9, ["length"]), (0.0, [])])
+def test_a_reward_that_is_no_grader_has_to_pay_for_length(pay, signs):
+    grown = dict(length=lambda step: ramp(step, 100, 300), accuracy=lambda step: None, length_pay=lambda step: pay)
+    watch = HackingWatch()
+    assert [name for step in range(STEPS) for name in watch.observe(healthy(step, **grown))] == signs
 
 
 def test_a_sign_begins_and_ends_once_though_its_value_swings_around_the_threshold():
     watch = HackingWatch(window=2, patience=3)
-    values = [0.1] * 10 + [0.45, 0.55] * 20 + [0.9] * 20 + [0.55, 0.45] * 20 + [0.1] * 20
+    values = [0.1] * 10 + [0.42, 0.56] * 20 + [0.9] * 20 + [0.42, 0.56] * 20 + [0.1] * 20
     begun = []
     held = []
     for value in values:
-        begun += watch.observe(healthy(0, repetition=lambda step: value))
+        begun += watch.observe(healthy(0, repetition=lambda step, value=value: value))
         held.append("repetition" in watch.found)
     assert begun == ["repetition"]
-    assert sum(a != b for a, b in zip(held, held[1:], strict=False)) == 2
+    assert sum(a != b for a, b in itertools.pairwise(held)) == 2
     assert not held[-1]
 
 
@@ -146,14 +147,10 @@ def group(*rollouts):
 
 
 def test_special_tokens_count_before_the_end_and_only_those_of_the_policy():
-    data = SimpleNamespace(
-        codec=SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[2, 3])),
-        held_out=SimpleNamespace(success=rl.rewards.success.Success()),
-        reward=rl.exact_match,
-    )
     cases = [rollout([5, 6, 2]), rollout([5, 6]), rollout([5, 3, 6, 2]), rollout([5, 2, 2]), rollout([5, 3])]
     masked = rollout([5, 3, 6, 2], mask=(True, False, True, True))
-    assert [observed([group(one)], data).special_tokens for one in (*cases, masked)] == [0, 0, 1, 1, 0, 0]
+    found = [means_of([group(one)], Success(), True, special=frozenset([2, 3])) for one in (*cases, masked)]
+    assert [seen.special_tokens for seen in found] == [0, 0, 1, 1, 0, 0]
 
 
 def test_reward_and_length_correlate_within_groups_only():
@@ -237,7 +234,10 @@ def test_signs_go_on_after_a_resume(tmp_path):
         ({"window": 1}, "RewardHackingMonitor.window must be >= 2, got 1"),
         ({"patience": 0}, "RewardHackingMonitor.patience must be >= 1, got 0"),
         ({"num_checked": 0}, "RewardHackingMonitor.num_checked must be >= 1, got 0"),
-        ({"check": 3}, "RewardHackingMonitor.check must be a function"),
+        (
+            {"check": lambda completion: 1.0},
+            "RewardHackingMonitor.check=.* must be a function, .* a parameter is missing",
+        ),
     ],
 )
 def test_settings_are_checked(settings, message):

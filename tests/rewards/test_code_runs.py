@@ -59,7 +59,9 @@ def test_the_configuration_trains_two_steps(tmp_path, monkeypatch):
     rows = tmp_path / "problems.jsonl"
     rows.write_text("".join(json.dumps(row | {"test_list": ["assert f() == 1"]}) + "\n" for row in ROWS))
     policy = str(rl.asset("small_sort_policy"))
-    prompts = {"class_path": "JsonlPrompts", "init_args": {"path": str(rows), "answer_field": None}}
+    # what both classes have stays as the configuration says, unless it is given
+    settings = {"path": str(rows), "answer_field": None, "as_chat": False, "template": "{prompt}"}
+    prompts = {"class_path": "JsonlPrompts", "init_args": settings}
     overlay = {
         "model": {"model": policy, "gradient_checkpointing": False},
         "data": {

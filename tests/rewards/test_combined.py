@@ -1,5 +1,6 @@
 """Several rewards by name: their combination, their parts on every way to a file, batches, and TRL's form."""
 
+import asyncio
 import csv
 import json
 import math
@@ -22,7 +23,7 @@ from lit_async_rl.rewards.scorer import Scorer, reward_identity, reward_name, sc
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty
-from lit_async_rl.types import Score
+from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.config_files import own_settings
 
 PROMPT = rl.Prompt(text="2 + 2 =", answer="4", metadata={"level": "easy"})
@@ -380,3 +381,74 @@ def test_the_answer_field_of_the_prompts_names_the_column_of_a_trl_reward(tmp_pa
     data = make_data(prompts=prompts, reward={"right": right, "digits": digits})
     fit(make_module(), data, 1)
     assert all(r.reward_parts.keys() == {"right", "digits"} for g in data.last_step_groups for r in g.rollouts)
+
+
+# -- `async` parts need no threads -------------------------------------------------------------------------------------
+
+
+class Waits:
+    """An `async` part that counts its calls under way."""
+
+    max_concurrent = 500
+
+    def __init__(self):
+        self.under_way = self.most = 0
+        self.is_open = asyncio.Event()
+
+    async def __call__(self, prompt, completion):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        if self.most >= 300:
+            self.is_open.set()
+        await self.is_open.wait()
+        self.under_way -= 1
+        return 1.0
+
+
+def test_hundreds_of_async_parts_are_under_way_with_two_workers():
+    waits, limited = Waits(), Limited()
+    reward = rl.CombinedReward({"waits": waits, "limited": limited, "plain": lambda prompt, completion: 0.5})
+    scorer = Scorer(reward, num_workers=2)
+    before = threading.active_count()
+    try:
+        found = score_all(scorer, [(Prompt(text=""), str(n)) for n in range(400)], lambda: None)
+        assert threading.active_count() <= before + 3
+    finally:
+        scorer.close()
+    assert [(score, score.parts) for score in found] == [(2.5, {"waits": 1.0, "limited": 1.0, "plain": 0.5})] * 400
+    assert waits.most >= 300
+    assert limited.most <= 3
+
+
+class Limited:
+    """An `async` part with a limit of its own."""
+
+    max_concurrent = 3
+
+    def __init__(self):
+        self.under_way = self.most = 0
+
+    async def __call__(self, prompt, completion):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(0)
+        self.under_way -= 1
+        return 1.0
+
+
+def test_an_async_part_that_hangs_or_fails_is_given_up_and_named(caplog):
+    async def part(prompt, completion):
+        if completion == "fails":
+            raise RuntimeError("no")
+        await asyncio.sleep(60 if completion == "hangs" else 0)
+        return 1.0
+
+    reward = rl.CombinedReward({"slow": part, "plain": lambda prompt, completion: 0.0})
+    scorer = Scorer(reward, num_workers=2, timeout_s=0.5, max_tries=1)
+    try:
+        texts = ["a", "hangs", "b", "fails", "c"]
+        assert score_all(scorer, [(Prompt(text=""), text) for text in texts], lambda: None) == [1, None, 1, None, 1]
+    finally:
+        scorer.close()
+    assert "its part 'slow' raised RuntimeError: no" in caplog.text
+    assert "did not return within" in caplog.text

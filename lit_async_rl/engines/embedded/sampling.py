@@ -197,7 +197,8 @@ def _split_mix(z: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
 
 
 NO_TOKEN = NO_STREAM = -1
-REACHED_LIMIT, AT_STOP = 1, 2  # outcomes of a token; it continues the completion otherwise
+REACHED_LIMIT = 1  # outcome of a token, which continues the completion otherwise
+AT_STOP = 2
 Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 
 
@@ -305,7 +306,7 @@ class RowState:
         self.position[rows] += alive
         self.last[rows] = tokens
         stopped = (tokens[:, None] == self.stops[rows]).any(1)
-        return torch.where(stopped, AT_STOP, (count >= self.max_tokens[rows]).long()) * alive
+        return torch.where(stopped, AT_STOP, REACHED_LIMIT * (count >= self.max_tokens[rows]).long()) * alive
 
     def completions(self, rows: Sequence[int], lengths: Sequence[int]) -> list[Tokens]:
         """Tokens, log-probabilities and versions of `rows`, in one transfer from the device.

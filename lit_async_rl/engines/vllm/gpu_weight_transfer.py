@@ -160,7 +160,10 @@ class IpcTransfer(_VLLMBackend):
 
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         size = sum(tensor.nbytes for _, tensor in chunk)
-        for packed in packed_ipc_producer(iter(chunk), gpu, _flat, size):  # waits for its copies before it yields
+        packed_chunks = packed_ipc_producer(
+            iterator=iter(chunk), gpu_uuid=gpu, post_iter_func=_flat, buffer_size_bytes=size
+        )
+        for packed in packed_chunks:  # the producer waits for its copies before it yields
             pickled = base64.b64encode(pickle.dumps(packed.ipc_handle)).decode()
             info = {
                 "names": packed.names,
