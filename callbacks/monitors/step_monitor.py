@@ -111,7 +111,7 @@ class RolloutMonitor(StepMonitor):
         self._gradient_scale = 1.0
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        real = batch.group_index >= 0
+        real = (batch.group_index >= 0) & ~batch.rewards.isnan()  # a rollout with branches counts once
         signals: Any = pl_module.stabilizer_signals
         rewards = batch.rewards[real].cpu().double()
         self.reward.update(rewards)
@@ -173,7 +173,7 @@ class RolloutMonitor(StepMonitor):
         self._previous_stats = now or self._previous_stats
         if now is None:
             return {}
-        of_reward: dict[str, Any] = dict(metrics_of(data.reward))
+        of_reward: dict[str, Any] = metrics_of(data.reward) | metrics_of(data.engine)
         if now.num_sampled <= before.num_sampled:
             return of_reward
         number = now.num_sampled - before.num_sampled

@@ -759,6 +759,7 @@ NOT_HERE |= {
     for source in ("JudgeReward", "RewardModel")
     for metric in METRICS[source]
 }
+NOT_HERE |= {metric.name: "tests/agents/test_engine.py counts what agents do" for metric in METRICS["AgentEngine"]}
 NOT_HERE |= {metric.name: "tests/rewards/test_code.py counts what programs do" for metric in METRICS["CodeReward"]}
 NOT_HERE |= {
     metric.name: "tests/callbacks/test_reward_hacking.py computes them from rollouts and windows"
