@@ -352,8 +352,43 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A further row of tokens that a sample trains on: another branch of an agent's conversation, or a sub-agent's.
+
+    Fields of tokens have one entry for each of `token_ids`, as in a `Completion`.
+
+    Attributes:
+        prompt_ids: tokens that the branch follows, whose part that the policy sampled trains in another row.
+        token_ids, logprobs, versions, loss_mask, head, experts: see `Completion`.
+        credit: factor of the sample's advantage in this row.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    head: SamplerHead | None = None
+    experts: ExpertChoices | None = None
+    credit: float = 1.0
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Number of its tokens that train."""
+        return sum(self.loss_mask)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Number of its tokens that the policy wrote; all where a filter masked it."""
+        return self.num_own_tokens or len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sample of a request, as an engine returns it. Fields of tokens have one entry for each of `token_ids`.
+
+    A sample of an agent may have several rows of tokens: its own and those of its `branches`. Its reward is that of all
+    of them, and its length the sum of theirs.
 
     Attributes:
         request_id: request that it answers.
@@ -370,6 +405,10 @@ class Completion:
         turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
         head: recorded sampling distributions, if `sampling.head` is set.
         experts: experts chosen for prompt and completion, if `sampling.experts` is set.
+        prompt_ids: tokens that the completion follows, where they are not those of its request: an agent writes its
+            own prompt.
+        credit: factor of the advantage in the completion's own row.
+        branches: further rows of the sample.
     """
 
     request_id: int
@@ -385,11 +424,31 @@ class Completion:
     turns: tuple[Turn, ...] | None = None
     head: SamplerHead | None = None
     experts: ExpertChoices | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    credit: float = 1.0
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Number of tokens that train in the completion's own row, by `loss_mask`."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_trained_tokens(self) -> int:
-        """Number of completion tokens that train, by `loss_mask`."""
-        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+        """Number of tokens that train, in all rows of the sample."""
+        return self.num_own_tokens + sum(branch.num_own_tokens for branch in self.branches)
+
+    @property
+    def rows(self) -> tuple[Completion | Branch, ...]:
+        """All rows of tokens: the completion's own, and its branches."""
+        return (self, *self.branches)
+
+    @property
+    def all_versions(self) -> tuple[int, ...]:
+        """Versions of the tokens of all rows."""
+        if not self.branches:
+            return self.versions
+        return tuple(version for row in self.rows for version in row.versions)
 
     def scored(self, reward: float) -> Rollout:
         """The completion with its reward, and the parts of a `Score`."""
@@ -416,18 +475,19 @@ class Rollout(Completion):
     reward: float = field()  # without the default that it has in a completion
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
-        if self.loss_mask is not None:
-            lengths.add(len(self.loss_mask))
-        if self.head is not None:
-            lengths.add(len(self.head))
-        if len(lengths) != 1:
-            raise InvariantError(f"per-token fields of a rollout differ in length: {lengths}")
+        for row in self.rows:
+            lengths = {len(row.token_ids), len(row.logprobs), len(row.versions)}
+            if row.loss_mask is not None:
+                lengths.add(len(row.loss_mask))
+            if row.head is not None:
+                lengths.add(len(row.head))
+            if len(lengths) != 1:
+                raise InvariantError(f"per-token fields of a rollout differ in length: {lengths}")
 
     @property
     def num_policy_tokens(self) -> int:
         """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
-        return self.num_trained_tokens or len(self.token_ids)
+        return self.num_trained_tokens or sum(len(row.token_ids) for row in self.rows)
 
     @property
     def score(self) -> float:
@@ -477,7 +537,7 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         """Number of completion tokens of all rollouts."""
-        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+        return sum(len(row.token_ids) for rollout in self.rollouts for row in rollout.rows)
 
 
 class RolloutBatch:
@@ -491,7 +551,7 @@ class RolloutBatch:
         token_weights: weight of each token in the average; sums to 1 over all micro-batches and ranks of the *step*, 0
             where `loss_mask` is False. With streamed groups, only after multiplication by the `gradient_scale`.
         group_index: `RolloutGroup.index` of each row, -1 for padding rows.
-        lengths: tokens of each row's completion that the policy wrote, also where they do not train; None if unknown.
+        lengths: tokens of each row that the policy wrote, also where they do not train; None if unknown.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
         truncated: whether the completions were sampled with top-k, top-p or min-p.
         gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the

@@ -3,11 +3,6 @@
 Each turn is a request to the inner engine, with the whole conversation as its prompt. A finished episode is returned as
 one completion with the environment's tokens masked.
 
-| who | waits for | woken by |
-|---|---|---|
-| `poll` (producer's thread) | a finished episode | the inner engine, and every `POLL_INTERVAL_S` |
-| event loop's thread | environments | themselves, bounded by `step_timeout_s` |
-
 Every conversation ends in exactly one of `_finish`, `_drop` and `close`, which mark it as over. Its episode is closed
 then, or after the pending call of its environment (`_after_work`).
 """
@@ -15,24 +10,19 @@ then, or after the pending call of its environment (`_after_work`).
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import hashlib
 import inspect
-import itertools
 import logging
-import threading
 import time
-import weakref
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
-from lit_async_rl.engines.base import EngineWrapper, RolloutEngine
-from lit_async_rl.engines.completion_check import RequestLedger
+from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation
-from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
+from lit_async_rl.environments.event_loop import EnvironmentLoop
+from lit_async_rl.environments.multi_request import MultiRequestEngine
+from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import (
@@ -47,9 +37,8 @@ from lit_async_rl.types import (
     join_heads,
 )
 from lit_async_rl.utils.checks import as_reward, check_range
-from lit_async_rl.utils.files import LimitedLog
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, recorder
-from lit_async_rl.utils.tries import Retries, TryPolicy, Work
+from lit_async_rl.utils.tries import TryPolicy, Work
 
 # -- State of a multi-turn rollout while it is sampled ----------------------------------------------------------------
 
@@ -166,180 +155,7 @@ def _hash63(state: str) -> int:
     return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1
 
 
-# -- The event loop of an environment, and the tasks that engines run in it -------------------------------------------
-# Environments have objects bound to an event loop: semaphores, HTTP sessions. All engines around one environment (in
-# training, in each validation, after a restart) therefore share a loop. Its thread runs only while one of them is open.
-
-
-# limits for cancelled tasks and for the thread; together less than the time that a failed engine has to close
-CLEANUP_TIMEOUT_S = 6.0
-THREAD_JOIN_TIMEOUT_S = 3.0
 log = logging.getLogger(__name__)
-
-
-class EnvironmentLoop:
-    """Event loop for all engines around one environment. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # engines of several threads enter and leave: one must not stop the others' loop
-        self._num_users = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._is_ended = False
-
-    def enter(self) -> asyncio.AbstractEventLoop:
-        """Returns the loop, which runs until every `enter` is followed by a `leave`."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                weakref.finalize(self, _cancel_remaining_tasks, self._loop)  # also at the end of the process
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-                self._thread.start()
-            self._num_users += 1
-            self._is_ended = False
-            return self._loop
-
-    def end(self, close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float = CLEANUP_TIMEOUT_S) -> None:
-        """Runs `close()` of the environment in the loop, once after each use; waits at most `timeout_s`."""
-        with self._lock:
-            if self._is_ended:
-                return
-        loop = self.enter()
-        try:
-            ended = asyncio.run_coroutine_threadsafe(close(), loop)
-            if concurrent.futures.wait([ended], timeout_s).not_done:
-                ended.cancel()
-                log.warning("an environment's close did not return within %g s", timeout_s)
-        finally:
-            self.leave()
-            self._is_ended = True
-
-    def leave(self) -> None:
-        """Ends the thread after the last user; keeps the loop for the next one, unless a call blocks it."""
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users or self._loop is None or self._thread is None:
-                return
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(THREAD_JOIN_TIMEOUT_S)
-            if self._thread.is_alive():
-                self._loop = None
-            self._thread = None
-
-
-def _cancel_remaining_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels tasks that an environment started itself, in a loop that no engine can enter any more."""
-    if loop.is_running():  # an engine was never closed
-        return
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks and asyncio._get_running_loop() is None:  # inside of another loop they end without cleanup
-        loop.run_until_complete(asyncio.wait(tasks, timeout=CLEANUP_TIMEOUT_S))
-
-
-class EnvironmentTasks:
-    """Tasks of one engine in the loop of its environment. Thread-safe.
-
-    Args:
-        shared: the loop, entered by the first task and left by `close`.
-    """
-
-    def __init__(self, shared: EnvironmentLoop) -> None:
-        self.shared = shared
-        self._lock = threading.Lock()  # held to enter the loop and to schedule, so that no task starts after `close`
-        self._is_closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending: concurrent.futures.Future[None] | None = None
-        self._owners: dict[asyncio.Task[Any], Hashable] = {}  # used by the loop's thread only
-        self._final_tasks: set[asyncio.Task[Any]] = set()  # of `finish`; used by the loop's thread only
-        self._num_final_tasks = 0
-
-    def begin(
-        self, owner: Hashable, coroutine: Coroutine[Any, Any, Any], after: Callable[[], None] = lambda: None
-    ) -> None:
-        """Starts a task; does nothing after `close`. The loop calls `after` at its end, even if it never started."""
-        with self._lock:
-            if self._is_closed:
-                coroutine.close()
-                return
-            self._loop = self._loop or self.shared.enter()
-            self._loop.call_soon_threadsafe(self._start, owner, coroutine, after)
-
-    def _start(self, owner: Hashable, coroutine: Coroutine[Any, Any, Any], after: Callable[[], None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._owners[task] = owner
-        task.add_done_callback(self._owners.pop)
-        task.add_done_callback(lambda _: after())
-
-    def finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Starts a task that is not cancelled, and that `close` waits for. Needs an earlier `begin`."""
-        with self._lock:
-            if self._loop is None:  # after `close` the loop may have stopped
-                coroutine.close()
-                return
-            self._num_final_tasks += 1
-            self._loop.call_soon_threadsafe(self._finish, coroutine)
-
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._final_tasks.add(task)
-        task.add_done_callback(self._has_finished)
-
-    def _has_finished(self, task: asyncio.Task[Any]) -> None:
-        self._final_tasks.discard(task)
-        with self._lock:
-            self._num_final_tasks -= 1
-
-    def cancel(self, owners: Iterable[Hashable]) -> None:
-        """Cancels the tasks of these owners, without waiting for them."""
-        with self._lock:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._cancel, set(owners))
-
-    def _cancel(self, owners: set[Hashable]) -> None:
-        for task, owner in self._owners.items():
-            if owner in owners:
-                task.cancel()
-
-    def begin_close(self) -> None:
-        """Cancels all tasks, without waiting for them; later tasks are not started."""
-        with self._lock:
-            self._is_closed = True
-            if self._loop is not None and self._ending is None:
-                self._ending = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
-
-    def close(self) -> None:
-        """Cancels all tasks, and waits for them and those of `finish`, at most `CLEANUP_TIMEOUT_S`.
-
-        Safe to call twice.
-        """
-        self.begin_close()
-        if self._ending is not None:
-            concurrent.futures.wait([self._ending], CLEANUP_TIMEOUT_S)
-        with self._lock:
-            loop = self._loop
-            self._loop = None
-        if loop is None:
-            return
-        if self._num_final_tasks:
-            log.warning(
-                "%d episodes of an environment were not closed within %g s", self._num_final_tasks, CLEANUP_TIMEOUT_S
-            )
-        self.shared.leave()
-
-    async def _end_all(self) -> None:
-        tasks = list(self._owners)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        while self._num_final_tasks:
-            await asyncio.sleep(0.01)
-
-
-POLL_INTERVAL_S = 0.01  # while environments work, whose responses do not wake up the inner engine's `poll`
-LOCK_TIMEOUT_S = 1.0  # longest wait of `close` for a thread that submits
 
 
 class EnvironmentGrader:
@@ -390,7 +206,7 @@ class EnvironmentGrader:
                     await ended
 
 
-class EpisodeEngine(EngineWrapper):
+class EpisodeEngine(MultiRequestEngine):
     """Alternates turns of `engine` and `environment`, whose rewards replace `data.reward`.
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
@@ -419,9 +235,6 @@ class EpisodeEngine(EngineWrapper):
         ValueError: a setting is out of range, or the engine does not update weights in flight.
     """
 
-    scores = True
-    in_flight_weight_updates = True
-
     def __init__(
         self,
         engine: RolloutEngine,
@@ -433,7 +246,7 @@ class EpisodeEngine(EngineWrapper):
         step_cut_turns: bool = True,
     ) -> None:
         check_range("EpisodeEngine", "integer >= 1", max_turns=max_turns)
-        self.policy = TryPolicy(
+        policy = TryPolicy(
             owner="data.engine",
             timeout_s=step_timeout_s,
             tries=tries,
@@ -441,30 +254,15 @@ class EpisodeEngine(EngineWrapper):
             timeout_name="step_timeout_s",
             done="played",
         )
-        if not engine.in_flight_weight_updates:
-            raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
-        super().__init__(engine)
+        super().__init__(engine, policy)
         self.environment = environment
         self.max_turns = max_turns
         self.step_timeout_s = step_timeout_s
         self.step_cut_turns = step_cut_turns
-        self._codec: TextCodec | None = None
-        self._ids = itertools.count()
-        # shared by the producer's thread (`submit`, `poll`, `abort`) and the event loop's thread
-        # (`_continue_with_environment`); re-entrant, because the inner engine's calls may return into this object
-        self._lock = threading.RLock()
         self._conversations: dict[int, list[Conversation]] = {}  # by request; those that have not ended
         self._turns_in_engine: dict[int, dict[int, Conversation]] = {}  # by inner request and sample
-        self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
         self._in_environment: dict[Conversation, float] = {}  # with the time at which the environment was called
         self._environment_spans = Overlap("answer")
-        self._finished: list[Completion] = []
-        self._given_up: list[int] = []  # ids of requests
-        self._error: BaseException | None = None
-        self._retries = Retries(self.policy)
-        self._warnings = LimitedLog(log)
-        self._tasks = EnvironmentTasks(EnvironmentLoop())
-        self._is_successor = False  # replaces an engine that has logged its warnings
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
         """The same environment, in its event loop, with another engine."""
@@ -478,16 +276,8 @@ class EpisodeEngine(EngineWrapper):
             backoff_s=policy.backoff_s,
             step_cut_turns=self.step_cut_turns,
         )
-        other._codec = codec
-        other._ledger = RequestLedger(engine, codec.vocab_size)
-        other._tasks = EnvironmentTasks(self._tasks.shared)
-        return other
-
-    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
-        """See `RolloutEngine`; the environment is the same object and stays in its event loop."""
-        other: Any = super().fresh(out_of_memory)
-        other._is_successor = True
-        other._tasks = EnvironmentTasks(self._tasks.shared)
+        other._use(engine, codec)
+        self._share_loop(other)
         return other
 
     def grader(self) -> EnvironmentGrader:
@@ -500,29 +290,13 @@ class EpisodeEngine(EngineWrapper):
         return f"{reward_identity(self.environment)}, max_turns={self.max_turns}"
 
     def setup(self, model: str) -> None:
-        self._codec = TextCodec(model, self.special_tokens)
         super().setup(model)
         if self.step_cut_turns and not self._is_successor:  # earlier versions had another default
             log.warning(
                 "a turn that is cut at data.sampling.max_tokens is shown to the environment, which may reward it "
                 "(data.engine.step_cut_turns=false: its episode ends unseen, without a reward of that turn)"
             )
-        self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
         self._environment_spans.lane = recorder().lane(ENVIRONMENT)  # not in validation, which never calls `setup`
-
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads weights; running episodes continue under them."""
-        with self._lock:
-            self._open_ledger.newest = version
-        super().load_weights(version, weights)
-        with self._lock:
-            self._open_ledger.loaded = version
-
-    @property
-    def _open_ledger(self) -> RequestLedger:
-        if self._ledger is None:
-            raise SetupError("EpisodeEngine is used before it was set up")
-        return self._ledger
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Starts episodes; the first turns of a group share their prompt."""
@@ -535,27 +309,9 @@ class EpisodeEngine(EngineWrapper):
             self._open_ledger.open(inner)
         self.engine.submit(inner)
 
-    def poll(self, timeout_s: float) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                if self._error is not None:
-                    raise self._error
-                finished = self._finished
-                self._finished = []
-                waiting = bool(self._in_environment)
-            remaining = deadline - time.monotonic()
-            if finished or remaining <= 0:
-                return finished
-            turns = self.engine.poll(min(remaining, POLL_INTERVAL_S) if waiting else remaining)
-            for completion in self._open_ledger.listed(turns, "poll"):
-                self._end_turn(completion)
-
-    def take_given_up(self) -> list[int]:
-        with self._lock:
-            given_up = self._given_up
-            self._given_up = []
-        return given_up
+    @property
+    def _is_waiting(self) -> bool:
+        return bool(self._in_environment)
 
     def outside_work(self) -> Work | None:
         # without the lock, which a thread that hangs in the inner engine may hold: this must still be reported
@@ -615,28 +371,11 @@ class EpisodeEngine(EngineWrapper):
     def _warn_of_close(self, what: str) -> None:
         self._warnings.warning("environment %s: close %s", type(self.environment).__name__, what)
 
-    def close(self) -> None:
-        self._end_conversations()
-        self._tasks.begin_close()
-        try:
-            super().close()  # wakes a thread that hangs in the inner engine with the lock held
-        finally:
-            self._end_conversations()  # again, because the first call may not have got the lock
-            self._tasks.close()
-
-    def _end_conversations(self) -> None:
-        """Ends all conversations; does nothing if another thread hangs in the inner engine with the lock held."""
-        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            return
-        try:
-            conversations = [
-                conversation for conversations in self._conversations.values() for conversation in conversations
-            ]
-            self._conversations.clear()
-            self._turns_in_engine.clear()
-            self._end(conversations)
-        finally:
-            self._lock.release()
+    def _end_all(self) -> None:
+        conversations = [conversation for ended in self._conversations.values() for conversation in ended]
+        self._conversations.clear()
+        self._turns_in_engine.clear()
+        self._end(conversations)
 
     def end(self) -> None:
         """Closes the environment in the event loop of its episodes, once after each use."""
@@ -765,12 +504,6 @@ class EpisodeEngine(EngineWrapper):
         self._turns_in_engine[turn.id] = {0: conversation}
         self._open_ledger.open([turn])
         self.engine.submit([turn])
-
-    @property
-    def _tokenizer(self) -> TextCodec:
-        if self._codec is None:
-            raise SetupError("EpisodeEngine is used before it was set up")
-        return self._codec
 
     def _finish(self, conversation: Conversation, reason: FinishReason) -> None:
         live = self._conversations[conversation.request.id]

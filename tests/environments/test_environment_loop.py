@@ -13,7 +13,8 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Observation
-from lit_async_rl.environments.episode_engine import EnvironmentLoop, EnvironmentTasks, EpisodeEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.event_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
 from lit_async_rl.tasks import Addition
 from lit_async_rl.types import Prompt
@@ -103,8 +104,8 @@ def test_closing_one_engine_leaves_the_episodes_of_the_others_alone():
 
 
 def test_a_loop_that_is_blocked_is_given_up(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.environments.episode_engine.CLEANUP_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.environments.episode_engine.THREAD_JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.event_loop.CLEANUP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.event_loop.THREAD_JOIN_TIMEOUT_S", 0.1)
     blocked, released = threading.Event(), threading.Event()
 
     async def block():

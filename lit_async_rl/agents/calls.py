@@ -1,0 +1,150 @@
+"""A call of an agent to the policy: its sampling, its replies, and the errors that it may get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lit_async_rl.types import SamplerHead
+from lit_async_rl.utils.checks import check_range
+
+ReplyReason = Literal["stop", "length", "tool_calls"]
+
+
+class AgentCallError(RuntimeError):
+    """A call that cannot be answered; an agent may catch it and go on.
+
+    Attributes:
+        code: short name of the reason, as OpenAI's API has them, such as `context_length_exceeded`.
+        status: HTTP status that belongs to it.
+        param: argument of the call that is at fault; None if no single one is.
+    """
+
+    def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.param = param
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSampling:
+    """What a call asks of the sampler; None leaves the run's own setting.
+
+    Only what leaves the distribution of the tokens alone is followed: tokens that train must be sampled as
+    `data.sampling` says, so temperature and truncation are those of the run, whatever a call asks for.
+
+    Args:
+        temperature, top_p, top_k, min_p: not followed, see above; a difference is logged.
+        max_tokens: at most this many tokens; never more than `data.sampling.max_tokens`.
+        stop: strings that end the reply, beside those of the run.
+        seed: makes the reply repeatable with the embedded engine. Samples of a group differ nevertheless.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        check_range("call", "integer >= 1", max_tokens=self.max_tokens)
+        check_range("call", "integer", seed=self.seed)
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """What it asks for that the run decides."""
+        values = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A tool call in a reply.
+
+    Attributes:
+        id: unique within its episode.
+        name: name of the tool.
+        arguments: JSON text, as the policy wrote it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_message(self) -> dict[str, Any]:
+        """In the form of OpenAI's chat messages."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyMessage:
+    """What a parser has found in a reply.
+
+    Attributes:
+        content: text for the user, without reasoning and tool calls.
+        tool_calls: tool calls, in order.
+        reasoning: text of the reasoning; None without any.
+    """
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """The assistant's message in the form of OpenAI's chat messages."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_message() for call in self.tool_calls]
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One reply of the policy to a call. Fields of tokens have one entry for each of `token_ids`.
+
+    Attributes:
+        text: decoded reply, before the first stop string.
+        message: the same in parts; of a text completion its `content` is the text.
+        token_ids: token ids, stop token included.
+        logprobs: log-probability of each token under the sampling distribution.
+        versions: policy version that sampled each token.
+        finish_reason: why it ended.
+        prompt_token_count: tokens that it follows.
+        head: recorded sampling distributions, if `sampling.head` is set.
+        token_texts: text of each token.
+    """
+
+    text: str
+    message: ReplyMessage
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: ReplyReason
+    prompt_token_count: int
+    head: SamplerHead | None = None
+    token_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentResult:
+    """What an agent may return in place of a number.
+
+    Attributes:
+        reward: reward of the whole episode.
+        parts: parts of the reward by name, for reports and `GDPO`.
+    """
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)

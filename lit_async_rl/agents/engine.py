@@ -1,0 +1,423 @@
+"""Wraps an engine and runs an agent program for each sample; its calls to the policy are what trains.
+
+Every episode ends in exactly one of `_finish`, `_lose`, `_drop` and `_end_all`, which mark it as over. A sample holds
+the slot of its group from before its first call until the group was trained on, and every token has the version that
+sampled it: the staleness bound holds for each of them, however long an agent takes. What waits then is the trainer, at
+most `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.clients import ClientFactory, InProcessClients
+from lit_async_rl.agents.credit import BranchCredit, Share
+from lit_async_rl.agents.episode import AgentCallInfo, AgentEpisode, EpisodeRules
+from lit_async_rl.agents.graph import DriftCounts
+from lit_async_rl.agents.parsing import ReplyParser, TaggedParser
+from lit_async_rl.agents.rendering import ChatRenderer
+from lit_async_rl.agents.rows import trained_turns
+from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine
+from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.rewards.scorer import reward_identity
+from lit_async_rl.types import Completion, GenerationRequest
+from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.tries import TryPolicy, Work
+
+Agent = Callable[[Any, Any], Any]
+
+
+@dataclass
+class AgentStats:
+    """Totals of an engine's episodes.
+
+    Attributes:
+        num_episodes: episodes that have finished.
+        num_calls: calls of them to the policy.
+        num_rows: rows of them that train.
+        num_orphans: replies that reached no agent, which never train; likewise `num_side_turns`, of side calls.
+        num_lost: samples whose agent failed in all tries.
+        drift: see `lit_async_rl.agents.graph`.
+    """
+
+    num_episodes: int = 0
+    num_calls: int = 0
+    num_rows: int = 0
+    num_orphans: int = 0
+    num_side_turns: int = 0
+    num_lost: int = 0
+    drift: DriftCounts = field(default_factory=DriftCounts)
+
+    def add(self, episode: AgentEpisode, completion: Completion) -> None:
+        """Adds an episode that has finished."""
+        turns = episode.graph.turns
+        num_side = sum(turn.is_side for turn in turns)
+        self.num_episodes += 1
+        self.num_calls += episode.num_calls
+        self.num_rows += len(completion.rows)
+        self.num_side_turns += num_side
+        self.num_orphans += len(turns) - num_side - len(trained_turns(turns))
+        self.drift.add(episode.graph.drift)
+
+
+class AgentEngine(MultiRequestEngine):
+    """Runs `agent(prompt, client)` for each sample; what it returns is the reward, in place of `data.reward`.
+
+    Example:
+        async def agent(prompt, client):
+            answer = await client.chat.completions.create(messages=[{"role": "user", "content": prompt.text}])
+            return float(answer.choices[0].message.content == prompt.answer)
+
+        engine = rl.AgentEngine(rl.EmbeddedEngine(), agent=agent)
+
+    An agent calls the policy as often as it likes, also concurrently. `sampling.max_tokens` bounds one reply. Calls that
+    continue a conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation that ends
+    somewhere trains as a row of its own; replies that the agent has never read, and side calls, do not train.
+
+    Args:
+        engine: engine that samples the replies.
+        agent: coroutine function of a prompt and a client, or its name, `module.function`. Returns the reward, or an
+            `AgentResult`.
+        clients: makes the clients; None gives each agent an `InProcessClient`.
+        timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
+        max_calls: calls to the policy in one episode.
+        tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
+            its group then trains with the others, unless it has none. Ten such prompts in a row, without a finished
+            episode in between, end the run. None ends it at the first failure.
+        backoff_s: seconds before the second try; each further pause is twice as long.
+        side_calls: tells of a side call, which shares neither the system prompt nor the tools of the first call, whether
+            it trains nevertheless; None trains none.
+        credit: part of the advantage that each row gets.
+        parser: finds tool calls and reasoning in replies; None is `TaggedParser`.
+        chat_template: file with a chat template to use in place of the tokenizer's.
+        forks: train with a template that writes earlier messages differently when a conversation goes on, each call as a
+            row of its own; without it such a template is refused.
+
+    Raises:
+        ValueError: a setting is out of range, or the engine does not update weights in flight.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        agent: Agent | str,
+        clients: ClientFactory | None = None,
+        timeout_s: float = 600.0,
+        max_calls: int = 64,
+        tries: int | None = 1,
+        backoff_s: float = 0.0,
+        side_calls: Callable[[AgentCallInfo], bool] | None = None,
+        credit: BranchCredit | None = None,
+        parser: ReplyParser | None = None,
+        chat_template: str | None = None,
+        forks: bool = False,
+    ) -> None:
+        check_range("data.engine", "integer >= 1", max_calls=max_calls)
+        policy = TryPolicy(
+            owner="data.engine",
+            timeout_s=timeout_s,
+            tries=tries,
+            backoff_s=backoff_s,
+            done="played",
+        )
+        super().__init__(engine, policy)
+        self.agent = _loaded(agent)
+        self.clients = clients or InProcessClients()
+        self.max_calls = max_calls
+        self.side_calls = side_calls
+        self.credit = credit or Share()
+        self.parser = parser or TaggedParser()
+        self.chat_template = chat_template
+        self.forks = forks
+        self.stats = AgentStats()
+        self._rules: EpisodeRules | None = None
+        self._running: dict[int, list[AgentEpisode]] = {}  # by request; those that are not over
+        self._by_key: dict[str, AgentEpisode] = {}
+        self._in_engine: dict[int, tuple[AgentEpisode, TokenCall]] = {}  # by inner request
+        self._num_failed: dict[tuple[int, int], int] = {}  # tries, by request and sample
+
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> AgentEngine:
+        """The same agent, in its event loop, with another engine."""
+        other = AgentEngine(
+            engine,
+            self.agent,
+            clients=self.clients,
+            timeout_s=self.policy.timeout_s,
+            max_calls=self.max_calls,
+            tries=self.policy.tries,
+            backoff_s=self.policy.backoff_s,
+            side_calls=self.side_calls,
+            credit=self.credit,
+            parser=self.parser,
+            chat_template=self.chat_template,
+            forks=self.forks,
+        )
+        other._use(engine, codec)
+        self._share_loop(other)
+        return other
+
+    @property
+    def scoring_identity(self) -> str:
+        """See `RolloutEngine`: the agent's identity, and the number of calls that it may make."""
+        return f"{reward_identity(self.agent)}, max_calls={self.max_calls}"
+
+    def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
+        super()._use(engine, codec)
+        template = None if self.chat_template is None else Path(self.chat_template).expanduser().read_text()
+        renderer = ChatRenderer(codec, template)
+        if renderer.has_template and renderer.problem and not self.forks:
+            raise SetupError(
+                f"data.engine.forks=false with the chat template of {codec.model!r}: {renderer.problem}. Conversations "
+                "could not be continued token by token. Set data.engine.chat_template to one that only appends, or "
+                "data.engine.forks=true, which trains each call as a row of its own"
+            )
+        self._rules = EpisodeRules(
+            renderer=renderer,
+            parser=self.parser,
+            credit=self.credit,
+            trains_side_call=self.side_calls or (lambda call: False),
+            max_calls=self.max_calls,
+        )
+
+    def episode(self, key: str) -> AgentEpisode | None:
+        """The running episode with this key; None if there is none."""
+        with self._lock:
+            return self._by_key.get(key)
+
+    # -- producer's thread --------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Starts an agent for each sample."""
+        with self._lock:
+            for request in requests:
+                self._running[request.id] = []
+                for sample in range(request.num_samples):
+                    self._begin(request, sample)
+
+    def _begin(self, request: GenerationRequest, sample: int, pause_s: float = 0.0) -> None:
+        """Starts an episode in the event loop; called with the lock held."""
+        if self._rules is None:
+            raise SetupError("AgentEngine is used before it was set up")
+        session = TokenSession(
+            request,
+            sample,
+            submit=lambda inner, call: self._submit_call(inner, call, episode),
+            max_model_len=self.max_model_len,
+        )
+        episode = AgentEpisode(session, self._rules, self._lock, abort=self._abort_calls)
+        self._running[request.id].append(episode)
+        self._by_key[episode.key] = episode
+        self._tasks.begin(episode, self._play(episode, pause_s))
+
+    def _submit_call(self, request: GenerationRequest, call: TokenCall, episode: AgentEpisode) -> None:
+        """Gives a call to the inner engine; called with the lock held."""
+        call.number = next(self._ids)
+        inner = replace(request, id=call.number)
+        self._in_engine[call.number] = (episode, call)
+        self._open_ledger.open([inner])
+        self.engine.submit([inner])
+
+    def _abort_calls(self, numbers: Iterable[int]) -> None:
+        with self._lock:
+            aborted = self._forget_calls(numbers)
+        self.engine.abort(aborted)
+
+    def _forget_calls(self, numbers: Iterable[int]) -> list[int]:
+        known = [number for number in numbers if self._in_engine.pop(number, None) is not None]
+        self._open_ledger.abort(known)
+        return known
+
+    def _end_turn(self, completion: Completion) -> None:
+        with self._lock:
+            if not self._open_ledger.receive(completion):
+                return  # aborted
+            found = self._in_engine.get(completion.request_id)
+            if found is None:
+                return
+            episode, call = found
+            if len(call.completions) + 1 == call.num_samples:
+                del self._in_engine[completion.request_id]
+            episode.receive(call, completion)
+
+    @property
+    def _is_waiting(self) -> bool:
+        return any(not episode.is_in_engine for episode in self._by_key.values())
+
+    def outside_work(self) -> Work | None:
+        # without the lock, which a thread that hangs in the inner engine may hold: this must still be reported
+        idle = [episode.idle_since for episode in list(self._by_key.values()) if not episode.is_in_engine]
+        if not idle:
+            return None
+        oldest_s = max(0.0, time.monotonic() - min(idle))
+        return Work(name=f"agent {_name(self.agent)}", num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Aborts episodes; their agents are cancelled, and their errors ignored."""
+        with self._lock:
+            inner = self._drop(request_ids)
+        self.engine.abort(inner)
+
+    def _drop(self, request_ids: Iterable[int]) -> list[int]:
+        """Drops requests and ends their episodes; returns the inner requests to abort."""
+        dropped = set(request_ids)
+        episodes = [episode for number in dropped for episode in self._running.pop(number, [])]
+        self._finished = [one for one in self._finished if one.request_id not in dropped]
+        self._tasks.cancel(episodes)
+        return [number for episode in episodes for number in self._end(episode)]
+
+    def _end(self, episode: AgentEpisode) -> list[int]:
+        """Ends an episode; returns the inner requests to abort."""
+        self._by_key.pop(episode.key, None)
+        return self._forget_calls(episode.end())
+
+    def _end_all(self) -> None:
+        for number in list(self._running):
+            self._drop([number])
+
+    def end(self) -> None:
+        """Closes what clients share in the event loop of the episodes, once after each use."""
+        super().end()
+        self._tasks.shared.end(self._end_clients)
+
+    async def _end_clients(self) -> None:
+        try:
+            await self.clients.end()
+        except (Exception, asyncio.CancelledError) as error:
+            self._warnings.warning("clients of agents: end raised %s: %s", type(error).__name__, error)
+
+    # -- event loop's thread ------------------------------------------------------------------------------------------
+
+    async def _play(self, episode: AgentEpisode, pause_s: float) -> None:
+        """Runs an agent to its end. Errors are raised by `poll`, unless the episode was aborted."""
+        try:
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            try:
+                result = await asyncio.wait_for(self._call_agent(episode), self.policy.timeout_s)
+            except asyncio.TimeoutError:  # not the built-in TimeoutError before Python 3.11
+                raise self._failure(episode, f"did not end within {self.policy.limit}") from None
+            except asyncio.CancelledError:  # by the agent itself; after an abort the error is ignored
+                raise self._failure(episode, "was cancelled") from None
+            except EnvironmentFailure:
+                raise
+            except (Exception, SystemExit) as error:  # one agent that exits must not end the loop of all
+                raise self._failure(episode, f"raised {type(error).__name__}: {error}") from error
+            self._finish(episode, result)
+        except EnvironmentFailure as failure:
+            self._fail(episode, failure)
+        except Exception as error:
+            with self._lock:
+                if not episode.is_over:
+                    self._error = self._error or error
+
+    async def _call_agent(self, episode: AgentEpisode) -> AgentResult:
+        client = await self.clients.open(episode)
+        try:
+            result = await self.agent(episode.prompt, client)
+        finally:
+            await self._close_client(client, episode)
+        if isinstance(result, AgentResult):
+            as_reward(result.reward)
+            return result
+        return AgentResult(reward=as_reward(result))
+
+    async def _close_client(self, client: Any, episode: AgentEpisode) -> None:
+        try:
+            await self.clients.close(client, episode)
+        except Exception as error:
+            self._warnings.warning("client of an agent: close raised %s: %s", type(error).__name__, error)
+
+    def _failure(self, episode: AgentEpisode, what: str) -> EnvironmentFailure:
+        where = f"on prompt {episode.prompt.text[:200]!r}"
+        return EnvironmentFailure(f"agent {_name(self.agent)} {where} {what}")
+
+    def _finish(self, episode: AgentEpisode, result: AgentResult) -> None:
+        """Returns the sample of an agent that has ended; calls that it has left under way are aborted."""
+        with self._lock:
+            if episode.is_over:
+                return
+            inner = self._end(episode)
+            try:
+                completion = replace(
+                    episode.completion(),
+                    reward=float(result.reward),
+                    reward_parts=dict(result.parts) or None,
+                )
+            except EnvironmentFailure as failure:
+                raise self._failure(episode, f"trains nothing: {failure}") from failure
+            finally:
+                self._running[episode.request.id].remove(episode)
+            self._forget_request(episode.request.id)
+            self.stats.add(episode, completion)
+            self._finished.append(completion)
+            self._retries.succeed()
+        self.engine.abort(inner)
+
+    def _forget_request(self, number: int) -> None:
+        if not self._running.get(number, True):
+            del self._running[number]
+
+    def _fail(self, episode: AgentEpisode, failure: EnvironmentFailure) -> None:
+        """Begins an episode anew, or gives its request up.
+
+        Raises:
+            EnvironmentFailure: the run must end.
+        """
+        request = episode.request
+        with self._lock:
+            others = self._running.get(request.id)
+            if others is None or (episode.is_over and episode in others):
+                return  # aborted
+            inner = self._end(episode) if not episode.is_over else []
+            if episode in others:
+                others.remove(episode)
+            place = (request.id, episode.sample_index)
+            self._num_failed[place] = self._num_failed.get(place, 0) + 1
+            try:
+                is_restarted = self._retries.may_try_again(request.prompt, self._num_failed[place], failure)
+            except EnvironmentFailure as error:
+                self._error = self._error or error
+                return
+            if is_restarted:
+                self._begin(request, episode.sample_index, pause_s=self.policy.pause_s(self._num_failed[place]))
+            else:
+                self.stats.num_lost += 1
+                self._given_up.append(request.id)
+                inner += self._drop([request.id])
+        self.engine.abort(inner)
+
+
+def _loaded(agent: Agent | str) -> Agent:
+    """The agent, imported if it is a name.
+
+    Raises:
+        ValueError: there is no such agent, or it is no coroutine function.
+    """
+    found: Any = agent
+    if isinstance(agent, str):
+        module, _, name = agent.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"data.engine.agent={agent!r} cannot be imported: {error}") from error
+        if inspect.isclass(found):
+            found = found()
+    call = found if inspect.isfunction(found) or inspect.ismethod(found) else getattr(found, "__call__", None)  # noqa: B004
+    if not inspect.iscoroutinefunction(inspect.unwrap(call) if callable(call) else call):
+        raise ValueError(f"data.engine.agent={agent!r} must be a coroutine function: async def agent(prompt, client)")
+    return found
+
+
+def _name(agent: Agent) -> str:
+    return getattr(agent, "__qualname__", type(agent).__name__)

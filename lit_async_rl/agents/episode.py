@@ -1,0 +1,504 @@
+"""One running agent: its calls to the policy, and the graph of what was said.
+
+Calls may come from any event loop and thread: from the agent itself, or from a server that agents in other processes
+call. The state is guarded by the lock of the engine, and replies come through futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, ReplyMessage, ReplyReason
+from lit_async_rl.agents.credit import BranchCredit
+from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
+from lit_async_rl.agents.parsing import ReplyParser
+from lit_async_rl.agents.rendering import ChatRenderer, Messages, checked_call_messages
+from lit_async_rl.agents.rows import completion_of
+from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.types import Completion, GenerationRequest, Prompt
+from lit_async_rl.utils.files import LimitedLog
+
+log = logging.getLogger(__name__)
+MAX_SAMPLES = 128  # of one call
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentCallInfo:
+    """What a rule knows of a call, see `AgentEngine.side_calls`.
+
+    Attributes:
+        messages: messages of the call; empty for a text.
+        tools: its tools.
+        first_messages: messages of the episode's first call; likewise `first_tools`.
+    """
+
+    messages: Messages
+    tools: Messages
+    first_messages: Messages
+    first_tools: Messages
+
+    @property
+    def is_side_call(self) -> bool:
+        """Whether it shares neither the system prompt nor the tools of the first call."""
+        shares_system = system_prompt(self.messages) == system_prompt(self.first_messages)
+        shares_tools = bool(self.tools) and list(self.tools) == list(self.first_tools)
+        return not shares_system and not shares_tools
+
+
+def system_prompt(messages: Messages) -> str:
+    """Contents of the system and developer messages that begin a conversation."""
+    system = itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages)
+    return "\n".join(str(message["content"]) for message in system)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRules:
+    """Settings of all episodes of an engine; see `AgentEngine`."""
+
+    renderer: ChatRenderer
+    parser: ReplyParser
+    credit: BranchCredit
+    trains_side_call: Callable[[AgentCallInfo], bool]
+    max_calls: int
+    warnings: LimitedLog = field(default_factory=lambda: LimitedLog(log))
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call under way, or one that was answered."""
+
+    number: int
+    tokens: TokenCall
+    parent: SampledTurn | None
+    given_ids: tuple[int, ...]
+    given_text: str
+    stop: tuple[str, ...]
+    is_side: bool
+    is_repeatable: bool  # it has an id, under which it may be asked for again
+    messages: Messages = ()
+    tools: Messages = ()
+    match: Match | None = None
+    turns: list[SampledTurn] = field(default_factory=list)
+    replies: Future[list[Reply]] = field(default_factory=Future)
+    num_waiting: int = 0
+
+
+class AgentEpisode:
+    """One running agent: one sample of a group.
+
+    Args:
+        session: its tokens.
+        rules: settings.
+        lock: guards the state; that of the engine.
+        abort: aborts requests of the inner engine, called without the lock.
+
+    Attributes:
+        key: random and unguessable; an endpoint takes it as the API key of the agent.
+        prompt: the problem.
+        is_over: whether it has ended; calls are then refused.
+        graph: what was said.
+        idle_since: `time.monotonic` when the policy last had nothing to do for it.
+    """
+
+    def __init__(
+        self,
+        session: TokenSession,
+        rules: EpisodeRules,
+        lock: threading.RLock,  # type: ignore[valid-type]  # a function in Python 3.11
+        abort: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.key = f"agent-{secrets.token_urlsafe(24)}"
+        self.is_over = False
+        self.graph = MessageGraph()
+        self.idle_since = time.monotonic()
+        self._session = session
+        self._rules = rules
+        self._lock: Any = lock
+        self._abort = abort
+        self._calls: list[_Call] = []
+        self._by_id: dict[str, _Call] = {}
+        self._first: tuple[Messages, Messages] | None = None
+        self._ids = itertools.count()
+        self._texts: dict[SampledTurn, str] = {}  # of text completions: prompt and reply
+
+    def __repr__(self) -> str:
+        return f"AgentEpisode(request {self.request.id}, sample {self.sample_index})"  # without its key
+
+    @property
+    def request(self) -> GenerationRequest:
+        """Request that the episode is a sample of."""
+        return self._session.request
+
+    @property
+    def sample_index(self) -> int:
+        """Which sample of the request."""
+        return self._session.sample_index
+
+    @property
+    def prompt(self) -> Prompt:
+        """The problem.
+
+        Raises:
+            ValueError: the request has tokens only.
+        """
+        if self.request.prompt is None:
+            raise ValueError("an agent needs the prompt, not only its tokens")
+        return self.request.prompt
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far, repeated ones once."""
+        return len(self._calls)
+
+    # -- calls, from any event loop -----------------------------------------------------------------------------------
+
+    async def complete(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: CallSampling | None = None,
+        n: int = 1,
+        call_id: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Reply]:
+        """Replies of the policy to a conversation.
+
+        Args:
+            messages: the whole conversation, in the form of OpenAI's chat messages.
+            tools: JSON schemas of the tools.
+            sampling: what the call asks of the sampler.
+            n: number of replies.
+            call_id: name of the call, under which a retry gets the same replies and never a second sample. Without one
+                each call is a sample of its own.
+            chat_template_kwargs: further arguments of the chat template.
+
+        Raises:
+            AgentCallError: the call cannot be answered.
+        """
+
+        def begin() -> _Call:
+            checked = checked_call_messages(messages)
+            given = _checked_tools(tools)
+            return self._begin_chat(checked, given, sampling, n, call_id, dict(chat_template_kwargs or {}))
+
+        return await self._answer(call_id, begin)
+
+    async def complete_text(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: CallSampling | None = None,
+        n: int = 1,
+        call_id: str | None = None,
+    ) -> list[Reply]:
+        """Completions of a text, or of token ids.
+
+        A text that begins with an earlier prompt and its completion continues that: what the policy wrote is not
+        tokenised again, and keeps the token that ended it, which texts do not show. Arguments as in `complete`.
+
+        Raises:
+            AgentCallError: the call cannot be answered.
+        """
+        return await self._answer(call_id, lambda: self._begin_text(prompt, sampling, n, call_id))
+
+    async def _answer(self, call_id: str | None, begin: Callable[[], _Call]) -> list[Reply]:
+        with self._lock:
+            self._check_open()
+            call = self._by_id.get(call_id) if call_id is not None else None
+            if call is None:
+                call = begin()
+            call.num_waiting += 1
+        try:
+            replies = await _result(call.replies)
+        except asyncio.CancelledError:
+            self._leave(call)
+            raise
+        with self._lock:
+            call.num_waiting -= 1
+            for turn in call.turns:
+                turn.is_kept = True
+        return replies
+
+    def _leave(self, call: _Call) -> None:
+        """A caller does not wait any more. A call that nobody can ask for again is aborted."""
+        with self._lock:
+            call.num_waiting -= 1
+            is_abandoned = not call.num_waiting and not call.is_repeatable and not call.replies.done()
+            if is_abandoned:
+                call.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
+                self._note_idle()
+        if is_abandoned:
+            self._abort([call.tokens.number])
+
+    def _check_open(self) -> None:
+        if self.is_over:
+            raise AgentCallError("the episode of this key is over", "episode_over", status=401)
+
+    # -- beginning of a call, with the lock held ----------------------------------------------------------------------
+
+    def _begin_chat(  # one call, of seven parts
+        self,
+        messages: tuple[dict[str, Any], ...],
+        tools: Messages,
+        sampling: CallSampling | None,
+        n: int,
+        call_id: str | None,
+        options: Mapping[str, Any],
+    ) -> _Call:
+        kind = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
+        match = self.graph.match(kind, messages)
+        renderer = self._rules.renderer
+        places = [place for place, _ in match.turns]
+        segments = renderer.segments(messages, places, tools, options)
+        path = [turn for _, turn in match.turns]
+        drift = self.graph.drift
+        parent = match.last
+        if renderer.is_continued([turn.given_text for turn in path], segments[:-1], tools, options):
+            drift.healed += match.num_healed
+        else:
+            drift.template += 1
+            parent = None
+            segments = renderer.segments(messages, (), tools, options)
+        drift.other += match.is_edited
+        given_ids = renderer.encode(segments[-1])
+        if parent is not None:
+            given_ids = renderer.encode_after(parent.completion.token_ids, segments[-1])
+        if self._first is None:
+            self._first = (messages, tools)
+        return self._submit(
+            parent,
+            given_ids,
+            sampling,
+            n=n,
+            call_id=call_id,
+            given_text=segments[-1],
+            messages=messages,
+            tools=tools,
+            match=match,
+        )
+
+    def _begin_text(
+        self, prompt: str | Sequence[int], sampling: CallSampling | None, n: int, call_id: str | None
+    ) -> _Call:
+        codec = self._rules.renderer.codec
+        if isinstance(prompt, str):
+            parent, rest = self._continued_text(prompt)
+            if parent is None:
+                given_ids = codec.encode(Prompt(text=prompt)) if prompt else ()
+            else:
+                given_ids = codec.encode_continuation(rest)
+            text = prompt
+        else:
+            ids = _checked_ids(prompt, codec.vocab_size)
+            parent, given_ids = self._continued_ids(ids)
+            text = ""
+        if self._first is None:
+            self._first = ((), ())
+        return self._submit(parent, given_ids, sampling, n=n, call_id=call_id, given_text=text)
+
+    def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
+        """The turn that a text continues, and the text behind it."""
+        begun = [turn for turn in self.graph.turns if (text := self._texts.get(turn)) and prompt.startswith(text)]
+        turn = max(begun, key=lambda one: (len(self._texts[one]), one.is_kept, one.call), default=None)
+        return (None, prompt) if turn is None else (turn, prompt[len(self._texts[turn]) :])
+
+    def _continued_ids(self, ids: tuple[int, ...]) -> tuple[SampledTurn | None, tuple[int, ...]]:
+        """The turn that token ids continue, with or without its end token, and the ids behind it."""
+        ends = self.request.sampling.ends(self._rules.renderer.codec.ends.ids)
+        best: tuple[SampledTurn | None, tuple[int, ...]] = (None, ids)
+        for turn in self.graph.turns:
+            whole = turn.ids
+            bare = whole[:-1] if whole[-1] in ends else whole
+            for known in (whole, bare):
+                if ids[: len(known)] == known:
+                    if best[0] is None or len(ids) - len(known) <= len(best[1]):
+                        best = (turn, ids[len(known) :])
+                    break
+        if best[0] is None and self.graph.turns:
+            decode = self._rules.renderer.codec.tokenizer.decode
+            text = decode(list(ids))
+            self.graph.drift.tokens += any(text.startswith(decode(list(turn.ids))) for turn in self.graph.turns)
+        return best
+
+    def _submit(
+        self,
+        parent: SampledTurn | None,
+        given_ids: tuple[int, ...],
+        sampling: CallSampling | None,
+        *,
+        n: int,
+        call_id: str | None,
+        given_text: str,
+        messages: Messages = (),
+        tools: Messages = (),
+        match: Match | None = None,
+    ) -> _Call:
+        if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
+            raise AgentCallError(f"n must be an integer from 1 to {MAX_SAMPLES}, got {n!r}", "invalid_n", param="n")
+        if self.num_calls >= self._rules.max_calls:
+            raise AgentCallError(
+                f"the episode has made max_calls={self._rules.max_calls} calls", "max_calls", status=429
+            )
+        sampling = sampling or CallSampling()
+        self._warn_of(sampling)
+        before = () if parent is None else parent.ids
+        tokens = self._session.sample(before, given_ids, sampling, num_samples=n)
+        call = _Call(
+            number=len(self._calls),
+            tokens=tokens,
+            parent=parent,
+            given_ids=given_ids,
+            given_text=given_text,
+            stop=(*self.request.sampling.stop, *sampling.stop),
+            is_side=parent.is_side if parent is not None else self._is_side(messages, tools),
+            is_repeatable=call_id is not None,
+            messages=messages,
+            tools=tools,
+            match=match,
+        )
+        self._calls.append(call)
+        if call_id is not None:
+            self._by_id[call_id] = call
+        return call
+
+    def _warn_of(self, sampling: CallSampling) -> None:
+        own = self.request.sampling.distribution
+        for name, value in sampling.asked.items():
+            if value != own[name]:
+                self._rules.warnings.warning(
+                    "an agent asks for %s=%g; it gets data.sampling.%s=%g, by which its tokens train",
+                    name,
+                    value,
+                    name,
+                    own[name],
+                )
+
+    def _is_side(self, messages: Messages, tools: Messages) -> bool:
+        """Whether a new conversation does not train."""
+        if not self._calls or self._first is None:
+            return False
+        first_messages, first_tools = self._first
+        info = AgentCallInfo(messages=messages, tools=tools, first_messages=first_messages, first_tools=first_tools)
+        return info.is_side_call and not self._rules.trains_side_call(info)
+
+    # -- end of a call and of the episode, with the lock held ---------------------------------------------------------
+
+    def receive(self, tokens: TokenCall, completion: Completion) -> None:
+        """Files a completion of the inner engine; the last one of its call answers it."""
+        tokens.add(completion)
+        call = next((call for call in reversed(self._calls) if call.tokens is tokens), None)
+        if call is None or not tokens.future.done() or call.replies.done():
+            return
+        replies = [self._reply(call, one) for one in tokens.future.result()]
+        call.replies.set_result(replies)
+        self._note_idle()
+
+    def _reply(self, call: _Call, completion: Completion) -> Reply:
+        codec = self._rules.renderer.codec
+        text = codec.decode(completion.token_ids, call.stop, self.request.sampling.stop_token_ids)
+        turn = SampledTurn(
+            parent=call.parent,
+            given_ids=call.given_ids,
+            given_text=call.given_text,
+            completion=completion,
+            call=call.number,
+            is_side=call.is_side,
+            system=system_prompt(call.messages),
+        )
+        call.turns.append(turn)
+        if call.match is None:
+            message = ReplyMessage(content=text)
+            self.graph.record(turn)
+            self._texts[turn] = call.given_text + text if call.given_text else ""
+        else:
+            message = self._rules.parser.parse(text, call.tools, self._new_tool_id)
+            (recorded,) = checked_call_messages([message.as_message()])
+            self.graph.add(call.match, call.messages, recorded, turn)
+        reason: ReplyReason = "length" if completion.finish_reason == "length" else "stop"
+        return Reply(
+            text=text,
+            message=message,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
+            prompt_token_count=len(call.tokens.prompt_ids),
+            head=completion.head,
+            token_texts=tuple(codec.token_texts(completion.token_ids)),
+        )
+
+    def _new_tool_id(self) -> str:
+        return f"call_{next(self._ids)}_{secrets.token_hex(4)}"
+
+    @property
+    def is_in_engine(self) -> bool:
+        """Whether the policy works for it."""
+        return any(not call.replies.done() for call in self._calls)
+
+    def _note_idle(self) -> None:
+        if not self.is_in_engine:
+            self.idle_since = time.monotonic()
+
+    def end(self) -> list[int]:
+        """Ends the episode: pending calls get an error. Returns the inner requests to abort."""
+        self.is_over = True
+        pending = [call for call in self._calls if not call.replies.done()]
+        for call in pending:
+            call.replies.set_exception(AgentCallError("the episode is over", "episode_over", status=401))
+        return [call.tokens.number for call in pending]
+
+    def completion(self) -> Completion:
+        """The sample without its reward.
+
+        Raises:
+            EnvironmentFailure: nothing was sampled that trains.
+        """
+        return completion_of(self.request, self.sample_index, self.graph.turns, credit=self._rules.credit)
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Messages:
+    if tools is None:
+        return ()
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise AgentCallError("tools must be a list of JSON schemas", "invalid_tools", param="tools")
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise AgentCallError(f"tools[{number}] must be a function with a name", "invalid_tools", param="tools")
+    return tuple(tools)
+
+
+def _checked_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
+    checked = tuple(ids)
+    if not all(type(token) is int and 0 <= token < vocab_size for token in checked):
+        raise AgentCallError(
+            f"a prompt of tokens must be numbers from 0 to {vocab_size - 1}", "invalid_prompt", param="prompt"
+        )
+    return checked
+
+
+async def _result(future: Future[list[Reply]]) -> list[Reply]:
+    """The result of a future that other callers may wait for: a cancelled wait leaves it alone."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def wake(_: Future[list[Reply]]) -> None:
+        try:
+            loop.call_soon_threadsafe(done.set)
+        except RuntimeError:  # the caller's loop was closed
+            pass
+
+    future.add_done_callback(wake)
+    await done.wait()
+    return future.result()

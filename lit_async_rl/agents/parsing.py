@@ -1,0 +1,93 @@
+"""Parsers of replies: which part of a text is reasoning, which a tool call.
+
+Sampling is never constrained to what a parser can read: a malformed tool call stays text, and the agent sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lit_async_rl.agents.calls import ReplyMessage, ToolCall
+
+NewId = Callable[[], str]
+
+
+class ReplyParser(ABC):
+    """Splits the text of a reply into content, tool calls and reasoning."""
+
+    @abstractmethod
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]], new_id: NewId) -> ReplyMessage:
+        """The parts of a reply.
+
+        Args:
+            text: decoded reply, special tokens of the end left out.
+            tools: tools of the call, empty without any.
+            new_id: returns a fresh id for a tool call.
+        """
+
+
+class TextParser(ReplyParser):
+    """Takes the whole text as content."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]], new_id: NewId) -> ReplyMessage:
+        return ReplyMessage(content=text)
+
+
+class TaggedParser(ReplyParser):
+    """Reasoning and tool calls between tags, as Qwen, Hermes and many other models write them.
+
+    A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; one that is no such JSON object stays in
+    the content. Reasoning ends with `</think>`; the template may have written its opening tag.
+
+    Args:
+        call: opening and closing tag of a tool call.
+        reasoning: opening and closing tag of the reasoning.
+    """
+
+    def __init__(
+        self,
+        call: tuple[str, str] = ("<tool_call>", "</tool_call>"),
+        reasoning: tuple[str, str] = ("<think>", "</think>"),
+    ) -> None:
+        self.call = tuple(call)
+        self.reasoning = tuple(reasoning)
+        begin, end = map(re.escape, self.call)
+        self._calls = re.compile(f"{begin}(.*?)(?:{end}|$)", re.DOTALL)
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]], new_id: NewId) -> ReplyMessage:
+        begin, end = self.reasoning
+        reasoning = None
+        if end in text:
+            before, _, text = text.partition(end)
+            reasoning = before.strip().removeprefix(begin).strip()
+        if not tools:
+            return ReplyMessage(content=text.strip() if reasoning is not None else text, reasoning=reasoning)
+        calls: list[ToolCall] = []
+
+        def taken(match: re.Match[str]) -> str:
+            call = _json_call(match[1], new_id)
+            if call is None:
+                return match[0]
+            calls.append(call)
+            return ""
+
+        content = self._calls.sub(taken, text)
+        if calls or reasoning is not None:
+            content = content.strip()
+        return ReplyMessage(content=content, tool_calls=tuple(calls), reasoning=reasoning)
+
+
+def _json_call(text: str, new_id: NewId) -> ToolCall | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=new_id(), name=call["name"], arguments=written)

@@ -1,0 +1,165 @@
+"""From the turns of an episode to the rows of tokens that train.
+
+Each turn of the policy that trains does so in exactly one row, with all tokens that it was sampled after as context.
+Every conversation that ends somewhere (a leaf) is a row; what leaves have in common trains in the first of them, the
+main conversation's before all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lit_async_rl.agents.credit import BranchCredit, BranchInfo
+from lit_async_rl.agents.graph import SampledTurn
+from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.types import (
+    Branch,
+    Completion,
+    ExpertChoices,
+    FinishReason,
+    GenerationRequest,
+    SamplerHead,
+    blank_head,
+    join_heads,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row, and the turns that train in it.
+
+    Attributes:
+        tokens: the row.
+        own: turns that train in it.
+        leaf: its last turn.
+    """
+
+    tokens: Branch
+    own: tuple[SampledTurn, ...]
+    leaf: SampledTurn
+
+
+def trained_turns(turns: Sequence[SampledTurn]) -> list[SampledTurn]:
+    """Turns that train: those whose reply has reached the agent, or was continued, and that are no side calls."""
+    kept: set[int] = set()
+    for turn in reversed(turns):  # a turn comes before those that continue it
+        if turn.is_kept or id(turn) in kept:
+            kept.add(id(turn))
+            if turn.parent is not None:
+                kept.add(id(turn.parent))
+    return [turn for turn in turns if id(turn) in kept and not turn.is_side]
+
+
+def rows_of(turns: Sequence[SampledTurn]) -> list[Row]:
+    """The rows of an episode, that of the first call first; empty if nothing trains."""
+    trained = trained_turns(turns)
+    if not trained:
+        return []
+    continued = {id(turn.parent) for turn in trained}
+    leaves = [turn for turn in trained if id(turn) not in continued]
+    first = trained[0]
+    of_first = [leaf for leaf in leaves if first in leaf.path]
+    main = of_first[-1]
+    taken: set[int] = set()
+    rows = []
+    for leaf in [main, *(leaf for leaf in leaves if leaf is not main)]:
+        rows.append(_row(leaf, taken))
+        taken.update(id(turn) for turn in leaf.path)
+    return rows
+
+
+def _row(leaf: SampledTurn, taken: set[int]) -> Row:
+    """The row of a conversation, of which the turns `taken` train elsewhere."""
+    path = leaf.path
+    begin = next(n for n, turn in enumerate(path) if id(turn) not in taken)
+    prompt = path[begin].parent
+    prompt_ids = (() if prompt is None else prompt.ids) + path[begin].given_ids
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    loss_mask: list[bool] = []
+    heads: list[SamplerHead] = []
+    for n, turn in enumerate(path[begin:]):
+        sampled = turn.completion
+        num_given = len(turn.given_ids) if n else 0
+        token_ids += (*turn.given_ids[:num_given], *sampled.token_ids)
+        logprobs += (*[0.0] * num_given, *sampled.logprobs)
+        versions += (*versions[-1:] * num_given, *sampled.versions)
+        loss_mask += (*[False] * num_given, *[True] * len(sampled.token_ids))
+        if sampled.head is not None:
+            heads += (blank_head(num_given, sampled.head.width), sampled.head)
+    return Row(
+        tokens=Branch(
+            prompt_ids=prompt_ids,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            loss_mask=tuple(loss_mask),
+            head=join_heads(heads) if heads else None,
+            experts=_experts(path, len(prompt_ids) + len(token_ids) - 1),
+        ),
+        own=tuple(path[begin:]),
+        leaf=leaf,
+    )
+
+
+def _experts(path: Sequence[SampledTurn], num_read: int) -> ExpertChoices | None:
+    """Experts of a row: the first recording of each token."""
+    known: ExpertChoices | None = None
+    for turn in path:
+        if turn.completion.experts is not None:
+            known = turn.completion.experts if known is None else known.continued(turn.completion.experts)
+    return None if known is None else known.padded(num_read)
+
+
+def completion_of(
+    request: GenerationRequest,
+    sample_index: int,
+    turns: Sequence[SampledTurn],
+    credit: BranchCredit,
+) -> Completion:
+    """The sample without its reward.
+
+    Raises:
+        EnvironmentFailure: no turn of the policy trains.
+        ValueError: the credit is not one finite number for each row.
+    """
+    rows = rows_of(turns)
+    if not rows:
+        raise EnvironmentFailure("no call of the agent had a reply that it read")
+    credits = [float(value) for value in credit(tuple(_info(row, number) for number, row in enumerate(rows)))]
+    if len(credits) != len(rows) or not all(map(math.isfinite, credits)):
+        raise ValueError(f"{type(credit).__name__} must return {len(rows)} finite numbers, got {credits}")
+    main = rows[0].tokens
+    reason: FinishReason = "length" if rows[0].leaf.completion.finish_reason == "length" else "stop"
+    return Completion(
+        request_id=request.id,
+        sample_index=sample_index,
+        token_ids=main.token_ids,
+        logprobs=main.logprobs,
+        versions=main.versions,
+        finish_reason=reason,
+        loss_mask=main.loss_mask,
+        head=main.head,
+        experts=main.experts,
+        prompt_ids=None if main.prompt_ids == request.prompt_ids else main.prompt_ids,
+        credit=credits[0],
+        branches=tuple(_with_credit(row.tokens, value) for row, value in zip(rows[1:], credits[1:], strict=True)),
+    )
+
+
+def _info(row: Row, number: int) -> BranchInfo:
+    return BranchInfo(
+        is_main=number == 0,
+        last_call=row.leaf.call,
+        num_turns=len(row.own),
+        num_tokens=row.tokens.num_own_tokens,
+        system=row.leaf.system,
+    )
+
+
+def _with_credit(branch: Branch, credit: float) -> Branch:
+
+    return replace(branch, credit=credit)

@@ -1,0 +1,119 @@
+"""Token sessions: ids so far and new ids in, sampled tokens out, over any rollout engine.
+
+A session is one sample of a request that the producer has admitted, so its slot is held from before its first call
+until its group was trained on: the staleness bound holds for every token of every call, however late. Calls return
+futures, because the engine samples in the producer's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from lit_async_rl.agents.calls import AgentCallError, CallSampling
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
+
+
+@dataclass(eq=False)
+class TokenCall:
+    """Tokens that a session waits for.
+
+    Attributes:
+        prompt_ids: tokens that the completions follow.
+        num_samples: number of completions.
+        number: of the inner engine's request; -1 before it was submitted.
+        completions: those that have come, by sample.
+        future: set to all completions.
+        is_cut: whether the context leaves fewer tokens than were asked for.
+    """
+
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    number: int = -1
+    completions: dict[int, Completion] = field(default_factory=dict)
+    future: Future[list[Completion]] = field(default_factory=Future)
+    is_cut: bool = False
+
+    def add(self, completion: Completion) -> None:
+        """Files a completion; the last one sets the future."""
+        self.completions[completion.sample_index] = completion
+        if len(self.completions) == self.num_samples and not self.future.done():
+            self.future.set_result([self.completions[n] for n in range(self.num_samples)])
+
+
+class TokenSession:
+    """The tokens of one sample: any number of calls, each with all ids so far and new ones.
+
+    Args:
+        request: request of the outer engine that the session is a sample of.
+        sample_index: which of its samples.
+        submit: gives a request and its call to the inner engine.
+        max_model_len: largest number of tokens of a prompt and its completion.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sample_index: int,
+        submit: Callable[[GenerationRequest, TokenCall], None],
+        max_model_len: int,
+    ) -> None:
+        self.request = request
+        self.sample_index = sample_index
+        self.num_calls = 0
+        self._submit = submit
+        self._max_model_len = max_model_len
+
+    def sample(
+        self,
+        ids_so_far: tuple[int, ...],
+        new_ids: tuple[int, ...],
+        sampling: CallSampling,
+        *,
+        num_samples: int = 1,
+    ) -> TokenCall:
+        """Asks for completions of `ids_so_far + new_ids`; their tokens have log-probabilities, versions and so on.
+
+        Raises:
+            AgentCallError: the ids leave no room in the context.
+        """
+        prompt_ids = ids_so_far + new_ids
+        room = self._max_model_len - len(prompt_ids)
+        if not prompt_ids:
+            raise AgentCallError("a call needs a prompt of at least one token", "invalid_prompt", param="messages")
+        if room < 1:
+            raise AgentCallError(
+                f"the model's context is {self._max_model_len} tokens, and the messages have {len(prompt_ids)}",
+                "context_length_exceeded",
+                param="messages",
+            )
+        call = TokenCall(prompt_ids, num_samples)
+        params = self._params(sampling, room)
+        call.is_cut = params.max_tokens == room
+        request = replace(
+            self.request,
+            prompt_ids=prompt_ids,
+            num_samples=num_samples,
+            sampling=params,
+            num_resumed=0,
+            seed=self._seed(sampling),
+        )
+        self.num_calls += 1
+        self._submit(request, call)
+        return call
+
+    def _params(self, sampling: CallSampling, room: int) -> SamplingParams:
+        run = self.request.sampling
+        limits = [run.max_tokens, room, run.max_tokens if sampling.max_tokens is None else sampling.max_tokens]
+        return replace(run, max_tokens=min(limits), stop=tuple(dict.fromkeys((*run.stop, *sampling.stop))))
+
+    def _seed(self, sampling: CallSampling) -> int | None:
+        """A seed of this call, of this sample: without the sample in it, a group would be one sample many times."""
+        base = sampling.seed if sampling.seed is not None else self.request.seed
+        if base is None:
+            return None
+        number = 0 if sampling.seed is not None else self.num_calls
+        text = f"{base} {self.sample_index} {number}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")

@@ -1,0 +1,162 @@
+"""Base class of engines whose samples are each many requests of an inner engine: environments and agents.
+
+| who | waits for | woken by |
+|---|---|---|
+| `poll` (producer's thread) | a finished sample | the inner engine, and every `POLL_INTERVAL_S` |
+| event loop's thread | environments and agents | themselves, bounded by their time limits |
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine
+from lit_async_rl.engines.completion_check import RequestLedger
+from lit_async_rl.environments.event_loop import EnvironmentLoop, EnvironmentTasks
+from lit_async_rl.errors import SetupError
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.types import Completion
+from lit_async_rl.utils.files import LimitedLog
+from lit_async_rl.utils.tries import Retries, TryPolicy
+
+log = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.01  # while environments work, whose responses do not wake up the inner engine's `poll`
+LOCK_TIMEOUT_S = 1.0  # longest wait of `close` for a thread that submits
+
+
+class MultiRequestEngine(EngineWrapper):
+    """Plays samples in an event loop, each with as many requests to `engine` as it needs.
+
+    Args:
+        engine: engine that generates the turns.
+        policy: time limit and number of tries of what answers the turns.
+
+    Raises:
+        ValueError: the engine does not update weights in flight.
+    """
+
+    scores = True
+    in_flight_weight_updates = True
+
+    def __init__(self, engine: RolloutEngine, policy: TryPolicy) -> None:
+        if not engine.in_flight_weight_updates:
+            raise ValueError(
+                f"{type(self).__name__} needs engine.in_flight_weight_updates=true: an episode is many requests"
+            )
+        super().__init__(engine)
+        self.policy = policy
+        self._codec: TextCodec | None = None
+        self._ids = itertools.count()
+        # shared by the producer's thread (`submit`, `poll`, `abort`) and the event loop's thread; re-entrant, because
+        # the inner engine's calls may return into this object
+        self._lock = threading.RLock()
+        self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
+        self._finished: list[Completion] = []
+        self._given_up: list[int] = []  # ids of requests
+        self._error: BaseException | None = None
+        self._retries = Retries(policy)
+        self._warnings = LimitedLog(log)
+        self._tasks = EnvironmentTasks(EnvironmentLoop())
+        self._is_successor = False  # replaces an engine that has logged its warnings
+
+    def _share_loop(self, other: MultiRequestEngine) -> None:
+        """Has another engine play in the event loop of this one."""
+        other._tasks = EnvironmentTasks(self._tasks.shared)
+
+    def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
+        """Prepares for turns of an engine that is set up."""
+        self._codec = codec
+        self._ledger = RequestLedger(engine, codec.vocab_size)
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        """See `RolloutEngine`; what answers the turns is the same object and stays in its event loop."""
+        other: Any = super().fresh(out_of_memory)
+        other._is_successor = True
+        self._share_loop(other)
+        return other
+
+    def setup(self, model: str) -> None:
+        codec = TextCodec(model, self.special_tokens)
+        super().setup(model)
+        self._use(self.engine, codec)
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads weights; running episodes continue under them."""
+        with self._lock:
+            self._open_ledger.newest = version
+        super().load_weights(version, weights)
+        with self._lock:
+            self._open_ledger.loaded = version
+
+    @property
+    def _open_ledger(self) -> RequestLedger:
+        if self._ledger is None:
+            raise SetupError(f"{type(self).__name__} is used before it was set up")
+        return self._ledger
+
+    @property
+    def _tokenizer(self) -> TextCodec:
+        if self._codec is None:
+            raise SetupError(f"{type(self).__name__} is used before it was set up")
+        return self._codec
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                finished = self._finished
+                self._finished = []
+                waiting = self._is_waiting
+            remaining = deadline - time.monotonic()
+            if finished or remaining <= 0:
+                return finished
+            turns = self.engine.poll(min(remaining, POLL_INTERVAL_S) if waiting else remaining)
+            for completion in self._open_ledger.listed(turns, "poll"):
+                self._end_turn(completion)
+
+    @property
+    @abstractmethod
+    def _is_waiting(self) -> bool:
+        """Whether an environment or agent works, so that a sample may end or go on without the inner engine."""
+
+    @abstractmethod
+    def _end_turn(self, completion: Completion) -> None:
+        """Passes a completion of the inner engine on to the sample that asked for it."""
+
+    def take_given_up(self) -> list[int]:
+        with self._lock:
+            given_up = self._given_up
+            self._given_up = []
+        return given_up
+
+    def close(self) -> None:
+        self._try_to_end_all()
+        self._tasks.begin_close()
+        try:
+            super().close()  # wakes a thread that hangs in the inner engine with the lock held
+        finally:
+            self._try_to_end_all()  # again, because the first call may not have got the lock
+            self._tasks.close()
+
+    def _try_to_end_all(self) -> None:
+        """Ends all samples; does nothing if another thread hangs in the inner engine with the lock held."""
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            return
+        try:
+            self._end_all()
+        finally:
+            self._lock.release()
+
+    @abstractmethod
+    def _end_all(self) -> None:
+        """Ends all samples, of which nothing is returned; called with the lock held."""
