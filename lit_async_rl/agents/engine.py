@@ -89,7 +89,7 @@ class AgentEngine(MultiRequestEngine):
         engine: engine that samples the replies.
         agent: coroutine function of a prompt and a client, or its name, `module.function`. Returns the reward, or an
             `AgentResult`.
-        clients: makes the clients; None gives each agent an `InProcessClient`.
+        clients: makes the clients; None gives each agent an `InProcessClient`, unless the agent has `clients` of its own.
         timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
         max_calls: calls to the policy in one episode.
         tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
@@ -133,7 +133,7 @@ class AgentEngine(MultiRequestEngine):
         )
         super().__init__(engine, policy)
         self.agent = _loaded(agent)
-        self.clients = clients or InProcessClients()
+        self.clients = clients or getattr(self.agent, "clients", None) or InProcessClients()
         self.max_calls = max_calls
         self.side_calls = side_calls
         self.credit = credit or Share()
@@ -141,6 +141,7 @@ class AgentEngine(MultiRequestEngine):
         self.chat_template = chat_template
         self.forks = forks
         self.stats = AgentStats()
+        self._trains = True
         self._rules: EpisodeRules | None = None
         self._running: dict[int, list[AgentEpisode]] = {}  # by request; those that are not over
         self._by_key: dict[str, AgentEpisode] = {}
@@ -163,6 +164,7 @@ class AgentEngine(MultiRequestEngine):
             chat_template=self.chat_template,
             forks=self.forks,
         )
+        other._trains = False
         other._use(engine, codec)
         self._share_loop(other)
         return other
@@ -188,6 +190,7 @@ class AgentEngine(MultiRequestEngine):
             credit=self.credit,
             trains_side_call=self.side_calls or (lambda call: False),
             max_calls=self.max_calls,
+            trains=self._trains,
         )
 
     def episode(self, key: str) -> AgentEpisode | None:

@@ -25,6 +25,7 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import ChatRenderer, Messages, checked_call_messages
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Completion, GenerationRequest, Prompt
 from lit_async_rl.utils.files import LimitedLog
 
@@ -70,6 +71,7 @@ class EpisodeRules:
     credit: BranchCredit
     trains_side_call: Callable[[AgentCallInfo], bool]
     max_calls: int
+    trains: bool = True
     warnings: LimitedLog = field(default_factory=lambda: LimitedLog(log))
 
 
@@ -156,6 +158,16 @@ class AgentEpisode:
         return self.request.prompt
 
     @property
+    def codec(self) -> TextCodec:
+        """Encodes and decodes with the tokenizer of the model."""
+        return self._rules.renderer.codec
+
+    @property
+    def trains(self) -> bool:
+        """Whether its tokens are trained on, and not only validated."""
+        return self._rules.trains
+
+    @property
     def num_calls(self) -> int:
         """Calls so far, repeated ones once."""
         return len(self._calls)
@@ -240,6 +252,14 @@ class AgentEpisode:
                 self._note_idle()
         if is_abandoned:
             self._abort([call.tokens.number])
+
+    def withdraw(self, call_id: str) -> None:
+        """Its replies have not reached the agent after all: its connection broke. A retry may still get them."""
+        with self._lock:
+            call = self._by_id.get(call_id)
+            if call is not None and not call.num_waiting:
+                for turn in call.turns:
+                    turn.is_kept = False
 
     def _check_open(self) -> None:
         if self.is_over:

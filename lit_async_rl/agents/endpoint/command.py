@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.types import Prompt
 
 MAX_LINE_BYTES = 2**16
@@ -56,6 +57,9 @@ class CommandAgent:
             have it; stdout is ignored then.
         environment: further environment variables.
 
+    Attributes:
+        clients: makes the endpoint, unless the engine has `clients`.
+
     Raises:
         ValueError: the command is empty or no list.
     """
@@ -73,6 +77,7 @@ class CommandAgent:
         self.command = list(command)
         self.reward = reward
         self.environment = dict(environment or {})
+        self.clients = EndpointClients()
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
         """Runs the command for one episode.

@@ -21,17 +21,17 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.endpoint.answers import Answer, TokenTexts
-from lit_async_rl.agents.endpoint.bodies import Call, CallLimits, chat_call, parse_body, text_call
+from lit_async_rl.agents.endpoint.bodies import DISTRIBUTION, Call, CallLimits, chat_call, parse_body, text_call
 from lit_async_rl.agents.endpoint.errors import ApiError
 from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, digest_of
+from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.errors import EngineError, SetupError, describe
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import SamplingParams
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.waiting import Wait
 
@@ -48,38 +48,6 @@ TEXT = "/v1/completions"
 MISSING = 'agents that use an OpenAI client need FastAPI, uvicorn and openai: pip install "lit-async-rl[agents]"'
 log = logging.getLogger(__name__)
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
-
-
-class EndpointEpisode(Protocol):
-    """What the endpoint needs of a running agent; see `AgentEpisode`."""
-
-    key: str
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The run's own sampling parameters."""
-
-    async def complete(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        sampling: CallSampling | None = None,
-        n: int = 1,
-        call_id: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Reply]:
-        """Replies to a conversation."""
-
-    async def complete_text(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: CallSampling | None = None,
-        n: int = 1,
-        call_id: str | None = None,
-    ) -> list[Reply]:
-        """Replies to a text or to tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +97,9 @@ class EndpointSettings:
 
 @dataclass(eq=False)
 class _Session:
-    episode: EndpointEpisode
-    book: CallBook
+    episode: AgentEpisode
+    limits: CallLimits
+    book: CallBook = field(default_factory=CallBook)
 
 
 class Endpoint:
@@ -265,15 +234,18 @@ class Endpoint:
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
-    def open(self, episode: EndpointEpisode) -> None:
+    def open(self, episode: AgentEpisode) -> None:
         """Accepts calls with the key of an episode.
 
         Raises:
             EngineError: the server has ended for good.
         """
         self.check()
+        limits = self.limits
+        if not episode.trains:  # an agent that names the distribution of training, which validation may not have
+            limits = replace(limits, ignored_options=limits.ignored_options | set(DISTRIBUTION))
         with self._lock:
-            self._sessions[episode.key] = _Session(episode, CallBook())
+            self._sessions[episode.key] = _Session(episode, limits)
 
     def end(self, key: str) -> None:
         """Refuses further calls with a key."""
@@ -329,7 +301,7 @@ class Endpoint:
         if data is None:
             return None
         read = chat_call if path == CHAT else text_call
-        call = read(parse_body(data), session.episode.sampling, self.limits)
+        call = read(parse_body(data), session.episode.request.sampling, session.limits)
         known = session.book.join(
             digest_of(path, data),
             attempt=_attempt(request.headers.get("x-stainless-retry-count")),
@@ -348,11 +320,12 @@ class Endpoint:
             raise
         session.book.leave(known, delivered=replies is not None)
         if replies is None:
+            session.episode.withdraw(known.id)
             return None
         answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
         return answer.events if call.stream else answer.whole, call.stream
 
-    async def _sample(self, episode: EndpointEpisode, call: Call, call_id: str) -> list[Reply]:
+    async def _sample(self, episode: AgentEpisode, call: Call, call_id: str) -> list[Reply]:
         sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
         if call.messages:
             return await episode.complete(
