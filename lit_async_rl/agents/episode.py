@@ -329,9 +329,15 @@ class AgentEpisode:
 
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it."""
-        begun = [turn for turn in self.graph.turns if (text := self._texts.get(turn)) and prompt.startswith(text)]
+        begun = [turn for turn in self.graph.turns if self._begins(prompt, turn)]
         turn = max(begun, key=lambda one: (len(self._texts[one]), one.is_kept, one.call), default=None)
         return (None, prompt) if turn is None else (turn, prompt[len(self._texts[turn]) :])
+
+    def _begins(self, prompt: str, turn: SampledTurn) -> bool:
+        """Whether a text begins with a turn; what has ended is not continued by the same prompt, asked again."""
+        text = self._texts.get(turn, "")
+        goes_on = len(prompt) > len(text) or turn.completion.finish_reason == "length"
+        return bool(text) and goes_on and prompt.startswith(text)
 
     def _continued_ids(self, ids: tuple[int, ...]) -> tuple[SampledTurn | None, tuple[int, ...]]:
         """The turn that token ids continue, with or without its end token, and the ids behind it."""

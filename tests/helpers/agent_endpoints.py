@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_async_rl.agents import AgentEngine
 from lit_async_rl.agents.endpoint.clients import EndpointClients
+from lit_async_rl.agents.endpoint.server import Endpoint
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -44,6 +45,7 @@ class Episodes:
         engine: the engine.
         finished: samples that are finished.
         errors: what `poll` raised.
+        may_sample: while it is cleared, nothing is sampled.
     """
 
     def __init__(self, engine: AgentEngine, model: str = MODEL) -> None:
@@ -51,6 +53,8 @@ class Episodes:
         self.finished: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self.given_up: list[int] = []
         self.errors: list[BaseException] = []
+        self.may_sample = threading.Event()
+        self.may_sample.set()
         self._is_closing = threading.Event()
         engine.setup(model)
         lm = AutoModelForCausalLM.from_pretrained(model)
@@ -61,6 +65,8 @@ class Episodes:
     def _poll(self) -> None:
         try:
             while not self._is_closing.is_set():
+                if not self.may_sample.wait(0.02):
+                    continue
                 for completion in self.engine.poll(0.02):
                     self.finished.put(completion)
                 self.given_up += self.engine.take_given_up()
@@ -79,7 +85,13 @@ class Episodes:
         """The next samples that finish."""
         return [self.finished.get(timeout=WAIT_S) for _ in range(number)]
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server."""
+        return self.engine.clients._endpoint
+
     def close(self) -> None:
+        self.may_sample.set()
         self._is_closing.set()
         self._thread.join(WAIT_S)
         self.engine.close()
@@ -128,6 +140,7 @@ def held(folder: Path, num_samples: int = 1, model: str = MODEL, **settings: Any
     try:
         episodes.submit(Prompt(text="sort", answer="1234"), num_samples=num_samples, **sampling)
         clients = [agent.clients.get(timeout=WAIT_S) for _ in range(num_samples)]
+        episodes.end_agents = agent.is_over.set
         yield episodes, clients
     finally:
         agent.is_over.set()

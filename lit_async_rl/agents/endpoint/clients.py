@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 from lit_async_rl.agents.clients import ClientFactory
@@ -11,7 +10,6 @@ from lit_async_rl.agents.endpoint.server import MISSING, Endpoint, EndpointSetti
 from lit_async_rl.agents.episode import AgentEpisode
 
 CALL_TIMEOUT_S = 600.0  # as the official client
-log = logging.getLogger(__name__)
 
 
 class EndpointClients(ClientFactory):
@@ -34,7 +32,7 @@ class EndpointClients(ClientFactory):
         port: int = 0,
         max_body_mb: float = 8.0,
         max_messages: int = 2000,
-        ignored_options: tuple[str, ...] = (),
+        ignored_options: Sequence[str] = (),
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.settings = EndpointSettings(
@@ -42,7 +40,7 @@ class EndpointClients(ClientFactory):
             port=port,
             max_body_mb=max_body_mb,
             max_messages=max_messages,
-            ignored_options=tuple(ignored_options),
+            ignored_options=ignored_options,
         )
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None

@@ -72,7 +72,7 @@ class EndpointSettings:
     port: int = 0
     max_body_mb: float = 8.0
     max_messages: int = 2000
-    ignored_options: tuple[str, ...] = ()
+    ignored_options: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_range("endpoint", "positive", max_body_mb=self.max_body_mb)
