@@ -550,8 +550,10 @@ class RolloutBatch:
         loss_mask: True where a token trains.
         token_weights: weight of each token in the average; sums to 1 over all micro-batches and ranks of the *step*, 0
             where `loss_mask` is False. With streamed groups, only after multiplication by the `gradient_scale`.
+        rewards: reward of each row's rollout; NaN in rows of branches, so that each rollout counts once.
         group_index: `RolloutGroup.index` of each row, -1 for padding rows.
-        lengths: tokens of each row that the policy wrote, also where they do not train; None if unknown.
+        lengths: tokens of each row's rollout that the policy wrote, in all of its rows, also where they do not train;
+            None if unknown.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
         truncated: whether the completions were sampled with top-k, top-p or min-p.
         gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the

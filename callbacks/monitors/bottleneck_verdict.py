@@ -21,7 +21,7 @@ from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.judge import JudgeReward
@@ -136,7 +136,7 @@ def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: i
 
 
 def _engine_threads(engine: RolloutEngine) -> int:
-    if isinstance(engine, EpisodeEngine):
+    if isinstance(engine, MultiRequestEngine):
         return 1 + _engine_threads(engine.engine)
     if isinstance(engine, RayEngine):
         return 0  # Ray counts their processors, perhaps on other machines
@@ -148,7 +148,7 @@ def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) 
     prefix = "data.engine"
     engine = data.engine
     needs = _engine_arguments(data.engine)
-    if isinstance(engine, EpisodeEngine):
+    if isinstance(engine, MultiRequestEngine):
         prefix = "data.engine.init_args.engine.init_args"
         engine = engine.engine
         needs = ()
@@ -252,7 +252,7 @@ class StalenessAdvice:
             return None
         if data.max_staleness != data.configured_bound:
             return None
-        engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
+        engine = data.engine.engine if isinstance(data.engine, MultiRequestEngine) else data.engine
         cpu_s = run.cpu_s if pl_module.device.type == "cpu" else 0.0
         if cpu_s and getattr(engine, "own_process", False):  # add CPU time of the engine's process
             cpu_s += run.engine_busy_s * (getattr(engine, "num_threads", None) or torch.get_num_threads())

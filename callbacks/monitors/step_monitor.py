@@ -111,7 +111,7 @@ class RolloutMonitor(StepMonitor):
         self._gradient_scale = 1.0
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        real = batch.group_index >= 0
+        real = (batch.group_index >= 0) & ~batch.rewards.isnan()  # a rollout with branches counts once
         signals: Any = pl_module.stabilizer_signals
         rewards = batch.rewards[real].cpu().double()
         self.reward.update(rewards)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
-from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.scheduling.bottleneck import Intervals, Settings, diagnose
 from lit_async_rl.utils.checks import check_range
@@ -109,7 +109,7 @@ class ReplicaScaling(pl.Callback):
 
     def _engine(self, trainer: AnyTrainer) -> RayEngine:
         engine = rollout_data(trainer, "ReplicaScaling").engine
-        engine = engine.engine if isinstance(engine, EpisodeEngine) else engine
+        engine = engine.engine if isinstance(engine, MultiRequestEngine) else engine
         if not isinstance(engine, RayEngine):
             raise ValueError(f"ReplicaScaling needs data.engine=RayEngine, got {type(engine).__name__}")
         return engine

@@ -49,8 +49,9 @@ class TrainedTokens:
 
     def take(self, group: RolloutGroup, rollout: Rollout) -> dict[str, list[float]]:
         """Values of the completion's tokens; empty if this rank did not train on the rollout."""
-        begin = len(group.prompt_ids)
-        token_ids = (*group.prompt_ids, *rollout.token_ids)
+        prompt_ids = group.prompt_ids if rollout.prompt_ids is None else rollout.prompt_ids
+        begin = len(prompt_ids)
+        token_ids = (*prompt_ids, *rollout.token_ids)
         versions = (0,) * begin + rollout.versions
         equal_rollouts = self._values[(group.index, token_ids, versions)]
         if not equal_rollouts:
@@ -223,7 +224,7 @@ class SampleLogger(pl.Callback):
         for group in groups:
             for sample, rollout in enumerate(group.rollouts):
                 row = [trainer.global_step, group.index, group.prompt.text, rollout.text, group.prompt.answer]
-                row += [rollout.reward, *_range(rollout.versions)]
+                row += [rollout.reward, *_range(rollout.all_versions)]
                 table.append(row)
                 if self._folder is not None:
                     details = sample_row(group, sample, data.codec, trained=trained, max_tokens=self.max_tokens)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningR
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.data.setting_checks import check_signal
-from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
 from lit_async_rl.rollouts.resume import START_ANEW, is_producer_state
@@ -96,13 +96,14 @@ class WeightSync(pl.Callback):
         )
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
-        is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
+        is_sampled = data.tape is None and not isinstance(data.engine, MultiRequestEngine)
         if data.tape is None:
             compared = (
                 data.advantage if module.objective.baseline is None else None
             )  # a baseline replaces the advantage
             check_signal(compared, data.group_size, data.sampling.temperature, is_sampled=is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
+        data.compares_rollouts = module.objective.needs_whole_groups
         wanted = data.micro_batches_per_step
         present = trainer.accumulate_grad_batches
         if present not in (1, wanted):

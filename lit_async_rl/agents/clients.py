@@ -1,6 +1,6 @@
 """Clients that agents get: objects to call the policy with.
 
-`InProcessClients` gives an object with the methods of `openai.AsyncOpenAI` that agents use, without a server in between.
+`InProcessClients` gives an object with those methods of `openai.AsyncOpenAI` that agents use, without a server.
 Subclasses of `ClientFactory` may give anything else, such as a client of an endpoint.
 """
 
@@ -198,14 +198,14 @@ class _TextCompletions:
             TypeError: an argument is unknown.
         """
         replies = await self._episode.complete_text(prompt, sampling=_sampling(arguments), n=n)
-        choices = [TextChoice(k, reply.text, reply.finish_reason, reply) for k, reply in enumerate(replies)]
+        choices = [TextChoice(k, reply.text, reply.finish_reason, reply=reply) for k, reply in enumerate(replies)]
         return TextResponse(choices, _usage(replies))
 
 
 def _choice(number: int, reply: Reply) -> Choice:
     calls = [MessageToolCall(call.id, Function(call.name, call.arguments)) for call in reply.message.tool_calls]
     message = ChatMessage(reply.message.content, calls or None, reply.message.reasoning)
-    return Choice(number, message, reply.finish_reason, reply)
+    return Choice(number, message, reply.finish_reason, reply=reply)
 
 
 def _sampling(arguments: dict[str, Any]) -> CallSampling:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.calls import AgentCallError, AgentResult
 from lit_async_rl.agents.clients import ClientFactory, InProcessClients
 from lit_async_rl.agents.credit import BranchCredit, Share
 from lit_async_rl.agents.episode import AgentCallInfo, AgentEpisode, EpisodeRules
@@ -81,9 +81,9 @@ class AgentEngine(MultiRequestEngine):
 
         engine = rl.AgentEngine(rl.EmbeddedEngine(), agent=agent)
 
-    An agent calls the policy as often as it likes, also concurrently. `sampling.max_tokens` bounds one reply. Calls that
-    continue a conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation that ends
-    somewhere trains as a row of its own; replies that the agent has never read, and side calls, do not train.
+    An agent calls the policy as often as it likes, also concurrently. `sampling.max_tokens` bounds one reply. Calls
+    that continue a conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation that
+    ends somewhere trains as a row of its own; replies that the agent has never read, and side calls, do not train.
 
     Args:
         engine: engine that samples the replies.
@@ -96,13 +96,13 @@ class AgentEngine(MultiRequestEngine):
             its group then trains with the others, unless it has none. Ten such prompts in a row, without a finished
             episode in between, end the run. None ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
-        side_calls: tells of a side call, which shares neither the system prompt nor the tools of the first call, whether
-            it trains nevertheless; None trains none.
+        side_calls: tells of a side call, which shares neither the system prompt nor the tools of the first call,
+            whether it trains nevertheless; None trains none.
         credit: part of the advantage that each row gets.
         parser: finds tool calls and reasoning in replies; None is `TaggedParser`.
         chat_template: file with a chat template to use in place of the tokenizer's.
-        forks: train with a template that writes earlier messages differently when a conversation goes on, each call as a
-            row of its own; without it such a template is refused.
+        forks: train with a template that writes earlier messages differently when a conversation goes on, each call as
+            a row of its own; without it such a template is refused.
 
     Raises:
         ValueError: a setting is out of range, or the engine does not update weights in flight.
@@ -229,7 +229,11 @@ class AgentEngine(MultiRequestEngine):
         inner = replace(request, id=call.number)
         self._in_engine[call.number] = (episode, call)
         self._open_ledger.open([inner])
-        self.engine.submit([inner])
+        try:
+            self.engine.submit([inner])
+        except Exception as error:  # the engine's, which `poll` raises: another engine may replace it
+            self._error = self._error or error
+            raise AgentCallError("the engine has failed", "engine_failed", status=503) from error
 
     def _abort_calls(self, numbers: Iterable[int]) -> None:
         with self._lock:
@@ -276,6 +280,8 @@ class AgentEngine(MultiRequestEngine):
         dropped = set(request_ids)
         episodes = [episode for number in dropped for episode in self._running.pop(number, [])]
         self._finished = [one for one in self._finished if one.request_id not in dropped]
+        self._lost = [(number, sample) for number, sample in self._lost if number not in dropped]
+        self._num_failed = {place: number for place, number in self._num_failed.items() if place[0] not in dropped}
         self._tasks.cancel(episodes)
         return [number for episode in episodes for number in self._end(episode)]
 
@@ -306,17 +312,7 @@ class AgentEngine(MultiRequestEngine):
         try:
             if pause_s:
                 await asyncio.sleep(pause_s)
-            try:
-                result = await asyncio.wait_for(self._call_agent(episode), self.policy.timeout_s)
-            except asyncio.TimeoutError:  # not the built-in TimeoutError before Python 3.11
-                raise self._failure(episode, f"did not end within {self.policy.limit}") from None
-            except asyncio.CancelledError:  # by the agent itself; after an abort the error is ignored
-                raise self._failure(episode, "was cancelled") from None
-            except EnvironmentFailure:
-                raise
-            except (Exception, SystemExit) as error:  # one agent that exits must not end the loop of all
-                raise self._failure(episode, f"raised {type(error).__name__}: {error}") from error
-            self._finish(episode, result)
+            self._finish(episode, await self._result(episode))
         except EnvironmentFailure as failure:
             self._fail(episode, failure)
         except Exception as error:
@@ -324,7 +320,32 @@ class AgentEngine(MultiRequestEngine):
                 if not episode.is_over:
                     self._error = self._error or error
 
+    async def _result(self, episode: AgentEpisode) -> AgentResult:
+        """What the agent returns within its limit. All errors are `EnvironmentFailure`."""
+        task = asyncio.ensure_future(self._call_agent(episode))
+        try:
+            # Not `wait_for`: it would wait for an agent that does not let itself be cancelled, with the slot taken.
+            done, _ = await asyncio.wait({task}, timeout=self.policy.timeout_s)
+        except asyncio.CancelledError:  # the episode was aborted
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise self._failure(episode, f"did not end within {self.policy.limit}")
+        if task.cancelled():
+            raise self._failure(episode, "was cancelled")
+        error = task.exception()
+        if error is not None:
+            raise self._failure(episode, f"raised {type(error).__name__}: {error}") from error
+        return task.result()
+
     async def _call_agent(self, episode: AgentEpisode) -> AgentResult:
+        try:
+            return await self._with_client(episode)
+        except SystemExit as error:  # one agent that exits must not end the loop of all
+            raise EnvironmentFailure(f"it called sys.exit({error.code!r})") from error
+
+    async def _with_client(self, episode: AgentEpisode) -> AgentResult:
         client = await self.clients.open(episode)
         try:
             result = await self.agent(episode.prompt, client)
@@ -350,18 +371,14 @@ class AgentEngine(MultiRequestEngine):
         with self._lock:
             if episode.is_over:
                 return
-            inner = self._end(episode)
             try:
-                completion = replace(
-                    episode.completion(),
-                    reward=float(result.reward),
-                    reward_parts=dict(result.parts) or None,
-                )
+                completion = _with_reward(episode.completion(), result)
             except EnvironmentFailure as failure:
                 raise self._failure(episode, f"trains nothing: {failure}") from failure
-            finally:
-                self._running[episode.request.id].remove(episode)
+            inner = self._end(episode)
+            self._running[episode.request.id].remove(episode)
             self._forget_request(episode.request.id)
+            self._num_failed.pop((episode.request.id, episode.sample_index), None)
             self.stats.add(episode, completion)
             self._finished.append(completion)
             self._retries.succeed()
@@ -372,19 +389,13 @@ class AgentEngine(MultiRequestEngine):
             del self._running[number]
 
     def _fail(self, episode: AgentEpisode, failure: EnvironmentFailure) -> None:
-        """Begins an episode anew, or gives its request up.
-
-        Raises:
-            EnvironmentFailure: the run must end.
-        """
+        """Begins an episode anew, or gives its sample up; `poll` raises the error if the run must end."""
         request = episode.request
         with self._lock:
-            others = self._running.get(request.id)
-            if others is None or (episode.is_over and episode in others):
+            if episode.is_over:
                 return  # aborted
-            inner = self._end(episode) if not episode.is_over else []
-            if episode in others:
-                others.remove(episode)
+            inner = self._end(episode)
+            self._running[request.id].remove(episode)
             place = (request.id, episode.sample_index)
             self._num_failed[place] = self._num_failed.get(place, 0) + 1
             try:
@@ -396,9 +407,22 @@ class AgentEngine(MultiRequestEngine):
                 self._begin(request, episode.sample_index, pause_s=self.policy.pause_s(self._num_failed[place]))
             else:
                 self.stats.num_lost += 1
-                self._given_up.append(request.id)
-                inner += self._drop([request.id])
+                self._lost.append(place)
+                del self._num_failed[place]
+                self._forget_request(request.id)
         self.engine.abort(inner)
+
+
+def _with_reward(completion: Completion, result: AgentResult) -> Completion:
+    """The sample with its reward, which is that of its last turn."""
+    turns = completion.turns or ()
+    reward = float(result.reward)
+    return replace(
+        completion,
+        reward=reward,
+        reward_parts=dict(result.parts) or None,
+        turns=(*turns[:-1], *(replace(turn, reward=reward) for turn in turns[-1:])),
+    )
 
 
 def _loaded(agent: Agent | str) -> Agent:

@@ -7,6 +7,7 @@ call. The state is guarded by the lock of the engine, and replies come through f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -131,6 +132,7 @@ class AgentEpisode:
         self._by_id: dict[str, _Call] = {}
         self._first: tuple[Messages, Messages] | None = None
         self._ids = itertools.count()
+        self._num_pending = 0  # calls in the engine
         self._texts: dict[SampledTurn, str] = {}  # of text completions: prompt and reply
 
     def __repr__(self) -> str:
@@ -202,7 +204,8 @@ class AgentEpisode:
         def begin() -> _Call:
             checked = checked_call_messages(messages)
             given = _checked_tools(tools)
-            return self._begin_chat(checked, given, sampling, n, call_id, dict(chat_template_kwargs or {}))
+            options = dict(chat_template_kwargs or {})
+            return self._begin_chat(checked, given, options, sampling=sampling, n=n, call_id=call_id)
 
         return await self._answer(call_id, begin)
 
@@ -222,7 +225,7 @@ class AgentEpisode:
         Raises:
             AgentCallError: the call cannot be answered.
         """
-        return await self._answer(call_id, lambda: self._begin_text(prompt, sampling, n, call_id))
+        return await self._answer(call_id, lambda: self._begin_text(prompt, sampling, n=n, call_id=call_id))
 
     async def _answer(self, call_id: str | None, begin: Callable[[], _Call]) -> list[Reply]:
         with self._lock:
@@ -249,7 +252,7 @@ class AgentEpisode:
             is_abandoned = not call.num_waiting and not call.is_repeatable and not call.replies.done()
             if is_abandoned:
                 call.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
-                self._note_idle()
+                self._note_answered()
         if is_abandoned:
             self._abort([call.tokens.number])
 
@@ -267,29 +270,30 @@ class AgentEpisode:
 
     # -- beginning of a call, with the lock held ----------------------------------------------------------------------
 
-    def _begin_chat(  # one call, of seven parts
+    def _begin_chat(
         self,
         messages: tuple[dict[str, Any], ...],
         tools: Messages,
+        options: Mapping[str, Any],
+        *,
         sampling: CallSampling | None,
         n: int,
         call_id: str | None,
-        options: Mapping[str, Any],
     ) -> _Call:
         kind = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
         match = self.graph.match(kind, messages)
         renderer = self._rules.renderer
         places = [place for place, _ in match.turns]
-        segments = renderer.segments(messages, places, tools, options)
+        segments = renderer.segments(messages, tools, options, sampled=places)
         path = [turn for _, turn in match.turns]
         drift = self.graph.drift
         parent = match.last
-        if renderer.is_continued([turn.given_text for turn in path], segments[:-1], tools, options):
+        if renderer.is_continued([turn.given_text for turn in path], segments[:-1], tools=tools, options=options):
             drift.healed += match.num_healed
         else:
             drift.template += 1
             parent = None
-            segments = renderer.segments(messages, (), tools, options)
+            segments = renderer.segments(messages, tools, options)
         drift.other += match.is_edited
         given_ids = renderer.encode(segments[-1])
         if parent is not None:
@@ -309,7 +313,7 @@ class AgentEpisode:
         )
 
     def _begin_text(
-        self, prompt: str | Sequence[int], sampling: CallSampling | None, n: int, call_id: str | None
+        self, prompt: str | Sequence[int], sampling: CallSampling | None, *, n: int, call_id: str | None
     ) -> _Call:
         codec = self._rules.renderer.codec
         if isinstance(prompt, str):
@@ -352,10 +356,12 @@ class AgentEpisode:
                         best = (turn, ids[len(known) :])
                     break
         if best[0] is None and self.graph.turns:
-            decode = self._rules.renderer.codec.tokenizer.decode
-            text = decode(list(ids))
-            self.graph.drift.tokens += any(text.startswith(decode(list(turn.ids))) for turn in self.graph.turns)
+            text = self._spelled(ids)
+            self.graph.drift.tokens += any(text.startswith(self._spelled(turn.ids)) for turn in self.graph.turns)
         return best
+
+    def _spelled(self, ids: tuple[int, ...]) -> str:
+        return str(self._rules.renderer.codec.tokenizer.decode(list(ids)))
 
     def _submit(
         self,
@@ -394,6 +400,7 @@ class AgentEpisode:
             match=match,
         )
         self._calls.append(call)
+        self._num_pending += 1
         if call_id is not None:
             self._by_id[call_id] = call
         return call
@@ -427,8 +434,8 @@ class AgentEpisode:
         if call is None or not tokens.future.done() or call.replies.done():
             return
         replies = [self._reply(call, one) for one in tokens.future.result()]
+        self._note_answered()
         call.replies.set_result(replies)
-        self._note_idle()
 
     def _reply(self, call: _Call, completion: Completion) -> Reply:
         codec = self._rules.renderer.codec
@@ -470,15 +477,17 @@ class AgentEpisode:
     @property
     def is_in_engine(self) -> bool:
         """Whether the policy works for it."""
-        return any(not call.replies.done() for call in self._calls)
+        return self._num_pending > 0
 
-    def _note_idle(self) -> None:
-        if not self.is_in_engine:
+    def _note_answered(self) -> None:
+        self._num_pending -= 1
+        if not self._num_pending:
             self.idle_since = time.monotonic()
 
     def end(self) -> list[int]:
         """Ends the episode: pending calls get an error. Returns the inner requests to abort."""
         self.is_over = True
+        self._num_pending = 0
         pending = [call for call in self._calls if not call.replies.done()]
         for call in pending:
             call.replies.set_exception(AgentCallError("the episode is over", "episode_over", status=401))
@@ -520,10 +529,8 @@ async def _result(future: Future[list[Reply]]) -> list[Reply]:
     done = asyncio.Event()
 
     def wake(_: Future[list[Reply]]) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the caller's loop was closed
             loop.call_soon_threadsafe(done.set)
-        except RuntimeError:  # the caller's loop was closed
-            pass
 
     future.add_done_callback(wake)
     await done.wait()

@@ -8,9 +8,11 @@ turn the same way wherever it stands, which is checked once a model; what they s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -74,10 +76,8 @@ def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
         raise _invalid(f"messages[{number}] has a tool call without a function's name: {str(call)[:80]!r}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # else the template gets the text
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # the policy wrote no JSON: the template gets the text
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -114,15 +114,20 @@ class ChatRenderer:
         self._known_openings: dict[str, tuple[str, str]] = {}
 
     def segments(
-        self, messages: Messages, sampled: Sequence[int], tools: Messages, options: Mapping[str, Any]
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        sampled: Sequence[int] = (),
     ) -> list[str]:
         """Texts between the policy's turns: before the first, after each, and up to where the next turn begins.
 
         Args:
             messages: the conversation, see `checked_call_messages`.
-            sampled: positions of the messages that the policy sampled.
             tools: JSON schemas of the tools.
             options: further arguments of the template.
+            sampled: positions of the messages that the policy sampled.
 
         Raises:
             AgentCallError: there is no template, or it refuses the messages.
@@ -178,7 +183,12 @@ class ChatRenderer:
     # -- whether earlier segments stay as they were -------------------------------------------------------------------
 
     def is_continued(
-        self, before: Sequence[str], now: Sequence[str], tools: Messages, options: Mapping[str, Any]
+        self,
+        before: Sequence[str],
+        now: Sequence[str],
+        *,
+        tools: Messages = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> bool:
         """Whether segments are what earlier calls have rendered.
 
@@ -199,8 +209,8 @@ class ChatRenderer:
         if key not in self._known_openings:
             user = {"role": "user", "content": "question"}
             closed = self._render([user], tools, {**options, "add_generation_prompt": False})
-            asked = self.segments([user], (), tools, options)[0]
-            written = self.segments([user, {"role": "assistant", "content": ""}, user], (1,), tools, options)[0]
+            asked = self.segments([user], tools, options)[0]
+            written = self.segments([user, {"role": "assistant", "content": ""}, user], tools, options, sampled=(1,))[0]
             known = asked.startswith(closed) and written.startswith(closed)
             openings = (asked[len(closed) :], written[len(closed) :]) if known else ("", "")
             self._known_openings[key] = openings
@@ -229,10 +239,10 @@ class ChatRenderer:
         before: list[str] = []
         for length, sampled in ((1, ()), (3, (1,)), (5, (1, 3))):
             try:
-                now = self.segments(grown[:length], sampled, (), {})
+                now = self.segments(grown[:length], sampled=sampled)
             except AgentCallError as error:
                 return str(error)
-            if not self.is_continued(before, now[: len(before)], (), {}):
+            if not self.is_continued(before, now[: len(before)]):
                 return "its chat template writes earlier messages differently when a conversation goes on"
             before = now
         if len({segment.strip() for segment in before}) < len(before):

@@ -7,12 +7,14 @@ main conversation's before all others.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lit_async_rl.agents.credit import BranchCredit, BranchInfo
 from lit_async_rl.agents.graph import SampledTurn
+from lit_async_rl.environments.episode_engine import hash63
 from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.types import (
     Branch,
@@ -21,6 +23,7 @@ from lit_async_rl.types import (
     FinishReason,
     GenerationRequest,
     SamplerHead,
+    Turn,
     blank_head,
     join_heads,
 )
@@ -120,7 +123,7 @@ def completion_of(
     turns: Sequence[SampledTurn],
     credit: BranchCredit,
 ) -> Completion:
-    """The sample without its reward.
+    """The sample without its reward; its turns are those of the main conversation.
 
     Raises:
         EnvironmentFailure: no turn of the policy trains.
@@ -133,6 +136,9 @@ def completion_of(
     if len(credits) != len(rows) or not all(map(math.isfinite, credits)):
         raise ValueError(f"{type(credit).__name__} must return {len(rows)} finite numbers, got {credits}")
     main = rows[0].tokens
+    ends = itertools.accumulate(
+        len(turn.completion.token_ids) + (len(turn.given_ids) if n else 0) for n, turn in enumerate(rows[0].own)
+    )
     reason: FinishReason = "length" if rows[0].leaf.completion.finish_reason == "length" else "stop"
     return Completion(
         request_id=request.id,
@@ -142,6 +148,7 @@ def completion_of(
         versions=main.versions,
         finish_reason=reason,
         loss_mask=main.loss_mask,
+        turns=tuple(Turn(end, 0.0, hash63(turn.given_text)) for end, turn in zip(ends, rows[0].own, strict=True)),
         head=main.head,
         experts=main.experts,
         prompt_ids=None if main.prompt_ids == request.prompt_ids else main.prompt_ids,

@@ -23,7 +23,7 @@ from lit_async_rl.utils.checks import OneLineParser, check_range
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
     """Staleness of the group's oldest token."""
-    return step.version - min((v for rollout in group.rollouts for v in rollout.versions), default=step.version)
+    return step.version - min((v for rollout in group.rollouts for v in rollout.all_versions), default=step.version)
 
 
 def mean_reward(group: RolloutGroup) -> float:
@@ -103,7 +103,7 @@ def plot(arguments: argparse.Namespace) -> None:
     number = [step.step for step in steps]
     rewards = [[mean_reward(group) for group in step.groups] for step in steps]
     ages = [
-        [step.version - v for group in step.groups for rollout in group.rollouts for v in rollout.versions]
+        [step.version - v for group in step.groups for rollout in group.rollouts for v in rollout.all_versions]
         for step in steps
     ]
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6))

@@ -1,11 +1,14 @@
 """Collates the groups of one optimizer step into padded micro-batches.
 
-B rows of a micro-batch, T positions. Rollouts are sorted by length and cut into contiguous runs, which minimizes the
+B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches: the advantage of a
+branch is that of its rollout times its credit, and the token weight is that of its rollout, whose length counts the
+tokens of all rows. Rollouts are sorted by length and cut into contiguous runs, which minimizes the
 padded size of the largest micro-batch and with it peak memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +21,17 @@ from torch import Tensor
 from lit_async_rl.advantages.group import AdvantageEstimator
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
-from lit_async_rl.types import OWN_CHOICE, Rollout, RolloutBatch, RolloutGroup, SamplerHead, blank_head, join_heads
+from lit_async_rl.types import (
+    OWN_CHOICE,
+    Branch,
+    Completion,
+    Rollout,
+    RolloutBatch,
+    RolloutGroup,
+    SamplerHead,
+    blank_head,
+    join_heads,
+)
 
 Value = TypeVar("Value", bool, int, float)
 UNBOUNDED = 2**62  # versions
@@ -26,10 +39,12 @@ UNBOUNDED = 2**62  # versions
 
 @dataclass(frozen=True)
 class _Row:
-    """One rollout with its advantages and token weight, which depend on the step's other rollouts."""
+    """One row of a rollout with its advantages and token weight, which depend on the step's other rollouts."""
 
     prompt_ids: tuple[int, ...]
-    rollout: Rollout
+    rollout: Completion | Branch
+    reward: float  # NaN of a branch
+    num_policy_tokens: int  # of the rollout
     advantages: Sequence[float]  # of the completion's tokens
     token_weight: float
     group_index: int
@@ -50,11 +65,15 @@ def collate_step(
     temperature: float,
     truncated: bool = False,
     keep_groups_whole: bool = False,
+    compares_rollouts: bool = False,
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
     Groups are sorted by admission first, so the result does not depend on the order in which they finished. With
     `keep_groups_whole` no group is split over micro-batches.
+
+    Raises:
+        ValueError: a rollout has branches, and the objective compares whole rollouts (`compares_rollouts`).
     """
     groups = aggregation.select(sorted(groups, key=lambda group: group.index))
     advantages = advantage.per_token(groups)
@@ -67,22 +86,22 @@ def collate_step(
     weights = iter(of_rollouts)
     units = [
         [
-            _Row(
-                group.prompt_ids,
-                rollout,
-                row,
-                token_weight=next(weights),
-                group_index=group.index,
-                max_staleness=group.max_staleness,
-            )
-            for rollout, row in zip(group.rollouts, rows, strict=True)
+            row
+            for rollout, values in zip(group.rollouts, rows, strict=True)
+            for row in _rows(group, rollout, values, token_weight=next(weights))
         ]
         for group, rows in zip(groups, advantages, strict=True)
     ]
     if not keep_groups_whole:
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
+    if compares_rollouts and any(rollout.branches for group in groups for rollout in group.rollouts):
+        raise ValueError(
+            "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, and an agent has "
+            "left branches, whose rows are trained one by one. Use a loss of tokens (GRPO, PPOClip), or an agent with "
+            "one conversation"
+        )
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
@@ -97,6 +116,37 @@ def collate_step(
             experts_shape=experts_shape,
         )
         for part in parts
+    ]
+
+
+def _rows(group: RolloutGroup, rollout: Rollout, advantages: Sequence[float], token_weight: float) -> list[_Row]:
+    """The rows of a rollout, with the advantages of its own row's tokens.
+
+    Raises:
+        ValueError: the tokens of a rollout with branches have different advantages.
+    """
+    if rollout.branches and len(set(advantages)) > 1:
+        raise ValueError(
+            "data.advantage gives the tokens of a rollout different advantages, and an agent has left branches, whose "
+            "tokens get that of the whole rollout. Use an advantage of whole rollouts: GroupMeanStd"
+        )
+    of_branch = advantages[0] if advantages else 0.0
+    return [
+        _Row(
+            group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
+            row,
+            reward=rollout.reward if row is rollout else math.nan,
+            num_policy_tokens=rollout.num_policy_tokens,
+            advantages=(
+                [value * row.credit for value in advantages]
+                if row is rollout
+                else [of_branch * row.credit] * len(row.token_ids)
+            ),
+            token_weight=token_weight,
+            group_index=group.index,
+            max_staleness=group.max_staleness,
+        )
+        for row in rollout.rows
     ]
 
 
@@ -161,9 +211,9 @@ def _pad(
         versions=_fill(completion, (r.versions for r in rollouts), 0),
         advantages=_fill(completion, (row.advantages for row in rows), 0.0).masked_fill_(~loss_mask, 0.0),
         token_weights=torch.where(loss_mask, weights, 0.0),
-        rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
+        rewards=torch.tensor([row.reward for row in rows] or [0.0]),
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
-        lengths=torch.tensor([rollout.num_policy_tokens for rollout in rollouts] or [0]),
+        lengths=torch.tensor([row.num_policy_tokens for row in rows] or [0]),
         temperature=temperature,
         truncated=truncated,
         max_staleness=torch.tensor(bounds),
@@ -172,7 +222,7 @@ def _pad(
     )
 
 
-def _head_width(rollouts: Sequence[Rollout]) -> int | None:
+def _head_width(rollouts: Sequence[Completion | Branch]) -> int | None:
     """Entries per token of the step's recorded distributions; None unless every rollout with tokens has them."""
     heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.token_ids]
     known = [head for head in heads if head is not None]
@@ -194,13 +244,13 @@ def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width:
     return {"head_ids": head_ids, "head_logprobs": head_logprobs, "behavior_entropy": entropy}
 
 
-def _experts_shape(rollouts: Sequence[Rollout]) -> tuple[int, int] | None:
+def _experts_shape(rollouts: Sequence[Completion | Branch]) -> tuple[int, int] | None:
     """Routers and experts per token, if any rollout of the step has chosen experts."""
     return next((rollout.experts.shape for rollout in rollouts if rollout.experts is not None), None)
 
 
 def _experts(
-    size: tuple[int, ...], rollouts: Sequence[Rollout], shape: tuple[int, int] | None
+    size: tuple[int, ...], rollouts: Sequence[Completion | Branch], shape: tuple[int, int] | None
 ) -> Int[Tensor, "B T n k"] | None:
     """Chosen experts in the places of their tokens."""
     if shape is None:

@@ -99,6 +99,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Attributes:
         keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
+        compares_rollouts: whether the objective compares whole rollouts, so that none may have branches; likewise.
         configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
 
     Raises:
@@ -173,6 +174,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replay = replay
         self.validation = validation
         self.keep_groups_whole = False
+        self.compares_rollouts = False
         setting_checks.check_max_staleness(self.admission, max_staleness)
         setting_checks.check_engine(engine, reward, self.admission, sampling=sampling)
         engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
@@ -250,6 +252,7 @@ class RolloutDataModule(pl.LightningDataModule):
             temperature=self.sampling.temperature,
             truncated=self.sampling.truncates and self.engine.has_model,
             keep_groups_whole=self.keep_groups_whole,
+            compares_rollouts=self.compares_rollouts,
             **settings,
         )
 

@@ -165,6 +165,13 @@ class RolloutEngine(ABC):
         """
         return []
 
+    def take_lost(self) -> list[tuple[int, int]]:
+        """Samples given up since the last call, as request and sample: their requests go on without them.
+
+        The producer's thread calls this after each `poll`.
+        """
+        return []
+
     def outside_work(self) -> Work | None:
         """Running calls outside of the engine that delay tokens, such as calls of an environment; None without any."""
         return None
@@ -306,6 +313,9 @@ class EngineWrapper(RolloutEngine):
 
     def take_given_up(self) -> list[int]:
         return self.engine.take_given_up()
+
+    def take_lost(self) -> list[tuple[int, int]]:
+        return self.engine.take_lost()
 
     def outside_work(self) -> Work | None:
         return self.engine.outside_work()

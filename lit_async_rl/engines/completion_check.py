@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import CompletionError
-from lit_async_rl.types import OWN_CHOICE, Completion, ExpertChoices, GenerationRequest, SamplerHead, Turn
+from lit_async_rl.types import OWN_CHOICE, Branch, Completion, ExpertChoices, GenerationRequest, SamplerHead, Turn
 from lit_async_rl.utils.checks import MAX_REWARD
 from lit_async_rl.utils.waiting import Wait
 
 MAX_LOGPROB = 1e-4  # rounding in float32 may give a nearly certain token a log-probability slightly above 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws less likely tokens
+ROW_FIELDS = ("prompt_ids", "token_ids", "logprobs", "versions", "loss_mask", "head", "experts", "credit")
 
 
 def find_fault(
@@ -50,7 +51,49 @@ def find_fault(
         or _bad_experts(completion, request)
         or _bad_versions(completion, *versions)
         or ("" if is_partial else _bad_reward(completion, scores))
+        or _bad_rows(completion, request, versions=versions, vocab_size=vocab_size, max_model_len=max_model_len)
     )
+
+
+def _bad_rows(
+    completion: Completion,
+    request: GenerationRequest,
+    *,
+    versions: tuple[int | None, int | None],
+    vocab_size: int | None,
+    max_model_len: int,
+) -> str:
+    """Checks a completion's own prompt, its credit and its branches, which are completions but for their rewards."""
+    if not _is_finite(completion.credit):
+        return f"has credit={show(completion.credit)}, must be a finite number in float32"
+    own: Any = completion.prompt_ids
+    if own is not None and (type(own) is not tuple or not own or set(map(type, own)) != {int}):
+        return f"has prompt_ids={show(own)}, must be a tuple of int that is not empty"
+    if type(completion.branches) is not tuple:
+        return f"has branches={show(completion.branches)}, must be a tuple of Branch"
+    # replies of a text may follow each other without a token between them: no limit of a turn applies to a branch
+    unlimited = replace(request, sampling=replace(request.sampling, max_tokens=max_model_len))
+    for number, branch in enumerate(completion.branches):
+        if not isinstance(branch, Branch):
+            return f"has branches[{number}]={show(branch)}, must be a Branch"
+        row = Completion(
+            request_id=completion.request_id,
+            sample_index=completion.sample_index,
+            finish_reason="stop",
+            **{name: getattr(branch, name) for name in ROW_FIELDS},
+        )
+        problem = find_fault(
+            row,
+            unlimited,
+            versions=versions,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            scores=False,
+            is_partial=False,
+        )
+        if problem:
+            return f"branches[{number}] {problem}"
+    return ""
 
 
 def show(value: Any) -> str:
@@ -106,13 +149,18 @@ def _bad_length(completion: Completion, request: GenerationRequest, max_model_le
         return "has no token_ids" if mask is None or not num_tokens else "has a loss_mask without a token of the policy"
     if mask is None and completion.turns is None:
         return f"has {num_tokens} token_ids, more than max_tokens={limit}" if num_tokens > limit else ""
-    if len(request.prompt_ids) + num_tokens > max_model_len:
-        return f"has {num_tokens} token_ids and {len(request.prompt_ids)} of the prompt, more than {max_model_len=}"
+    if (num_given := _num_given(completion, request)) + num_tokens > max_model_len:
+        return f"has {num_tokens} token_ids and {num_given} of the prompt, more than {max_model_len=}"
     if problem := _bad_turns(completion.turns, num_tokens, is_partial):
         return problem
     mask = mask or (True,) * num_tokens
     longest = max(_num_policy_tokens(mask, completion.turns), default=0)
     return f"has {longest} token_ids in one turn, more than max_tokens={limit}" if longest > limit else ""
+
+
+def _num_given(completion: Completion, request: GenerationRequest) -> int:
+    """Number of tokens that the completion follows."""
+    return len(request.prompt_ids if completion.prompt_ids is None else completion.prompt_ids)
 
 
 def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
@@ -174,7 +222,7 @@ def _bad_experts(completion: Completion, request: GenerationRequest) -> str:
         return "" if fits else f"has experts={show(choices)}, but sampling.experts={request.sampling.experts}"
     if not isinstance(choices, ExpertChoices):
         return f"has experts={show(choices)}, must be ExpertChoices"
-    num_read = len(request.prompt_ids) + len(completion.token_ids) - 1
+    num_read = _num_given(completion, request) + len(completion.token_ids) - 1
     if len(choices) != num_read:
         return f"has experts of {len(choices)} tokens, must be of {num_read}: prompt and completion but its last"
     if choices.experts.is_floating_point() or (len(choices) and int(choices.experts.min()) < OWN_CHOICE):
@@ -300,6 +348,16 @@ class RequestLedger:
             self._end(completion.request_id)
         return True
 
+    def lose(self, request_id: int, sample: int) -> bool:
+        """Registers that a sample will not come; False if its request is not registered any more, or it has come."""
+        asked = self._running.get(request_id)
+        if asked is None or sample in asked.received:
+            return False
+        asked.received.add(sample)
+        if len(asked.received) == asked.request.num_samples:
+            self._end(request_id)
+        return True
+
     def num_missing(self, request_id: int) -> int:
         """Number of samples of a registered request that have not arrived; 0 for any other request."""
         asked = self._running.get(request_id)
@@ -380,7 +438,7 @@ def run_requests(
 ) -> list[list[Completion]]:
     """All completions of each request, by sample index; blocks until they are finished.
 
-    A request that the engine gave up has no completions.
+    A request that the engine gave up has no completions, and one of which it gave samples up has fewer.
 
     Args:
         engine: engine with weights that no other thread polls.
@@ -417,6 +475,9 @@ def run_requests(
             ledger.abort([request_id])
             found[request_id] = []
             missing -= lacking
+            wait.restart()
+        for request_id, sample in engine.take_lost():
+            missing -= ledger.lose(request_id, sample)
             wait.restart()
         work = engine.outside_work()
         if work is not None and work.is_within_limits:

@@ -99,7 +99,7 @@ class Conversation:
         """Sets the reward of the last turn and the initial state of the next."""
         self.reward += observation.reward
         self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
-        self.state = _hash63(observation.text if observation.state is None else observation.state)
+        self.state = hash63(observation.text if observation.state is None else observation.state)
 
     def add_observation(self, token_ids: tuple[int, ...]) -> None:
         """Appends tokens of the environment."""
@@ -150,7 +150,7 @@ class Conversation:
         )
 
 
-def _hash63(state: str) -> int:
+def hash63(state: str) -> int:
     """Hash of a text: 63 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1
 

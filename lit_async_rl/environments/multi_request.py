@@ -61,6 +61,7 @@ class MultiRequestEngine(EngineWrapper):
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
         self._finished: list[Completion] = []
         self._given_up: list[int] = []  # ids of requests
+        self._lost: list[tuple[int, int]] = []  # requests and samples
         self._error: BaseException | None = None
         self._retries = Retries(policy)
         self._warnings = LimitedLog(log)
@@ -138,6 +139,12 @@ class MultiRequestEngine(EngineWrapper):
             given_up = self._given_up
             self._given_up = []
         return given_up
+
+    def take_lost(self) -> list[tuple[int, int]]:
+        with self._lock:
+            lost = self._lost
+            self._lost = []
+        return lost
 
     def close(self) -> None:
         self._try_to_end_all()

@@ -246,6 +246,15 @@ def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
     """Copy of the rollout that trains on its first `num_tokens` trained tokens only."""
     if rollout.num_trained_tokens <= num_tokens:
         return rollout
-    mask = rollout.loss_mask or (True,) * len(rollout.token_ids)
-    counts = accumulate(mask)  # trained tokens up to each token
-    return replace(rollout, loss_mask=tuple(on and n <= num_tokens for on, n in zip(mask, counts, strict=True)))
+    branches = []
+    left = num_tokens - rollout.num_own_tokens
+    for branch in rollout.branches:
+        branches.append(replace(branch, loss_mask=_first_true(branch.loss_mask, left)))
+        left -= branch.num_own_tokens
+    mask = _first_true(rollout.loss_mask or (True,) * len(rollout.token_ids), num_tokens)
+    return replace(rollout, loss_mask=mask, branches=tuple(branches))
+
+
+def _first_true(mask: Sequence[bool], number: int) -> tuple[bool, ...]:
+    """The mask with only its first `number` ones."""
+    return tuple(on and n <= number for on, n in zip(mask, accumulate(mask), strict=True))

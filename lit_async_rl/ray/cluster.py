@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray import runtime
 from lit_async_rl.utils.checks import check_range
@@ -165,7 +165,7 @@ class RayCluster:
         """The engine in several replicas that Ray places, or as it is; an environment stays where the engine is."""
         if not self.has_replicas:
             return engine
-        if isinstance(engine, EpisodeEngine):
+        if isinstance(engine, MultiRequestEngine):
             args, kwargs = engine._made_with
             bound = inspect.signature(type(engine)).bind(*args, **kwargs)
             bound.arguments["engine"] = self.replicate(bound.arguments["engine"])

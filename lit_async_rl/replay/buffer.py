@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
+from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.plain import plain
 
@@ -196,7 +196,7 @@ class ReplayBuffer:
         """Adds every completion; replaces equal ones."""
         key = _key(group)
         for rollout in group.rollouts:
-            ids = rollout.token_ids
+            ids = _all_ids(rollout)
             self._counts["duplicates" if (key, ids) in self._order else "added"] += 1
             self._remove(key, ids)
             stored = _Stored(
@@ -299,7 +299,7 @@ class ReplayBuffer:
         for entry in state["stored"]:
             stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])})
             key = (stored.prompt_ids, stored.prompt.answer)
-            ids = stored.rollout.token_ids
+            ids = _all_ids(stored.rollout)
             self._prompts[key][ids] = stored
             self._order[key, ids] = None
         self._counts = dict(state["counts"])
@@ -311,6 +311,16 @@ class ReplayBuffer:
 
 def _key(group: RolloutGroup) -> _Key:
     return group.prompt_ids, group.prompt.answer
+
+
+def _all_ids(rollout: Rollout) -> tuple[int, ...]:
+    """Tokens of all rows, by which completions of one prompt are equal; -1 between rows and before another prompt."""
+    ids = rollout.token_ids
+    if rollout.prompt_ids is not None:
+        ids = (*rollout.prompt_ids, -1, *ids)
+    for branch in rollout.branches:
+        ids = (*ids, -1, *branch.prompt_ids, -1, *branch.token_ids)
+    return ids
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
@@ -332,8 +342,25 @@ def _rollout(fields: dict[str, Any]) -> Rollout:
         turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
         head=None if head is None else SamplerHead(**head),
         experts=None if experts is None else ExpertChoices(**experts),
+        prompt_ids=fields.get("prompt_ids"),
+        credit=fields.get("credit", 1.0),
+        branches=tuple(_branch(branch) for branch in fields.get("branches", ())),
+    )
+
+
+def _branch(fields: dict[str, Any]) -> Branch:
+    head = fields["head"]
+    experts = fields["experts"]
+    return Branch(
+        **(
+            fields
+            | {
+                "head": None if head is None else SamplerHead(**head),
+                "experts": None if experts is None else ExpertChoices(**experts),
+            }
+        )
     )
 
 
 def _version(rollout: Rollout, group: RolloutGroup) -> int:
-    return min(rollout.versions, default=group.admitted_version)
+    return min(rollout.all_versions, default=group.admitted_version)

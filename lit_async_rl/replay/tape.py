@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import torch
 
 from lit_async_rl.errors import describe
-from lit_async_rl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
+from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
 from lit_async_rl.utils.files import (
     FolderLock,
     append,
@@ -163,6 +163,20 @@ def _steps(file: TapeFile) -> str:
 # `docs/checkpoints.md` describes the columns.
 
 
+BRANCH = [
+    ("prompt_ids", pa.list_(pa.int32())),
+    ("completion_ids", pa.list_(pa.int32())),
+    ("behavior_logprobs", pa.list_(pa.float32())),
+    ("versions", pa.list_(pa.int64())),
+    ("loss_mask", pa.list_(pa.bool_())),
+    ("credit", pa.float64()),
+    ("head_width", pa.int32()),
+    ("head_entropy", pa.list_(pa.float32())),
+    ("head_ids", pa.list_(pa.int32())),
+    ("head_logprobs", pa.list_(pa.float32())),
+    ("expert_shape", pa.list_(pa.int32())),
+    ("experts", pa.list_(pa.int16())),
+]
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),  # optimizer step that was trained on it, from 0
@@ -194,6 +208,9 @@ SCHEMA = pa.schema(
         ("messages", pa.string()),  # JSON, for chat prompts; `prompt` is then their readable form
         ("sampling", pa.string()),  # JSON: settings that the log-probabilities depend on
         ("reward_parts", pa.string()),  # JSON: part -> reward, null of rewards without parts
+        ("own_prompt_ids", pa.list_(pa.int32())),  # what the completion follows, null if that is `prompt_ids`
+        ("credit", pa.float64()),  # factor of the advantage in the rollout's own row
+        ("branches", pa.list_(pa.struct(BRANCH))),  # further rows of the rollout, null without any
     ]
 )
 
@@ -221,10 +238,36 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "generation_s": group.generation_s,
         "queue_s": group.queue_s,
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
-        **_head_columns(rollout.head),
-        "expert_shape": None if rollout.experts is None else rollout.experts.shape,
-        "experts": None if rollout.experts is None else rollout.experts.experts.flatten().numpy(),
+        **_recorded_columns(rollout),
+        "own_prompt_ids": rollout.prompt_ids,
+        "credit": rollout.credit,
+        "branches": [_branch_columns(branch) for branch in rollout.branches] or None,
     }
+
+
+def _branch_columns(branch: Branch) -> dict[str, Any]:
+    return {
+        "prompt_ids": branch.prompt_ids,
+        "completion_ids": branch.token_ids,
+        "behavior_logprobs": branch.logprobs,
+        "versions": branch.versions,
+        "loss_mask": branch.loss_mask,
+        "credit": branch.credit,
+        **_recorded_columns(branch),
+    }
+
+
+def _branch(row: dict[str, Any]) -> Branch:
+    return Branch(
+        prompt_ids=tuple(row["prompt_ids"]),
+        token_ids=tuple(row["completion_ids"]),
+        logprobs=tuple(row["behavior_logprobs"]),
+        versions=tuple(row["versions"]),
+        loss_mask=tuple(row["loss_mask"]),
+        credit=row["credit"],
+        head=_head(row),
+        experts=_experts(row),
+    )
 
 
 def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
@@ -249,6 +292,9 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
                 turns=_turns(row.get("turns")),  # older tapes have no such column
                 head=_head(row),
                 experts=_experts(row),
+                prompt_ids=None if (own := row.get("own_prompt_ids")) is None else tuple(own),
+                credit=1.0 if (credit := row.get("credit")) is None else credit,
+                branches=tuple(map(_branch, row.get("branches") or ())),
             )
             for row in rows
         ),
@@ -256,6 +302,14 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
         generation_s=head["generation_s"],
         queue_s=head["queue_s"],
     )
+
+
+def _recorded_columns(row: Rollout | Branch) -> dict[str, Any]:
+    """Recorded distributions and experts of a row of tokens."""
+    return _head_columns(row.head) | {
+        "expert_shape": None if row.experts is None else row.experts.shape,
+        "experts": None if row.experts is None else row.experts.experts.flatten().numpy(),
+    }
 
 
 def _head_columns(head: SamplerHead | None) -> dict[str, Any]:

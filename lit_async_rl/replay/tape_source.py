@@ -143,11 +143,16 @@ class Replay:
             return None
         recorded_version, group = entry
         self._num_tokens += group.num_tokens
+        shift = self.version - recorded_version
         shifted = [
-            replace(rollout, versions=tuple(v + self.version - recorded_version for v in rollout.versions))
+            replace(
+                rollout,
+                versions=_shifted(rollout.versions, shift),
+                branches=tuple(replace(row, versions=_shifted(row.versions, shift)) for row in rollout.branches),
+            )
             for rollout in group.rollouts
         ]
-        oldest = min((v for rollout in shifted for v in rollout.versions), default=self.version)
+        oldest = min((v for rollout in shifted for v in rollout.all_versions), default=self.version)
         return replace(group, rollouts=tuple(shifted), max_staleness=self.version - oldest)
 
     def _next(self) -> tuple[int, RolloutGroup] | None:
@@ -174,3 +179,7 @@ class Replay:
     def stop(self) -> bool:
         """Returns True: there is no thread to stop."""
         return True
+
+
+def _shifted(versions: Sequence[int], by: int) -> tuple[int, ...]:
+    return tuple(version + by for version in versions)

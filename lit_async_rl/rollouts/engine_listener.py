@@ -167,6 +167,7 @@ class EngineListener:
         timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
         on_given_up: called in the thread for each request that the engine gave up, with `changed` held.
+        on_lost: likewise for each sample, with its request and number.
 
     Attributes:
         engine: the engine in use.
@@ -185,6 +186,7 @@ class EngineListener:
         timeout_s: float = 600.0,
         vocab_size: int | None = None,
         on_given_up: Callable[[int], None] = lambda request_id: None,
+        on_lost: Callable[[int, int], None] = lambda request_id, sample: None,
     ) -> None:
         self.changed = changed
         self.engine_error: Exception | None = None
@@ -192,6 +194,7 @@ class EngineListener:
         self._on_completion = on_completion
         self._on_turn = on_turn
         self._on_given_up = on_given_up
+        self._on_lost = on_lost
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
         self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
@@ -389,6 +392,10 @@ class EngineListener:
                         if engine is self.engine:
                             self.ledger.abort([request_id])
                             self._on_given_up(request_id)
+                for request_id, sample in engine.take_lost():
+                    with self.changed:
+                        if engine is self.engine and self.ledger.lose(request_id, sample):
+                            self._on_lost(request_id, sample)
                 self._on_turn()
         except BaseException as error:
             with self.changed:

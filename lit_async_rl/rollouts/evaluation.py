@@ -173,7 +173,7 @@ class EvaluationRun:
             if completion.request_id not in self._in_engine:
                 return True
             item = self._open[completion.request_id]
-            item.versions += completion.versions
+            item.versions += completion.all_versions
             item.num_sampled += 1
             if item.num_sampled == self.num_samples:
                 self._in_engine.remove(completion.request_id)
@@ -192,6 +192,21 @@ class EvaluationRun:
             item = self._open[request_id]
             for _ in range(self.num_samples - item.num_sampled):
                 self._file_reward(item, None)
+        self.submit()
+        return True
+
+    def lose(self, request_id: int) -> bool:
+        """Files that the engine gave a sample up, whose question is then excluded; False if it belongs to training."""
+        if request_id < FIRST_ID:
+            return False
+        with self._changed:
+            if request_id not in self._in_engine:
+                return True
+            item = self._open[request_id]
+            item.num_sampled += 1
+            if item.num_sampled == self.num_samples:
+                self._in_engine.remove(request_id)
+            self._file_reward(item, None)
         self.submit()
         return True
 

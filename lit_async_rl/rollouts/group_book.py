@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.rollouts.packed_branches import PREFIX, pack_branches, unpack_branches
 from lit_async_rl.types import (
     Completion,
     ExpertChoices,
@@ -65,6 +66,7 @@ class GroupEntry:
         requests: ids of its requests in the engine.
         began: `time.monotonic` of the admission, or of a resume; likewise `finished_at`.
         rewarded: samples whose reward was filed in this run.
+        lost: samples that the engine has given up, without which the group is complete; sampled again after a resume.
         is_submitted: whether its completions were submitted together, to a reward that scores groups.
     """
 
@@ -82,6 +84,7 @@ class GroupEntry:
     began: float = field(default_factory=time.monotonic, compare=False)
     finished_at: float = field(default=0.0, compare=False)
     rewarded: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set, compare=False)
     is_submitted: bool = field(default=False, compare=False)
 
     @property
@@ -161,7 +164,7 @@ class GroupBook:
 
     def missing(self, group: GroupEntry, partials: Iterable[Completion] = ()) -> list[GenerationRequest]:
         """Requests for the samples that a group lacks; those in `partials` are resumed."""
-        lacking = [n for n in range(self.group_size) if n not in group.rollouts]
+        lacking = [n for n in range(self.group_size) if n not in group.rollouts and n not in group.lost]
         requests = self.requests.make(group.index, group.prompt, group.prompt_ids, lacking, partials)
         group.requests = tuple(request.id for request in requests)
         return requests
@@ -179,11 +182,34 @@ class GroupBook:
 
     def _file(self, group: GroupEntry, completion: Completion) -> None:
         """Adds a completion with its text."""
-        stop = self.sampling.stop if completion.turns is None else ()  # else each turn has ended with one
+        has_turns = completion.turns is not None or completion.loss_mask is not None
+        stop = () if has_turns else self.sampling.stop  # each turn has ended with one
         text = self.codec.decode(completion.token_ids, stop, self.sampling.stop_token_ids)
         group.rollouts[completion.sample_index] = dataclasses.replace(completion, text=text)
-        if len(group.rollouts) == self.group_size:
+        self._note_complete(group)
+
+    def _note_complete(self, group: GroupEntry) -> None:
+        if len(group.rollouts) + len(group.lost) == self.group_size:
             group.state = GroupState.SCORING
+
+    def lose(self, request_id: int, sample: int) -> GroupEntry | None:
+        """Files that the engine has given a sample up; returns its group, unless that is gone."""
+        index, sample = self.requests.place_of(request_id, sample)
+        group = self.groups.get(index)
+        if group is None or not group.is_open or sample in group.rollouts:
+            return None
+        group.lost.add(sample)
+        self._note_complete(group)
+        if group.state is GroupState.SCORING:
+            group.generation_s = time.monotonic() - group.began
+        return group
+
+    def finish_if_rewarded(self, group: GroupEntry) -> bool:
+        """Finishes a group that has all rewards; returns whether it has."""
+        if not group.rewarded or len(group.rewarded) + len(group.lost) < self.group_size:
+            return False
+        self._finish(group)
+        return True
 
     def reward(self, group: GroupEntry, sample: int, reward: float) -> bool:
         """Files a reward; returns whether the group is finished."""
@@ -191,10 +217,7 @@ class GroupBook:
             return False
         group.rollouts[sample] = group.rollouts[sample].scored(reward)
         group.rewarded.add(sample)
-        if len(group.rewarded) < self.group_size:
-            return False
-        self._finish(group)
-        return True
+        return self.finish_if_rewarded(group)
 
     def _finish(self, group: GroupEntry) -> None:
         rollouts = tuple(rollout for _, rollout in sorted(group.rollouts.items()) if isinstance(rollout, Rollout))
@@ -383,6 +406,11 @@ class SampleRequests:
         parts = self._parts.get(request_id)
         return parts[0].index if parts else request_id
 
+    def place_of(self, request_id: int, sample: int) -> tuple[int, int]:
+        """The group that a sample of a request is for, and its number there."""
+        parts = self._parts.get(request_id)
+        return (parts[sample].index, parts[sample].sample) if parts else (request_id, sample)
+
     def whole(self, completion: Completion) -> Completion:
         """A completion, finished or not, under its group's id and sample index, with its resumed tokens."""
         if completion.request_id not in self._parts:
@@ -419,6 +447,7 @@ def _continued(prefix: Completion, rest: Completion) -> ExpertChoices | None:
 # all of them (finished or partial), N tokens of all completions.
 
 
+UNLISTED = ("head_", "expert_", PREFIX)  # tensors that are unpacked as such
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
@@ -426,8 +455,8 @@ def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
     Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K]. Recorded
-    distributions are in `head_*` and chosen experts in `expert_*`, if there are any. `part_<name>` [R] are the parts of
-    the rewards, NaN where one does not apply.
+    distributions are in `head_*`, chosen experts in `expert_*` and branches in `branch_*`, if there are any.
+    `part_<name>` [R] are the parts of the rewards, NaN where one does not apply.
     """
     rows = [completion for group in groups for completion in group.rollouts.values()]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
@@ -438,7 +467,7 @@ def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     ]
     labels = [[c.sample_index, len(c.token_ids), REASONS.index(c.finish_reason), c.loss_mask is not None] for c in rows]
     turns = [(n, turn) for n, c in enumerate(rows) if c.turns is not None for turn in c.turns]
-    recorded = pack_heads([c.head for c in rows]) | pack_choices([c.experts for c in rows])
+    recorded = pack_heads([c.head for c in rows]) | pack_choices([c.experts for c in rows]) | pack_branches(rows)
     return recorded | {
         "groups": torch.tensor(heads, dtype=torch.long).reshape(-1, 7),
         "generation_s": torch.tensor([group.generation_s for group in groups], dtype=torch.float64),
@@ -479,10 +508,11 @@ def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt])
         packed: tensors of `pack_groups`.
         prompt_at: the prompt at a position of the stream.
     """
-    lists = {name: tensor.tolist() for name, tensor in packed.items() if not name.startswith(("head_", "expert_"))}
+    lists = {name: tensor.tolist() for name, tensor in packed.items() if not name.startswith(UNLISTED)}
     size = len(lists["rows"])
     heads = unpack_heads(packed, size)
     experts = unpack_choices(packed, size)
+    own = unpack_branches(packed, size)
     groups = []
     token = 0
     prompt_token = 0
@@ -508,6 +538,9 @@ def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt])
                 turns=tuple(turns[number]) if number in turns else None,
                 head=heads[number],
                 experts=experts[number],
+                prompt_ids=own[number].prompt_ids,
+                credit=own[number].credit,
+                branches=own[number].branches,
             )
             completions[sample] = completion if math.isnan(reward) else completion.scored(reward)
             number += 1

@@ -127,7 +127,8 @@ class OverlongFilter(GroupFilter):
 def _masked_if_cut(rollout: Rollout) -> Rollout:
     if rollout.finish_reason != "length":
         return rollout
-    return replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
+    branches = tuple(replace(row, loss_mask=(False,) * len(row.token_ids)) for row in rollout.branches)
+    return replace(rollout, loss_mask=(False,) * len(rollout.token_ids), branches=branches)
 
 
 WATCHED_GROUPS = 64  # after so many a curriculum checks that its threshold of success fits the rewards

@@ -34,6 +34,7 @@ they drop groups that become too old. What else may happen to a group:
 |---|---|---|---|
 | a reward fails and has tries left | stays, with its other rewards | kept | the same |
 | reward or environment has no tries left | dropped in `_give_up` | free at once | left out |
+| an agent has no tries left | goes on with its other samples | kept | the same |
 | a filter drops it when it is finished | dropped in `_filter` | free at once | used up |
 | it is too old (`Drop`, `Retry`) | dropped in `_drop_lost` | free at once | left out; `Retry`: `again` |
 | it is due but redundant (`Bounded`) | dropped in `_drop_lost` | free in `advance` | left out |
@@ -140,6 +141,7 @@ class Producer:
             timeout_s=timeout_s,
             vocab_size=codec.vocab_size,
             on_given_up=self._lose_request,
+            on_lost=self._lose_sample,
         )
         self.wait = GroupWait(
             listener=self.listener,
@@ -347,6 +349,29 @@ class Producer:
         if (group := self.book.group_of(request_id)) is not None:
             self._give_up(group)
 
+    def _lose_sample(self, request_id: int, sample: int) -> None:
+        """Files that the engine gave a sample up: its group goes on with the others, if there are any."""
+        if self.evaluation is not None and self.evaluation.lose(request_id):
+            return
+        group = self.book.lose(request_id, sample)
+        if group is None:
+            return
+        if len(group.lost) == self.book.group_size:
+            self._give_up(group)
+            return
+        self._num_scored += 1  # counts as progress for `wait`
+        if self.book.finish_if_rewarded(group):
+            self._close(group)
+        elif self.scorer.scores_groups:
+            self._score_group(group)
+
+    def _close(self, group: GroupEntry) -> None:
+        """Files a group that has just been finished."""
+        self._filter(group)
+        self._drop_lost()
+        self._admit()
+        self.changed.notify_all()  # only now: the trainer could not take a group that is not finished
+
     def _give_up(self, group: GroupEntry) -> None:
         """Drops a group that cannot be scored; another prompt takes its slot."""
         with self.changed:
@@ -364,14 +389,11 @@ class Producer:
         with self.changed:
             self._num_scored += 1
             if self.book.reward(group, sample, reward):
-                self._filter(group)
-                self._drop_lost()
-                self._admit()
-                self.changed.notify_all()  # only now: the trainer could not take a group that is not finished
+                self._close(group)
 
     def _file_rewards(self, group: GroupEntry, rewards: list[float]) -> None:
         with self.changed:
-            for sample, reward in enumerate(rewards):
+            for sample, reward in zip(sorted(group.rollouts), rewards, strict=True):
                 self._file_reward(group, sample, reward)
 
     def _filter(self, group: GroupEntry) -> None:

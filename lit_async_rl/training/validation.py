@@ -132,7 +132,8 @@ class Validator(torch.nn.Module):
                     on_progress=data.note_progress,
                 )
         # episodes that failed for good have no completions
-        pairs = [(prompt, row) for prompt, row in zip(batch.prompts, completions, strict=True) if row]
+        whole = data.validation.num_samples
+        pairs = [(prompt, row) for prompt, row in zip(batch.prompts, completions, strict=True) if len(row) == whole]
         prompts = [prompt for prompt, _ in pairs]
         completions = [row for _, row in pairs]
         stop = data.val_sampling.stop

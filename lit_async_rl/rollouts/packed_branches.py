@@ -1,0 +1,89 @@
+"""Branches of completions as flat tensors of a checkpoint, without pickle.
+
+R completions, K branches of all of them, N tokens of all branches, P tokens that completions or branches follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_async_rl.types import Branch, Completion, pack_choices, pack_heads, unpack_choices, unpack_heads
+
+PREFIX = "branch_"
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """The fields of a completion that `pack_branches` saves."""
+
+    prompt_ids: tuple[int, ...] | None = None
+    credit: float = 1.0
+    branches: tuple[Branch, ...] = ()
+
+
+def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Own prompts, credits and branches of completions; empty if none has any.
+
+    `branch_own` [R] is the length of the prompt of each completion, -1 where it is that of its group, and
+    `branch_own_credit` [R] its credit. `branch_rows` [K, 3] is the completion of each branch and the lengths of its
+    prompt and tokens; the other tensors hold one value for each branch or token, prompts of completions first.
+    """
+    if not any(c.prompt_ids is not None or c.credit != 1 or c.branches for c in completions):
+        return {}
+    owned = [(number, branch) for number, c in enumerate(completions) for branch in c.branches]
+    branches = [branch for _, branch in owned]
+    prompts = [c.prompt_ids or () for c in completions] + [branch.prompt_ids for branch in branches]
+    rows = [[number, len(branch.prompt_ids), len(branch.token_ids)] for number, branch in owned]
+    recorded = pack_heads([b.head for b in branches]) | pack_choices([b.experts for b in branches])
+    return {f"{PREFIX}{name}": values for name, values in recorded.items()} | {
+        "branch_own": torch.tensor([-1 if c.prompt_ids is None else len(c.prompt_ids) for c in completions]),
+        "branch_own_credit": torch.tensor([c.credit for c in completions], dtype=torch.float64),
+        "branch_rows": torch.tensor(rows, dtype=torch.long).reshape(-1, 3),
+        "branch_credit": torch.tensor([b.credit for b in branches], dtype=torch.float64),
+        "branch_prompt_ids": torch.tensor([token for ids in prompts for token in ids], dtype=torch.long),
+        "branch_token_ids": torch.tensor([token for b in branches for token in b.token_ids], dtype=torch.long),
+        "branch_logprobs": torch.tensor([value for b in branches for value in b.logprobs], dtype=torch.float64),
+        "branch_versions": torch.tensor([version for b in branches for version in b.versions], dtype=torch.long),
+        "branch_loss_mask": torch.tensor([on for b in branches for on in b.loss_mask], dtype=torch.bool),
+    }
+
+
+def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
+    """Inverse of `pack_branches`, for `number` completions."""
+    if "branch_own" not in packed:
+        return [RowFields()] * number
+    recorded = {name.removeprefix(PREFIX): values for name, values in packed.items() if name.startswith(PREFIX)}
+    own = packed["branch_own"].tolist()
+    rows = packed["branch_rows"].tolist()
+    prompt_sizes = [max(0, length) for length in own] + [length for _, length, _ in rows]
+    prompts = [tuple(part.tolist()) for part in packed["branch_prompt_ids"].split(prompt_sizes)]
+    sizes = [length for _, _, length in rows]
+    names = ("token_ids", "logprobs", "versions", "loss_mask")
+    tokens = [[tuple(part.tolist()) for part in packed[f"{PREFIX}{name}"].split(sizes)] for name in names]
+    heads = unpack_heads(recorded, len(rows))
+    experts = unpack_choices(recorded, len(rows))
+    branches: list[list[Branch]] = [[] for _ in range(number)]
+    for n, ((completion, _, _), credit) in enumerate(zip(rows, packed["branch_credit"].tolist(), strict=True)):
+        branch = Branch(
+            prompt_ids=prompts[number + n],
+            token_ids=tokens[0][n],
+            logprobs=tokens[1][n],
+            versions=tokens[2][n],
+            loss_mask=tokens[3][n],
+            head=heads[n],
+            experts=experts[n],
+            credit=credit,
+        )
+        branches[completion].append(branch)
+    return [
+        RowFields(
+            prompt_ids=None if length < 0 else prompts[n],
+            credit=credit,
+            branches=tuple(branches[n]),
+        )
+        for n, (length, credit) in enumerate(zip(own, packed["branch_own_credit"].tolist(), strict=True))
+    ]
