@@ -351,13 +351,15 @@ class AgentEpisode:
             whole = turn.ids
             bare = whole[:-1] if whole[-1] in ends else whole
             for known in (whole, bare):
-                if ids[: len(known)] == known:
+                goes_on = len(ids) > len(known) or turn.completion.finish_reason == "length"
+                if goes_on and ids[: len(known)] == known:
                     if best[0] is None or len(ids) - len(known) <= len(best[1]):
                         best = (turn, ids[len(known) :])
                     break
         if best[0] is None and self.graph.turns:
             text = self._spelled(ids)
-            self.graph.drift.tokens += any(text.startswith(self._spelled(turn.ids)) for turn in self.graph.turns)
+            spelled = [self._spelled(turn.ids) for turn in self.graph.turns]
+            self.graph.drift.tokens += any(text != known and text.startswith(known) for known in spelled)
         return best
 
     def _spelled(self, ids: tuple[int, ...]) -> str:

@@ -3,12 +3,11 @@
 import asyncio
 import json
 import threading
-import time
 
 import httpx
 import openai
 import pytest
-from agent_endpoints import TOOL, TOOLS, WAIT_S, held, template
+from agent_endpoints import TOOL, TOOLS, WAIT_S, held, template, wait_for
 from chat_models import chat_model
 
 from lit_async_rl.agents import ReplyMessage, ReplyParser, ToolCall
@@ -230,13 +229,6 @@ def test_validation_decides_the_distribution_itself(tmp_path):
 
 
 # -- retries and clients that go --------------------------------------------------------------------------------------
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def calls_of(episodes) -> list:

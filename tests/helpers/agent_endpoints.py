@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +120,14 @@ def make_engine(agent: Callable[..., Any], **settings: Any) -> AgentEngine:
     num_slots = settings.pop("num_slots", 16)
     inner = settings.pop("inner", None) or EmbeddedEngine(num_slots=num_slots, self_check=False)
     return AgentEngine(inner, agent=agent, clients=EndpointClients(**given), **settings)
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Waits until a condition is true."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
 
 
 def template(folder: Path, text: str = CHARACTERS) -> str:

@@ -18,6 +18,7 @@ from lit_async_rl.errors import describe
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
 SERVER_ERROR = "server_error"
+TOO_MANY = 429
 CLIENT_GONE = 499  # nobody reads it
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
-    return JSONResponse(error.body, status_code=error.status)
+    # the official client tries 429 again, which would be refused again
+    headers = {"x-should-retry": "false"} if error.status == TOO_MANY else None
+    return JSONResponse(error.body, status_code=error.status, headers=headers)
 
 
 def _not_found(request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.processes import PR_SET_PDEATHSIG
 
 MAX_LINE_BYTES = 2**16
 MAX_ERROR_CHARS = 2000
@@ -22,6 +24,19 @@ READ_BYTES = 2**16
 REAP_TIMEOUT_S = 5.0
 MAX_NAME_CHARS = 200
 CONCEALED = "(the episode's key)"
+CANNOT_START = 127  # as a shell has it
+# becomes the command; the kernel kills it when this process is killed
+_START = f"""
+import ctypes, os, signal, sys
+if sys.platform.startswith("linux"):
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        print(f"{{sys.argv[2]}}: {{error}}", file=sys.stderr)
+        sys.exit({CANNOT_START})
+"""
 RewardFrom = Literal["stdout", "exit_status"]
 
 
@@ -44,7 +59,8 @@ class CommandAgent:
     What it writes to stderr is not shown, unless it fails.
 
     A process that ends with another exit status than 0, by a signal, or without a reward has failed, as an agent in
-    Python that raises. Its whole process group is killed when its episode is over.
+    Python that raises. Its whole process group is killed when its episode is over,
+    and it is killed with the trainer (on Linux).
 
     Example:
         ```yaml
@@ -91,11 +107,11 @@ class CommandAgent:
 
         Raises:
             CommandAgentError: it failed, or wrote no reward.
-            OSError: it cannot be started.
+            OSError: no process can be started.
         """
         api_key = str(client.api_key)
         process = await asyncio.create_subprocess_exec(
-            *self.command,
+            *[sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *self.command],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

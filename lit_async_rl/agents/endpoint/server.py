@@ -77,7 +77,7 @@ class EndpointSettings:
     def __post_init__(self) -> None:
         check_range("endpoint", "positive", max_body_mb=self.max_body_mb)
         check_range("endpoint", "integer >= 1", max_messages=self.max_messages)
-        check_range("endpoint", "integer >= 0", port=self.port)
+        check_range("endpoint", "integer in [0, 65535]", port=self.port)
         if isinstance(self.ignored_options, str):
             raise ValueError(f"endpoint.ignored_options must be a list of names, got {self.ignored_options!r}")
         needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(self.ignored_options))
