@@ -12,6 +12,9 @@ from .credit import BranchInfo as BranchInfo
 from .credit import Discount as Discount
 from .credit import MeanByLeaf as MeanByLeaf
 from .credit import Share as Share
+from .endpoint.clients import EndpointClients as EndpointClients
+from .endpoint.command import CommandAgent as CommandAgent
+from .endpoint.command import CommandAgentError as CommandAgentError
 from .engine import AgentEngine as AgentEngine
 from .engine import AgentStats as AgentStats
 from .episode import AgentCallInfo as AgentCallInfo

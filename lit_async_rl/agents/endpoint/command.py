@@ -59,8 +59,8 @@ class CommandAgent:
     What it writes to stderr is not shown, unless it fails.
 
     A process that ends with another exit status than 0, by a signal, or without a reward has failed, as an agent in
-    Python that raises. Its whole process group is killed when its episode is over,
-    and it is killed with the trainer (on Linux).
+    Python that raises. Its whole process group is killed when its episode is over, and on Linux it is killed with the
+    trainer.
 
     Example:
         ```yaml
