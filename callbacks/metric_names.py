@@ -188,6 +188,17 @@ METRICS: dict[str, list[Metric]] = {
         reward_model/batch_size | completions | of a forward pass, mean
         reward_model/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
     """),
+    "AgentEngine": _metrics("""
+        agent/num_calls | calls | of agents to the policy, in the episodes that have finished so far
+        agent/num_rows | rows | of tokens that train, so far: one for each conversation that ended somewhere
+        agent/num_orphans | replies | so far that no agent has read; they never train
+        agent/num_side_turns | replies | so far to side calls
+        agent/num_lost | completions | so far whose agent failed in all tries
+        agent/num_healed | turns | so far that came back in another form, and whose sampled tokens were kept
+        agent/drift_template | calls | so far that could not continue a conversation because of the chat template
+        agent/drift_tokens | calls | so far that spelled a conversation in other tokens
+        agent/drift_other | calls | so far that had changed a turn of the policy
+    """),
     "AnnealBeta": _metrics("""
         loss/beta | factor | present beta of the loss
     """),

@@ -228,6 +228,8 @@ from .stabilizers.rollback import RollBack as RollBack
 from .stabilizers.rollback import RollBackToCheckpoint as RollBackToCheckpoint
 from .tasks import Addition as Addition
 from .tasks import Calculator as Calculator
+from .tasks import CalculatorAgent as CalculatorAgent
+from .tasks import CalculatorParser as CalculatorParser
 from .tasks import MentalArithmetic as MentalArithmetic
 from .tasks import ReasoningGym as ReasoningGym
 from .tasks import ReasoningGymReward as ReasoningGymReward

@@ -173,7 +173,7 @@ class RolloutMonitor(StepMonitor):
         self._previous_stats = now or self._previous_stats
         if now is None:
             return {}
-        of_reward: dict[str, Any] = dict(metrics_of(data.reward))
+        of_reward: dict[str, Any] = metrics_of(data.reward) | metrics_of(data.engine)
         if now.num_sampled <= before.num_sampled:
             return of_reward
         number = now.num_sampled - before.num_sampled

@@ -93,6 +93,8 @@ def sample_row(
         row["reward_parts"] = dict(rollout.reward_parts)
     if group.prompt.messages is not None:
         row["messages"] = group.prompt.messages
+    if rollout.branches:
+        row["num_branches"] = len(rollout.branches)
     if rollout.turns is not None:
         row["turns"] = [vars(turn) for turn in rollout.turns]
     return row

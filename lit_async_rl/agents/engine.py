@@ -26,6 +26,7 @@ from lit_async_rl.agents.parsing import ReplyParser, TaggedParser
 from lit_async_rl.agents.rendering import ChatRenderer
 from lit_async_rl.agents.rows import trained_turns
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, SetupError
@@ -100,7 +101,7 @@ class AgentEngine(MultiRequestEngine):
             whether it trains nevertheless; None trains none.
         credit: part of the advantage that each row gets.
         parser: finds tool calls and reasoning in replies; None is `TaggedParser`.
-        chat_template: file with a chat template to use in place of the tokenizer's.
+        chat_template: file with a chat template to use in place of the tokenizer's, or name of a shipped one.
         forks: train with a template that writes earlier messages differently when a conversation goes on, each call as
             a row of its own; without it such a template is refused.
 
@@ -176,8 +177,7 @@ class AgentEngine(MultiRequestEngine):
 
     def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
         super()._use(engine, codec)
-        template = None if self.chat_template is None else Path(self.chat_template).expanduser().read_text()
-        renderer = ChatRenderer(codec, template)
+        renderer = ChatRenderer(codec, _template(self.chat_template))
         if renderer.has_template and renderer.problem and not self.forks:
             raise SetupError(
                 f"data.engine.forks=false with the chat template of {codec.model!r}: {renderer.problem}. Conversations "
@@ -192,6 +192,27 @@ class AgentEngine(MultiRequestEngine):
             max_calls=self.max_calls,
             trains=self._trains,
         )
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        """See `RolloutEngine`; the totals go on."""
+        other: Any = super().fresh(out_of_memory)
+        other.stats = self.stats
+        return other
+
+    def metrics(self) -> dict[str, float]:
+        """Totals since the start, for loggers."""
+        stats = self.stats
+        return {
+            "agent/num_calls": float(stats.num_calls),
+            "agent/num_rows": float(stats.num_rows),
+            "agent/num_orphans": float(stats.num_orphans),
+            "agent/num_side_turns": float(stats.num_side_turns),
+            "agent/num_lost": float(stats.num_lost),
+            "agent/num_healed": float(stats.drift.healed),
+            "agent/drift_template": float(stats.drift.template),
+            "agent/drift_tokens": float(stats.drift.tokens),
+            "agent/drift_other": float(stats.drift.other),
+        }
 
     def episode(self, key: str) -> AgentEpisode | None:
         """The running episode with this key; None if there is none."""
@@ -413,6 +434,21 @@ class AgentEngine(MultiRequestEngine):
         self.engine.abort(inner)
 
 
+def _template(name: str | None) -> str | None:
+    """The chat template of a file, or of a shipped one.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    try:
+        return (path if path.is_file() else Path(asset(name))).read_text()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.engine.chat_template={name!r} is no file that can be read: {error}") from error
+
+
 def _with_reward(completion: Completion, result: AgentResult) -> Completion:
     """The sample with its reward, which is that of its last turn."""
     turns = completion.turns or ()
@@ -438,8 +474,8 @@ def _loaded(agent: Agent | str) -> Agent:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"data.engine.agent={agent!r} cannot be imported: {error}") from error
-        if inspect.isclass(found):
-            found = found()
+    if inspect.isclass(found):
+        found = found()
     call = found if inspect.isfunction(found) or inspect.ismethod(found) else getattr(found, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(inspect.unwrap(call) if callable(call) else call):
         raise ValueError(f"data.engine.agent={agent!r} must be a coroutine function: async def agent(prompt, client)")

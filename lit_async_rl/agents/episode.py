@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -102,7 +101,7 @@ class AgentEpisode:
     Args:
         session: its tokens.
         rules: settings.
-        lock: guards the state; that of the engine.
+        lock: guards the state; the `threading.RLock` of the engine.
         abort: aborts requests of the inner engine, called without the lock.
 
     Attributes:
@@ -117,7 +116,7 @@ class AgentEpisode:
         self,
         session: TokenSession,
         rules: EpisodeRules,
-        lock: threading.RLock,  # type: ignore[valid-type]  # a function in Python 3.11
+        lock: Any,
         abort: Callable[[Sequence[int]], None],
     ) -> None:
         self.key = f"agent-{secrets.token_urlsafe(24)}"
@@ -126,7 +125,7 @@ class AgentEpisode:
         self.idle_since = time.monotonic()
         self._session = session
         self._rules = rules
-        self._lock: Any = lock
+        self._lock = lock
         self._abort = abort
         self._calls: list[_Call] = []
         self._by_id: dict[str, _Call] = {}

@@ -2,7 +2,17 @@
 
 from lit_async_rl.tasks.arithmetic import Addition, MentalArithmetic
 from lit_async_rl.tasks.calculator import Calculator
+from lit_async_rl.tasks.calculator_agent import CalculatorAgent, CalculatorParser
 from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
 from lit_async_rl.tasks.sorting import SortDigits
 
-__all__ = ["Addition", "Calculator", "MentalArithmetic", "ReasoningGym", "ReasoningGymReward", "SortDigits"]
+__all__ = [
+    "Addition",
+    "Calculator",
+    "CalculatorAgent",
+    "CalculatorParser",
+    "MentalArithmetic",
+    "ReasoningGym",
+    "ReasoningGymReward",
+    "SortDigits",
+]

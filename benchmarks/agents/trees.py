@@ -1,0 +1,436 @@
+"""Random conversation trees: do the recorded tokens of agents have the probabilities that a slow oracle computes?
+
+    python benchmarks/agents/trees.py --trees 2000 --out results/agent_trees.json
+
+Each tree is an agent that calls the tiny shipped policy in a random order of turns, tools, branches, retries,
+cancellations, side calls, concurrent calls and rewritten histories, while new weights are published. Checked are:
+
+| what | how |
+|---|---|
+| log-probabilities | each reply is computed again, token by token, with the weights of its versions |
+| rows | each reply that the agent has read trains exactly once, side calls and abandoned replies never |
+| contexts | the tokens before a reply spell the messages that the agent sent |
+| versions | none older than the weights when the call began, none newer than the newest |
+| drift | no call that continues a conversation begins it anew |
+
+Resumable: trees are numbered by their seeds, and those in the file are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from lit_async_rl.agents.calls import AgentCallError, Reply
+from lit_async_rl.agents.engine import AgentEngine
+from lit_async_rl.agents.episode import AgentEpisode
+from lit_async_rl.agents.rows import rows_of
+from lit_async_rl.assets import asset
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.tasks.calculator_agent import ADD, CalculatorParser
+from lit_async_rl.types import Completion, Prompt
+from lit_async_rl.utils.files import replacing
+
+MODEL = asset("calculator_policy")
+TEMPLATE = asset("calculator_chat.jinja")
+TOLERANCE = 1e-5
+MAX_CONTEXT = 230
+ACTIONS = (
+    ("turn", 5),
+    ("tool", 4),
+    ("branch", 3),
+    ("many", 1),
+    ("retry", 2),
+    ("retry_cancelled", 2),
+    ("abandon", 2),
+    ("side", 1),
+    ("sub_agent", 1),
+    ("together", 1),
+    ("rewritten", 2),
+    ("text", 2),
+)
+
+
+@dataclass
+class Read:
+    """A reply that the agent has read, and the text that it should follow; None where the history was rewritten."""
+
+    reply: Reply
+    before: str | None
+    trains: bool = True
+
+
+@dataclass
+class Tree:
+    """The agent of one random tree; it notes what it has read.
+
+    Args:
+        seed: of its choices.
+        num_actions: calls, about.
+    """
+
+    seed: int
+    num_actions: int = 10
+    read: list[Read] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+    episode: AgentEpisode | None = None
+
+    async def __call__(self, prompt: Prompt, client: Any) -> float:
+        self.episode = client.episode
+        self.read = []
+        self.done = Counter()
+        chance = random.Random(self.seed)
+        tools = chance.choice(([ADD], None))
+        first = [{"role": "user", "content": prompt.text}]
+        if chance.random() < 0.5:
+            first = [{"role": "system", "content": "sum"}, *first]
+        self.conversations: list[list[dict[str, Any]]] = [first]
+        self.texts: dict[int, str | None] = {}
+        self.tools = tools
+        await self._call(0)
+        names, weights = zip(*ACTIONS, strict=True)
+        for number in range(self.num_actions):
+            action = chance.choices(names, weights)[0]
+            place = chance.randrange(len(self.conversations))
+            with contextlib.suppress(AgentCallError):  # the context is full
+                await getattr(self, f"_{action}")(place, chance, f"{self.seed}-{number}")
+                self.done[action] += 1
+        return chance.random()
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _spelled(self, messages: Sequence[dict[str, Any]]) -> str | None:
+        """The text of a conversation; None if it has a turn that was rewritten."""
+        text = ""
+        for message in messages:
+            if "spelled" in message:  # the template ends a turn that was cut
+                text += message["spelled"].removesuffix("<eos>") + "<eos>"
+            elif message.get("rewritten"):
+                return None
+            else:
+                text += message["content"] + (":" if message["role"] == "tool" else "")
+        return text
+
+    def _sent(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{k: v for k, v in m.items() if k not in ("spelled", "rewritten")} for m in messages]
+
+    def _note(self, replies: Sequence[Reply], messages: Sequence[dict[str, Any]], trains: bool = True) -> None:
+        before = self._spelled(messages)
+        self.read += [Read(reply, before, trains) for reply in replies]
+
+    def _answered(self, messages: list[dict[str, Any]], reply: Reply) -> None:
+        spelled = "".join(reply.token_texts)
+        messages.append(reply.message.as_message() | {"spelled": spelled})
+
+    async def _call(self, place: int, **settings: Any) -> list[Reply]:
+        messages = self.conversations[place]
+        replies = await self.episode.complete(self._sent(messages), tools=self.tools, **settings)
+        self._note(replies, messages)
+        self._answered(messages, replies[-1])
+        return replies
+
+    async def _turn(self, place: int, chance: random.Random, name: str) -> None:
+        self.conversations[place].append({"role": "user", "content": f"{chance.randrange(99)}+{chance.randrange(99)}="})
+        await self._call(place)
+
+    async def _tool(self, place: int, chance: random.Random, name: str) -> None:
+        self.conversations[place].append({"role": "tool", "content": str(chance.randrange(999))})
+        await self._call(place)
+
+    async def _branch(self, place: int, chance: random.Random, name: str) -> None:
+        messages = self.conversations[place]
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        cut = chance.choice([0, *turns[:-1]]) + 1
+        begin = [*messages[:cut], {"role": "user", "content": f"{chance.randrange(10)}+"}]
+        self.conversations.append(copy.deepcopy(begin))
+        await self._call(len(self.conversations) - 1)
+
+    async def _many(self, place: int, chance: random.Random, name: str) -> None:
+        self.conversations[place].append({"role": "user", "content": "1+2="})
+        await self._call(place, n=3)
+
+    async def _retry(self, place: int, chance: random.Random, name: str) -> None:
+        messages = self.conversations[place]
+        messages.append({"role": "user", "content": "7+7="})
+        sent = self._sent(messages)
+        replies = await self.episode.complete(sent, tools=self.tools, call_id=name)
+        again = await self.episode.complete(sent, tools=self.tools, call_id=name)
+        assert again is replies or again == replies, "a retry got another sample"
+        self._note(replies, messages)
+        self._answered(messages, replies[0])
+
+    async def _retry_cancelled(self, place: int, chance: random.Random, name: str) -> None:
+        messages = self.conversations[place]
+        messages.append({"role": "user", "content": "8+8="})
+        sent = self._sent(messages)
+        first = asyncio.ensure_future(self.episode.complete(sent, tools=self.tools, call_id=name))
+        await asyncio.sleep(chance.choice((0.0, 0.002)))
+        if not first.done():
+            first.cancel()
+        await asyncio.wait({first})
+        replies = await self.episode.complete(sent, tools=self.tools, call_id=name)
+        self._note(replies, messages)
+        self._answered(messages, replies[0])
+
+    async def _abandon(self, place: int, chance: random.Random, name: str) -> None:
+        messages = self.conversations[place]
+        messages.append({"role": "user", "content": "9+9="})
+        first = asyncio.ensure_future(self.episode.complete(self._sent(messages), tools=self.tools))
+        await asyncio.sleep(chance.choice((0.0, 0.003)))
+        first.cancel()
+        await asyncio.wait({first})
+        if not first.cancelled() and first.exception() is None:  # it was faster: the agent has read it
+            self._note(first.result(), messages)
+        await self._call(place)
+
+    async def _side(self, place: int, chance: random.Random, name: str) -> None:
+        messages = [{"role": "system", "content": f"title {chance.randrange(9)}"}, {"role": "user", "content": "12"}]
+        replies = await self.episode.complete(messages, tools=None)
+        self._note(replies, messages, trains=False)
+
+    async def _sub_agent(self, place: int, chance: random.Random, name: str) -> None:
+        """Shares the system prompt of the main conversation (also none), and trains."""
+        system = [message for message in self.conversations[0] if message["role"] == "system"]
+        self.conversations.append([*system, {"role": "user", "content": f"sub {chance.randrange(99)}="}])
+        await self._call(len(self.conversations) - 1)
+
+    async def _together(self, place: int, chance: random.Random, name: str) -> None:
+        messages = self.conversations[place]
+        messages.append({"role": "user", "content": "3+4="})
+        sent = self._sent(messages)
+        found = await asyncio.gather(*(self.episode.complete(sent, tools=self.tools) for _ in range(2)))
+        for replies in found:
+            self._note(replies, messages)
+        self._answered(messages, found[0][0])
+
+    async def _rewritten(self, place: int, chance: random.Random, name: str) -> None:
+        """Sends the policy's own turns back with other whitespace, other JSON and reasoning: they are kept."""
+        messages = self.conversations[place]
+        messages.append({"role": "user", "content": "5+5="})
+        sent = self._sent(messages)
+        for message in sent:
+            if message["role"] == "assistant":
+                message["content"] = f"  {message['content']}\n"
+                message["reasoning_content"] = "made up"
+                for call in message.get("tool_calls", ()):
+                    call["id"] = "another"
+                    arguments = json.loads(call["function"]["arguments"])
+                    call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
+        replies = await self.episode.complete(sent, tools=self.tools)
+        self._note(replies, messages)
+        self._answered(messages, replies[0])
+
+    async def _text(self, place: int, chance: random.Random, name: str) -> None:
+        """A conversation through texts, without a template; its system prompt and tools are those of nobody."""
+        known = self.texts.get(place % 2, f"{chance.randrange(99)}+1=")
+        before, shown = known if isinstance(known, tuple) else (known, known)
+        (reply,) = await self.episode.complete_text(shown)
+        shares = not any(message["role"] == "system" for message in self.conversations[0])
+        self.read.append(Read(reply, before, trains=shares))
+        more = f"{chance.randrange(99)}:"
+        self.texts[place % 2] = (before + "".join(reply.token_texts) + more, shown + reply.text + more)
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Log-probabilities with the weights of each version, one token after the other.
+
+    Args:
+        lm: the policy, as the engine got it.
+        num_versions: versions of its weights, each a little further away.
+    """
+
+    def __init__(self, lm: Any, num_versions: int) -> None:
+        self.models = [copy.deepcopy(lm) for _ in range(num_versions)]
+        generator = torch.Generator().manual_seed(0)
+        for version, model in enumerate(self.models):
+            if version:
+                model.load_state_dict(self.models[version - 1].state_dict())
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(0.02 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Weights of a version, by name."""
+        return list(self.models[version].state_dict().items())
+
+    @torch.no_grad()
+    def logprobs(self, before: Sequence[int], ids: Sequence[int], versions: Sequence[int]) -> list[float]:
+        """Of tokens that follow `before`, each computed with the weights of its version and the cache so far."""
+        cache = DynamicCache()
+        inputs = list(before)
+        found = []
+        for token, version in zip(ids, versions, strict=True):
+            output = self.models[version](torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+            found.append(float(torch.log_softmax(output.logits[0, -1].float(), -1)[token]))
+            inputs = [token]
+        return found
+
+
+@dataclass
+class Checked:
+    """What one tree has shown.
+
+    Attributes:
+        error: largest difference of log-probabilities, in nats.
+        num_tokens: tokens that train.
+    """
+
+    seed: int
+    error: float
+    num_tokens: int
+    num_rows: int
+    num_calls: int
+    num_versions: int
+    actions: dict[str, int]
+
+
+class Forest:
+    """An engine with many trees, one sample each, and updates of the weights while they are played.
+
+    Args:
+        num_versions: weights that are published while a batch of trees is played.
+    """
+
+    def __init__(self, num_versions: int = 4) -> None:
+        self.codec = TextCodec(MODEL)
+        lm = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        self.oracle = Oracle(lm, num_versions)
+        self.num_versions = num_versions
+
+    def check(self, seeds: Sequence[int]) -> list[Checked]:
+        """Plays the trees of these seeds together, and checks each.
+
+        Raises:
+            AssertionError: a tree's record is wrong.
+        """
+        trees = {seed: Tree(seed) for seed in seeds}
+
+        async def agent(prompt: Prompt, client: Any) -> float:
+            return await trees[prompt.metadata["seed"]](prompt, client)
+
+        inner = EmbeddedEngine(num_slots=16, self_check=False)
+        engine = AgentEngine(
+            inner, agent, chat_template=TEMPLATE, parser=CalculatorParser(), tries=None, timeout_s=120, max_calls=200
+        )
+        engine.setup(MODEL)
+        engine.load_weights(0, self.oracle.weights(0))
+        requests = [
+            GenerationRequest(
+                id=n,
+                prompt_ids=(2,),
+                num_samples=1,
+                sampling=SamplingParams(max_tokens=6),
+                prompt=Prompt(text=f"{seed % 97}+{seed % 89}=", metadata={"seed": seed}),
+            )
+            for n, seed in enumerate(seeds)
+        ]
+        engine.submit(requests)
+        completions: dict[int, Completion] = {}
+        version = 0
+        until = time.monotonic() + 300
+        while len(completions) < len(seeds):
+            assert time.monotonic() < until, "the trees did not end"
+            completions |= {seeds[c.request_id]: c for c in engine.poll(0.02)}
+            if version + 1 < self.num_versions and engine.num_tokens > (version + 1) * 60 * len(seeds) / 4:
+                version += 1
+                engine.load_weights(version, self.oracle.weights(version))
+        try:
+            return [self._checked(trees[seed], completions[seed], version) for seed in seeds]
+        finally:
+            engine.close()
+            engine.end()
+
+    def _checked(self, tree: Tree, completion: Completion, newest: int) -> Checked:
+        assert tree.episode is not None
+        graph = tree.episode.graph
+        assert graph.drift.total == 0, f"tree {tree.seed}: {graph.drift}"
+        expected = Counter(one.reply.token_ids for one in tree.read if one.trains)
+        trained: Counter[tuple[int, ...]] = Counter()
+        texts = {(one.reply.token_ids, one.reply.versions, one.reply.logprobs): one.before for one in tree.read}
+        error = 0.0
+        rows = rows_of(graph.turns)
+        assert len(rows) == len(completion.rows)
+        for row, recorded in zip(rows, completion.rows, strict=True):
+            prompt_ids = completion.prompt_ids if recorded is completion else recorded.prompt_ids
+            prompt_ids = tree.episode.request.prompt_ids if prompt_ids is None else prompt_ids
+            ids = (*prompt_ids, *recorded.token_ids)
+            position = len(prompt_ids)
+            mask = recorded.loss_mask or ()
+            assert sum(mask) == sum(len(turn.completion.token_ids) for turn in row.own)
+            for number, turn in enumerate(row.own):
+                position += len(turn.given_ids) if number else 0
+                sampled = turn.completion
+                end = position + len(sampled.token_ids)
+                assert ids[position:end] == sampled.token_ids, f"tree {tree.seed}: tokens"
+                place = slice(position - len(prompt_ids), end - len(prompt_ids))
+                assert all(mask[place])
+                assert recorded.versions[place] == sampled.versions
+                assert 0 <= sampled.versions[0] <= sampled.versions[-1] <= newest
+                spelled = texts[sampled.token_ids, sampled.versions, sampled.logprobs]
+                if spelled is not None:
+                    told = self.codec.tokenizer.decode(ids[:position])
+                    assert told == spelled, f"tree {tree.seed}: {told!r} is not {spelled!r}"
+                again = self.oracle.logprobs(ids[:position], sampled.token_ids, sampled.versions)
+                noted = recorded.logprobs[place]
+                error = max(error, max(abs(a - b) for a, b in zip(again, noted, strict=True)))
+                trained[sampled.token_ids] += 1
+                position = end
+        assert trained == expected, f"tree {tree.seed}: trained {trained - expected}, missing {expected - trained}"
+        assert error <= TOLERANCE, f"tree {tree.seed}: log-probabilities differ by {error}"
+        return Checked(
+            seed=tree.seed,
+            error=error,
+            num_tokens=completion.num_trained_tokens,
+            num_rows=len(rows),
+            num_calls=tree.episode.num_calls,
+            num_versions=len(set(completion.all_versions)),
+            actions=dict(tree.done),
+        )
+
+
+def main() -> None:
+    """Plays the trees that the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trees", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=Path("results/agent_trees.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    known: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    missing = [seed for seed in range(options.trees) if str(seed) not in known]
+    forest = Forest()
+    for begin in range(0, len(missing), options.batch):
+        found = forest.check(missing[begin : begin + options.batch])
+        known |= {str(one.seed): vars(one) for one in found}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(options.out) as file:
+            file.write(json.dumps(known).encode())
+        worst = max(one["error"] for one in known.values())
+        print(f"{len(known)} trees, largest error {worst:.2g} nats", flush=True)
+    total: Counter[str] = Counter()
+    for one in known.values():
+        total.update(one["actions"])
+    print({name: sum(one[name] for one in known.values()) for name in ("num_tokens", "num_rows", "num_calls")})
+    print(dict(total))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,475 @@
+"""Agents play samples: what they read trains, those that die are left out, and whatever they do harms no other."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import threading
+from dataclasses import replace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from agent_runs import CODEC, MODEL, TEMPLATE, Branching, playing, request, user
+from flow import fit, make_data, make_module, parameters
+from instant_episodes import Instant, poll_for
+
+import lit_async_rl as rl
+from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling
+from lit_async_rl.agents.credit import BranchCredit, Discount, MeanByLeaf, Share
+from lit_async_rl.agents.engine import AgentEngine
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.completion_check import run_requests
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.tasks import Addition, CalculatorAgent, CalculatorParser
+
+
+class Numbered(Instant):
+    """Its replies are one token, a new one each; `is_held` keeps them back."""
+
+    def __init__(self, error=None):
+        super().__init__(error)
+        self.is_held = False
+        self.aborted = []
+        self.requests = []
+
+    def submit(self, requests):
+        super().submit(requests)
+        self.requests += requests
+        own = {r.id for r in requests}
+        self.finished = [
+            replace(c, token_ids=(2 + len(self.requests) % 90,)) if c.request_id in own else c for c in self.finished
+        ]
+
+    def poll(self, timeout_s):
+        return [] if self.is_held and not threading.Event().wait(0.002) else super().poll(timeout_s)
+
+    def abort(self, request_ids):
+        self.aborted += request_ids
+        self.finished = [c for c in self.finished if c.request_id not in set(request_ids)]
+
+
+def play(agent, num_samples=1, inner=None, **settings):
+    """The completions of one request, and the engine."""
+    engine = playing(agent, Numbered() if inner is None else inner, **settings)
+    try:
+        (found,) = run_requests(engine, [request(num_samples=num_samples)], timeout_s=20.0)
+    finally:
+        engine.close()
+        engine.end()
+    return found, engine
+
+
+async def once(prompt, client):
+    reply = await client.chat.completions.create(messages=[user(prompt.text)], model="any", temperature=0.0)
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 1
+    return 1.0
+
+
+# -- the reward and the rows of an episode ----------------------------------------------------------------------------
+
+
+def test_what_an_agent_returns_is_its_reward():
+    async def parts(prompt, client):
+        await once(prompt, client)
+        return AgentResult(reward=0.5, parts={"style": 0.25, "answer": 0.25})
+
+    ((completion,), _) = play(once)
+    assert completion.reward == 1.0
+    assert completion.turns[-1].reward == 1.0
+    ((completion,), _) = play(parts)
+    assert (completion.reward, completion.reward_parts) == (0.5, {"style": 0.25, "answer": 0.25})
+
+
+def test_each_conversation_that_ends_is_a_row_and_side_calls_train_only_if_asked():
+    ((completion,), engine) = play(Branching())
+    assert [len(row.prompt_ids or CODEC.encode(request().prompt)) for row in completion.rows] == [4, 7, 4]
+    assert [sum(row.loss_mask) for row in completion.rows] == [2, 1, 1]
+    assert completion.credit == 1.0
+    assert (engine.stats.num_calls, engine.stats.num_side_turns, engine.stats.num_rows) == (5, 1, 3)
+    asked = []
+
+    def all_of_them(call):
+        asked.append((call.messages[0]["content"], call.is_side_call, len(call.first_messages)))
+        return True
+
+    ((completion,), engine) = play(Branching(), side_calls=all_of_them)
+    assert len(completion.rows) == 4
+    assert asked == [("title", True, 1)]
+
+
+@pytest.mark.parametrize(
+    ("credit", "expected"),
+    [(Share(), [1.0, 1.0, 1.0]), (MeanByLeaf(), [1 / 3] * 3), (Discount(gamma=0.5), [0.5, 0.25, 1.0])],
+)
+def test_credit_of_branches(credit, expected):
+    """The main conversation of `Branching` is that of the first call up to the branch that ended last."""
+    ((completion,), _) = play(Branching(), credit=credit)
+    credits = [row.credit for row in completion.rows]
+    assert sorted(credits) == sorted(expected)
+    assert credits[-1] == expected[-1]
+
+
+class ByDepth(BranchCredit):
+    def __call__(self, branches):
+        return [float("nan")] if branches[0].is_main else []
+
+
+def test_a_wrong_credit_ends_the_run():
+    with pytest.raises(ValueError, match="ByDepth must return 3 finite numbers"):
+        play(Branching(), credit=ByDepth())
+
+
+def test_a_history_that_the_agent_has_changed_is_a_drift():
+    async def editing(prompt, client):
+        messages = [user(prompt.text)]
+        (reply,) = await client.episode.complete(messages)
+        await client.episode.complete([*messages, {"role": "assistant", "content": f"{reply.text}!"}, user("1")])
+        return 1.0
+
+    ((completion,), engine) = play(editing)
+    assert engine.stats.drift.other == 1
+    assert len(completion.rows) == 2
+    assert engine.metrics()["agent/drift_other"] == 1.0
+
+
+def test_token_ids_may_continue_with_or_without_the_end_token():
+    async def by_ids(prompt, client):
+        ids = list(CODEC.encode(prompt))
+        for drops_end in (False, True):
+            (reply,) = await client.episode.complete_text(ids)
+            ids += reply.token_ids[: -1 if drops_end else None]
+            ids.append(5)
+        await client.episode.complete_text(ids)
+        return 1.0
+
+    ((completion,), engine) = play(by_ids, inner=Instant())  # whose replies are the end token
+    assert len(completion.rows) == 1
+    assert completion.token_ids == (1, 5, 1, 5, 1)
+    assert completion.loss_mask == (True, False, True, False, True)
+    assert engine.stats.drift.total == 0
+
+
+# -- retries, cancellation, errors of calls ---------------------------------------------------------------------------
+
+
+def test_a_call_with_the_same_id_is_never_a_second_sample():
+    async def retrying(prompt, client):
+        messages = [user(prompt.text)]
+        inner.is_held = True
+        first = asyncio.ensure_future(client.episode.complete(messages, call_id="a"))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        await asyncio.wait({first})
+        inner.is_held = False
+        found = [await client.episode.complete(messages, call_id="a") for _ in range(3)]
+        assert found[0] == found[1] == found[2]
+        (other,) = await client.episode.complete(messages, call_id="b")
+        assert other != found[0][0]
+        return 1.0
+
+    inner = Numbered()
+    ((completion,), engine) = play(retrying, inner=inner)
+    assert len(inner.requests) == 2
+    assert len(completion.rows) == 2
+    assert engine.stats.num_orphans == 0
+
+
+def test_a_cancelled_call_is_aborted_and_a_reply_that_nobody_read_is_an_orphan():
+    async def impatient(prompt, client):
+        for call_id in (None, "kept"):
+            inner.is_held = True
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.episode.complete([user("1")], call_id=call_id), 0.05)
+            inner.is_held = False
+        await asyncio.sleep(0.1)  # the reply to the second comes, and nobody asks for it again
+        await client.episode.complete([user("2")])
+        return 1.0
+
+    inner = Numbered()
+    ((completion,), engine) = play(impatient, inner=inner)
+    assert inner.aborted == [inner.requests[0].id]
+    assert completion.branches == ()
+    assert sum(completion.loss_mask) == 1
+    assert engine.stats.num_orphans == 1
+
+
+def test_bad_calls_get_errors_and_the_agent_goes_on():
+    async def clumsy(prompt, client):
+        complete = client.episode.complete
+        for call, code in (
+            (lambda: complete([user("1")], n=0), "invalid_n"),
+            (lambda: complete([user("1")], n=True), "invalid_n"),
+            (lambda: complete([user("1")], n=10**9), "invalid_n"),
+            (lambda: complete([]), "invalid_messages"),
+            (lambda: complete([{"role": "wizard", "content": "1"}]), "invalid_messages"),
+            (lambda: complete([user("1")], tools=[{"type": "function"}]), "invalid_tools"),
+            (lambda: complete([user("1")], tools="add"), "invalid_tools"),
+            (lambda: complete([user("1" * 5000)]), "context_length_exceeded"),
+            (lambda: client.episode.complete_text(""), "invalid_prompt"),
+            (lambda: client.episode.complete_text([10**6]), "invalid_prompt"),
+        ):
+            with pytest.raises(AgentCallError) as raised:
+                await call()
+            assert raised.value.code == code
+        with pytest.raises(ValueError, match="max_tokens"):
+            CallSampling(max_tokens=0)
+        return await once(prompt, client)
+
+    ((completion,), engine) = play(clumsy)
+    assert completion.reward == 1.0
+    assert engine.stats.num_calls == 1
+
+
+def test_calls_are_limited_and_refused_when_the_episode_is_over():
+    episodes = []
+
+    async def greedy(prompt, client):
+        episodes.append(client.episode)
+        await once(prompt, client)
+        await once(prompt, client)
+        with pytest.raises(AgentCallError, match="max_calls=2") as raised:
+            await once(prompt, client)
+        assert raised.value.status == 429
+        return 1.0
+
+    _, engine = play(greedy, max_calls=2)
+    (episode,) = episodes
+    assert episode.key not in repr(episode)
+    assert engine.episode(episode.key) is None
+    with pytest.raises(AgentCallError, match="is over") as raised:
+        asyncio.run(episode.complete([user("1")]))
+    assert raised.value.status == 401
+
+
+def test_a_call_gets_the_sampling_of_the_run(caplog):
+    async def cold(prompt, client):
+        await client.completions.create(prompt="1+1=", temperature=0.1, max_tokens=2, stop="x")
+        await client.completions.create(prompt="1+2=", max_completion_tokens=10**6, model="any")
+        return 1.0
+
+    inner = Numbered()
+    play(cold, inner=inner)
+    first, second = (one.sampling for one in inner.requests)
+    assert (first.temperature, first.max_tokens, first.stop) == (1.0, 2, ("x",))
+    assert second.max_tokens == 6
+    assert "temperature=0.1; it gets data.sampling.temperature=1" in caplog.text
+
+
+def test_calls_may_come_from_another_event_loop():
+    """As from a server that has a thread of its own."""
+
+    async def elsewhere(prompt, client):
+        reply = await asyncio.to_thread(lambda: asyncio.run(client.episode.complete([user("1+1=")])))
+        return float(len(reply))
+
+    ((completion,), _) = play(elsewhere)
+    assert completion.reward == 1.0
+
+
+# -- agents that fail -------------------------------------------------------------------------------------------------
+
+
+async def _raises(prompt, client):
+    raise KeyError("no such tool")
+
+
+async def _exits(prompt, client):
+    sys.exit(3)
+
+
+async def _never_ends(prompt, client):
+    await once(prompt, client)
+    await asyncio.sleep(1000)
+
+
+async def _does_not_let_itself_be_cancelled(prompt, client):
+    for _ in range(100):
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            continue
+
+
+async def _cancels_itself(prompt, client):
+    raise asyncio.CancelledError
+
+
+async def _returns_nothing(prompt, client):
+    await once(prompt, client)
+
+
+async def _returns_nan(prompt, client):
+    return math.nan
+
+
+async def _never_calls(prompt, client):
+    return 1.0
+
+
+FAILURES = {
+    _raises: "raised KeyError: 'no such tool'",
+    _exits: "exit",
+    _never_ends: "did not end within data.engine.timeout_s=0.3",
+    _does_not_let_itself_be_cancelled: "did not end within data.engine.timeout_s=0.3",
+    _cancels_itself: "was cancelled",
+    _returns_nothing: "raised",
+    _returns_nan: "raised",
+    _never_calls: "trains nothing",
+}
+
+
+@pytest.mark.parametrize("failing", FAILURES, ids=lambda one: one.__name__)
+def test_a_group_goes_on_without_the_sample_of_an_agent_that_died(failing, caplog):
+    async def agent(prompt, client):
+        return await (failing if client.episode.sample_index == 1 else once)(prompt, client)
+
+    found, engine = play(agent, num_samples=3, timeout_s=0.3)
+    assert [one.sample_index for one in found] == [0, 2]
+    assert engine.stats.num_lost == 1
+    assert FAILURES[failing] in caplog.text
+    with pytest.raises(EnvironmentFailure, match=FAILURES[failing].split(":")[0]):
+        play(agent, num_samples=3, timeout_s=0.3, tries=None)
+
+
+def test_an_agent_that_fails_has_other_tries():
+    keys = []
+
+    async def flaky(prompt, client):
+        keys.append(client.episode.key)
+        if len(keys) < 3:
+            await once(prompt, client)  # of which nothing trains
+            raise OSError("the tool is away")
+        return await once(prompt, client)
+
+    ((completion,), engine) = play(flaky, tries=3)
+    assert len(set(keys)) == 3
+    assert len(completion.token_ids) == 1
+    assert engine.stats.num_lost == 0
+
+
+def test_agents_that_fail_always_end_the_run():
+    engine = playing(_raises, Numbered())
+    engine.submit([request(n) for n in range(10)])
+    with pytest.raises(EnvironmentFailure, match="10 prompts in a row could not be played"):
+        poll_for(engine, 20.0, until=lambda found: False)
+    engine.close()
+
+
+def test_an_engine_that_fails_is_no_failure_of_the_agent():
+    async def twice(prompt, client):
+        await once(prompt, client)
+        return await once(prompt, client)
+
+    engine = playing(twice, Numbered(error=RuntimeError("out of memory")))
+    engine.submit([request()])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        poll_for(engine, 20.0, until=lambda found: False)
+    engine.close()
+
+
+def test_aborted_episodes_are_cancelled_and_their_errors_ignored():
+    ended = []
+
+    async def slow(prompt, client):
+        try:
+            await once(prompt, client)
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(client.episode.request.id)
+            raise ValueError("too late")
+
+    engine = playing(slow, Numbered(), tries=None)
+    engine.submit([request(0, num_samples=2), request(1)])
+    poll_for(engine, 0.2, until=lambda found: False)
+    assert engine.outside_work().num_calls == 3
+    engine.abort([0])
+    poll_for(engine, 20.0, until=lambda found: ended == [0, 0])
+    engine.close()
+    assert sorted(ended) == [0, 0, 1]
+    engine.end()
+
+
+def test_what_is_no_agent_is_refused():
+    for wrong in (lambda prompt, client: 1.0, "json.dumps", "no_such_module.agent", 5):
+        with pytest.raises(ValueError, match=r"data\.engine\.agent"):
+            AgentEngine(EmbeddedEngine(), wrong)
+    with pytest.raises(ValueError, match="in_flight_weight_updates"):
+        AgentEngine(EmbeddedEngine(in_flight_weight_updates=False), once)
+    assert AgentEngine(EmbeddedEngine(), "lit_async_rl.tasks.CalculatorAgent").agent.max_calls == 2
+
+
+def test_a_template_that_rewrites_history_is_refused_or_forks(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages|length }}{% for m in messages %}{{ m.content }};{% endfor %}")
+    with pytest.raises(SetupError, match=r"data\.engine\.forks=false"):
+        playing(once, Numbered(), chat_template=str(template))
+
+    async def twice(prompt, client):
+        messages = [user(prompt.text)]
+        reply = await client.chat.completions.create(messages=messages)
+        messages += [reply.choices[0].message, user("1")]
+        await client.chat.completions.create(messages=messages)
+        return 1.0
+
+    ((completion,), engine) = play(twice, chat_template=str(template), forks=True)
+    assert len(completion.rows) == 2
+    assert engine.stats.drift.template == 1
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def agent_data(agent, **changes):
+    engine = AgentEngine(EmbeddedEngine(num_slots=8), agent, chat_template=TEMPLATE, parser=CalculatorParser())
+    settings = dict(model=MODEL, prompts=Addition(3, size=1000), engine=engine, reward=None)
+    return make_data(**(settings | dict(sampling=SamplingParams(max_tokens=12), max_staleness=2) | changes))
+
+
+class Groups(pl.Callback):
+    """The groups of each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen += trainer.datamodule.last_step_groups
+
+
+def test_a_run_trains_on_branches_and_goes_on_without_dead_agents():
+    class Dying(Branching):
+        async def __call__(self, prompt, client):
+            if client.episode.sample_index == 2:
+                raise OSError("killed")
+            return await super().__call__(prompt, client)
+
+    groups = Groups()
+    module = make_module(model=MODEL)
+    fit(module, agent_data(Dying()), 3, [groups])
+    assert groups.seen
+    for group in groups.seen:
+        assert [rollout.sample_index for rollout in group.rollouts] == [0, 1, 3]
+        assert all(len(rollout.branches) == 2 for rollout in group.rollouts)
+        oldest = min(version for rollout in group.rollouts for version in rollout.all_versions)
+        assert oldest >= group.admitted_version
+
+
+def test_a_tape_of_branches_is_replayed_to_the_bit(tmp_path):
+    recorded, replayed = make_module(model=MODEL), make_module(model=MODEL)
+    fit(recorded, agent_data(Branching()), 3, [rl.RolloutTape(str(tmp_path))])
+    fit(replayed, agent_data(Branching(), tape=str(tmp_path)), 3)
+    assert torch.equal(parameters(recorded), parameters(replayed))
+
+
+def test_the_calculator_agent_plays_through_messages_and_tools():
+    engine = AgentEngine(
+        EmbeddedEngine(num_slots=8), CalculatorAgent(), chat_template=TEMPLATE, parser=CalculatorParser()
+    )
+    data = agent_data(CalculatorAgent(), engine=engine)
+    groups = Groups()
+    fit(make_module(model=MODEL), data, 2, [groups])
+    turns = [len(rollout.turns) for group in groups.seen for rollout in group.rollouts]
+    assert max(turns) > 1, "nobody calls the calculator"
+    assert engine.stats.drift.total == 0
