@@ -22,4 +22,6 @@ from .episode import AgentEpisode as AgentEpisode
 from .parsing import ReplyParser as ReplyParser
 from .parsing import TaggedParser as TaggedParser
 from .parsing import TextParser as TextParser
+from .template_parser import AutoParser as AutoParser
+from .template_parser import TemplateParser as TemplateParser
 from .token_session import TokenSession as TokenSession

@@ -107,7 +107,9 @@ def test_the_last_line_is_the_reward(said, reward):
     assert run(python(f"print('{said}')")).reward == reward
 
 
-@pytest.mark.parametrize("said", ["", "done", "NaN", "Infinity", "[1]", '{"reward": "1"}', '{"parts": {}}', "1 2", "null"])
+@pytest.mark.parametrize(
+    "said", ["", "done", "NaN", "Infinity", "[1]", '{"reward": "1"}', '{"parts": {}}', "1 2", "null"]
+)
 def test_a_last_line_without_a_reward_is_an_error(said):
     with pytest.raises(CommandAgentError, match="must write its reward"):
         run(python(f"print('''{said}''')"))

@@ -136,11 +136,15 @@ class Calls(ReplyParser):
     def parse(self, text, tools, new_id):
         if not tools:
             return ReplyMessage(content=text)
-        return ReplyMessage(content="", tool_calls=(ToolCall(id=new_id(), name="add", arguments=json.dumps({"a": text})),))
+        return ReplyMessage(
+            content="", tool_calls=(ToolCall(id=new_id(), name="add", arguments=json.dumps({"a": text})),)
+        )
 
 
 def test_tool_calls_and_their_answers_are_one_conversation(tmp_path):
-    text = "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] %}{{ c['function']['arguments']['a'] }}"
+    text = (
+        "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] %}{{ c['function']['arguments']['a'] }}"
+    )
     text += "{% endfor %}{% endfor %}"
     settings = {"parser": Calls(), "chat_template": template(tmp_path, text), "forks": True}
     with held(tmp_path, **settings) as (episodes, (given,)):

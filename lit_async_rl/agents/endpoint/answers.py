@@ -77,9 +77,7 @@ class Answer:
         created: seconds since the epoch.
     """
 
-    def __init__(
-        self, call: Call, replies: Sequence[Reply], texts: TokenTexts, *, number: str, created: int
-    ) -> None:
+    def __init__(self, call: Call, replies: Sequence[Reply], texts: TokenTexts, *, number: str, created: int) -> None:
         self._call = call
         self._replies = replies
         self._texts = texts
@@ -181,7 +179,11 @@ class Answer:
         likeliest = reply.head.ids[number, : self._call.top_logprobs].tolist()
         values = reply.head.logprobs[number, : self._call.top_logprobs].tolist()
         return [
-            {"token": self._shown(token), "logprob": max(value, MIN_LOGPROB), "bytes": list(self._texts.bytes_of(token))}
+            {
+                "token": self._shown(token),
+                "logprob": max(value, MIN_LOGPROB),
+                "bytes": list(self._texts.bytes_of(token)),
+            }
             for token, value in zip(likeliest, values, strict=True)
         ]
 

@@ -318,7 +318,9 @@ def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise invalid("stop", f"stop must be a string or a list of non-empty strings, got {quoted(value)}")
     if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"stop must have at most {MAX_STOPS} strings, got {len(stops)}", code="array_above_max_length")
+        raise invalid(
+            "stop", f"stop must have at most {MAX_STOPS} strings, got {len(stops)}", code="array_above_max_length"
+        )
     return tuple(stops)
 
 
@@ -345,7 +347,9 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     if not isinstance(prompts, list) or not prompts:
         raise invalid("prompt", f"prompt must be a text, token ids, or a list of either, got {quoted(prompt)}")
     if len(prompts) > MAX_PROMPTS:
-        raise invalid("prompt", f"prompt must be at most {MAX_PROMPTS}, got {len(prompts)}", code="array_above_max_length")
+        raise invalid(
+            "prompt", f"prompt must be at most {MAX_PROMPTS}, got {len(prompts)}", code="array_above_max_length"
+        )
     if any(not isinstance(one, str) and not _is_ids(one) for one in prompts):
         raise invalid("prompt", f"prompt must be a text, token ids, or a list of either, got {quoted(prompt)}")
     return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
@@ -399,7 +403,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         text = message.get(name)
         if text is not None:
             if not isinstance(text, str):
-                raise invalid(f"{where}.{name}", f"{where}.{name} must be text, got {quoted(text)}", code="invalid_type")
+                raise invalid(
+                    f"{where}.{name}", f"{where}.{name} must be text, got {quoted(text)}", code="invalid_type"
+                )
             found[name] = text
     if role == "tool" and "tool_call_id" not in found:
         raise invalid(f"{where}.tool_call_id", f"{where}: a message of a tool needs a tool_call_id")
@@ -462,7 +468,9 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
         _check_schema(function.get("parameters"), f"{at}.function.parameters")
         description = function.get("description")
         if description is not None and not isinstance(description, str):
-            raise invalid(f"{at}.function.description", f"{at}.function.description must be text, got {quoted(description)}")
+            raise invalid(
+                f"{at}.function.description", f"{at}.function.description must be text, got {quoted(description)}"
+            )
     return tuple(tools)
 
 

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,7 +82,9 @@ class EndpointSettings:
             raise ValueError(f"endpoint.ignored_options must be a list of names, got {self.ignored_options!r}")
         needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(self.ignored_options))
         if needed:
-            raise ValueError(f"endpoint.ignored_options must not have {', '.join(needed)}, which every answer depends on")
+            raise ValueError(
+                f"endpoint.ignored_options must not have {', '.join(needed)}, which every answer depends on"
+            )
         object.__setattr__(self, "ignored_options", tuple(self.ignored_options))
 
     @property
