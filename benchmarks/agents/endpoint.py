@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py steps --output docs/measurements/endpoint_steps.json
 
 `calls` measures the processor time of the server's thread for a call, less that of the same call to
-`AgentEpisode.complete`; the client is another process, and the engine another thread. `steps` trains the calculator task
-with 256 concurrent episodes, whose tool takes a log-normal time with a mean of 0.4 s, as an environment, as an agent in the
-process, and as the same agent behind the endpoint, in turns.
+`AgentEpisode.complete`; the client is another process, and the engine another thread. `steps` trains the calculator
+task with 256 concurrent episodes, whose tool takes a log-normal time with a mean of 0.4 s, as an environment, as an
+agent in the process, and as the same agent behind the endpoint, in turns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 | the model writes | found by |
 |---|---|
 | a form that its tokenizer describes (`response_template` in `tokenizer_config.json`) | `TemplateParser()` |
-| `<tool_call><function=add><parameter=a>1</parameter></function></tool_call>` (Qwen 3.5) | `TemplateParser(XML_CALLS)` |
+| `<tool_call><function=add><parameter=a>1</parameter>...` (Qwen 3 Coder, Qwen 3.5) | `TemplateParser(XML_CALLS)` |
 | `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` (Hermes, Qwen 2.5 and 3, SmolLM) | `TaggedParser` |
 
 `AutoParser` chooses among them, in this order.

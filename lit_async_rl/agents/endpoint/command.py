@@ -69,8 +69,8 @@ class CommandAgent:
 
     Args:
         command: program and arguments; no shell reads it.
-        reward: `stdout` as above. `exit_status`: 1 for exit status 0, and 0 for exit status 1, as test runners and `test`
-            have it; stdout is ignored then.
+        reward: `stdout` as above. `exit_status`: 1 for exit status 0, and 0 for exit status 1, as test runners have it;
+            stdout is ignored then.
         environment: further environment variables.
 
     Attributes:

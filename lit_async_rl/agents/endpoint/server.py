@@ -353,7 +353,7 @@ class Endpoint:
         limit = self.limits.max_body_bytes
         too_long = ApiError(
             413,
-            f"the body is longer than {limit} bytes (max_body_mb={self.settings.max_body_mb:g} of the agent's endpoint)",
+            f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={self.settings.max_body_mb:g})",
             code="request_too_large",
         )
         with contextlib.suppress(ValueError):
