@@ -38,6 +38,7 @@ from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.tries import TryPolicy, Work
 
 Agent = Callable[[Any, Any], Any]
+CLEANUP_TIMEOUT_S = 5.0  # for an agent that was cancelled; less than the time that its engine has to close
 
 
 @dataclass
@@ -95,8 +96,8 @@ class AgentEngine(MultiRequestEngine):
         timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
         max_calls: calls to the policy in one episode.
         tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
-            its group then trains with the others, unless it has none. Ten such prompts in a row, without a finished
-            episode in between, end the run. None ends it at the first failure.
+            its group then trains with the others. Ten prompts in a row that lost all of their samples, without a
+            finished episode in between, end the run. None ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
         side_calls: tells of a side call, which shares neither the system prompt nor the tools of the first call,
             whether it trains nevertheless; None trains none.
@@ -149,6 +150,7 @@ class AgentEngine(MultiRequestEngine):
         self._by_key: dict[str, AgentEpisode] = {}
         self._in_engine: dict[int, tuple[AgentEpisode, TokenCall]] = {}  # by inner request
         self._num_failed: dict[tuple[int, int], int] = {}  # tries, by request and sample
+        self._num_lost: dict[int, int] = {}  # samples, by request
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> AgentEngine:
         """The same agent, in its event loop, with another engine."""
@@ -303,6 +305,8 @@ class AgentEngine(MultiRequestEngine):
         episodes = [episode for number in dropped for episode in self._running.pop(number, [])]
         self._finished = [one for one in self._finished if one.request_id not in dropped]
         self._lost = [(number, sample) for number, sample in self._lost if number not in dropped]
+        for number in dropped:
+            self._num_lost.pop(number, None)
         self._num_failed = {place: number for place, number in self._num_failed.items() if place[0] not in dropped}
         self._tasks.cancel(episodes)
         return [number for episode in episodes for number in self._end(episode)]
@@ -350,6 +354,7 @@ class AgentEngine(MultiRequestEngine):
             done, _ = await asyncio.wait({task}, timeout=self.policy.timeout_s)
         except asyncio.CancelledError:  # the episode was aborted
             task.cancel()
+            await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
             raise
         if not done:
             task.cancel()
@@ -409,6 +414,7 @@ class AgentEngine(MultiRequestEngine):
     def _forget_request(self, number: int) -> None:
         if not self._running.get(number, True):
             del self._running[number]
+            self._num_lost.pop(number, None)
 
     def _fail(self, episode: AgentEpisode, failure: EnvironmentFailure) -> None:
         """Begins an episode anew, or gives its sample up; `poll` raises the error if the run must end."""
@@ -420,8 +426,11 @@ class AgentEngine(MultiRequestEngine):
             self._running[request.id].remove(episode)
             place = (request.id, episode.sample_index)
             self._num_failed[place] = self._num_failed.get(place, 0) + 1
+            num_lost = self._num_lost.get(request.id, 0) + 1
             try:
-                is_restarted = self._retries.may_try_again(request.prompt, self._num_failed[place], failure)
+                is_restarted = self._retries.may_try_again(
+                    request.prompt, self._num_failed[place], failure, keeps_prompt=num_lost < request.num_samples
+                )
             except EnvironmentFailure as error:
                 self._error = self._error or error
                 return
@@ -429,6 +438,7 @@ class AgentEngine(MultiRequestEngine):
                 self._begin(request, episode.sample_index, pause_s=self.policy.pause_s(self._num_failed[place]))
             else:
                 self.stats.num_lost += 1
+                self._num_lost[request.id] = num_lost
                 self._lost.append(place)
                 del self._num_failed[place]
                 self._forget_request(request.id)

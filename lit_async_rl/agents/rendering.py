@@ -97,6 +97,17 @@ def message_key(message: Message) -> str:
     return json.dumps(["assistant", words, calls], ensure_ascii=False)
 
 
+def _marked_text(mark: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": mark}
+
+
+def _marked_call(message: Message, mark: str) -> dict[str, Any]:
+    """A message with the mark as the name of its first tool call."""
+    first, *others = message["tool_calls"]
+    function = {"name": mark, "arguments": {}}
+    return {"role": "assistant", "content": "", "tool_calls": [{**first, "function": function}, *others]}
+
+
 class ChatRenderer:
     """Renders conversations with the chat template of a model, in segments between the policy's turns.
 
@@ -111,7 +122,7 @@ class ChatRenderer:
         self._mark = f"turn{secrets.token_hex(6)}n"
         self._problem: str | None = None
         self._is_checked = False
-        self._known_openings: dict[str, tuple[str, str]] = {}
+        self._known_openings: dict[str, tuple[str, str] | None] = {}
 
     def segments(
         self,
@@ -134,19 +145,57 @@ class ChatRenderer:
         """
         if not self._template:
             raise AgentCallError(
-                f"{self.codec.model!r} cannot be called with messages: it has no chat template", "no_template"
+                f"{self.codec.model!r} has no chat template, so it cannot be called with messages: call it with texts, "
+                "or set data.engine.chat_template",
+                "no_template",
             )
+        try:
+            return self._cut(messages, tools, options, sampled=sampled, kept=frozenset())
+        except AgentCallError:
+            kept = frozenset(place for place in sampled if messages[place].get("tool_calls"))
+            if not kept:
+                raise
+            # a template that wants a call before each answer of a tool, as Mistral's
+            return self._cut(messages, tools, options, sampled=sampled, kept=kept)
+
+    def _cut(
+        self,
+        messages: Messages,
+        tools: Messages,
+        options: Mapping[str, Any],
+        *,
+        sampled: Sequence[int],
+        kept: frozenset[int],
+    ) -> list[str]:
+        """Segments of a rendering with a mark in each turn; turns that are `kept` are still tool calls then."""
         marked = [dict(message) for message in messages]
-        for number, place in enumerate(sampled):
-            marked[place] = {"role": "assistant", "content": f"{self._mark}{number}."}
-        rest = self._render(marked, tools, options)
+        marks = [f"{self._mark}{number}." for number in range(len(sampled))]
+        for mark, place in zip(marks, sampled, strict=True):
+            marked[place] = _marked_call(messages[place], mark) if place in kept else _marked_text(mark)
+        whole = self._render(marked, tools, options)
+        cursor = 0
         found = []
-        for number in range(len(sampled)):
-            before, mark, rest = rest.partition(f"{self._mark}{number}.")
-            if not mark:
+        for mark, place in zip(marks, sampled, strict=True):
+            at = whole.find(mark, cursor)
+            if at < 0:
                 raise AgentCallError("the chat template leaves out an earlier turn", "unstable_template")
-            found.append(before)
-        return [*found, rest]
+            if place not in kept:
+                found.append(whole[cursor:at])
+                cursor = at + len(mark)
+                continue
+            closed = self._render(marked[:place], tools, {**options, "add_generation_prompt": False})
+            openings = self._openings(tools, options)
+            end = self._end_of_turn(whole, at)
+            if openings is None or end is None or not whole.startswith(closed) or len(closed) < cursor:
+                raise AgentCallError("it is unclear where the chat template writes a tool call", "unstable_template")
+            found.append(whole[cursor : len(closed)] + openings[0])
+            cursor = end
+        return [*found, whole[cursor:]]
+
+    def _end_of_turn(self, text: str, begin: int) -> int | None:
+        """Where the first end token stands in the text; None if there is none."""
+        ends = [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
+        return min((place for end in ends if (place := text.find(end, begin)) >= 0), default=None)
 
     def _render(self, messages: list[dict[str, Any]], tools: Messages, options: Mapping[str, Any]) -> str:
         continues = messages[-1]["role"] == "assistant" and bool(options.get("continue_final_message"))
@@ -177,7 +226,8 @@ class ChatRenderer:
         """Tokens of the text that follows a turn, without the end of turn that the turn has written itself."""
         if token_ids and token_ids[-1] in self.codec.ends.ids:
             end = str(self.codec.tokenizer.convert_ids_to_tokens(token_ids[-1]))
-            text = text.removeprefix(end)
+            if text.lstrip().startswith(end):  # Llama 2 writes a space before it
+                text = text.lstrip().removeprefix(end)
         return self.codec.encode_continuation(text) if text else ()
 
     # -- whether earlier segments stay as they were -------------------------------------------------------------------
@@ -197,14 +247,18 @@ class ChatRenderer:
         """
         if list(before) == list(now):
             return True
-        asked, written = self._openings(tools, options)
+        openings = self._openings(tools, options)
+        if openings is None:
+            return False
+        asked, written = openings
         return all(
-            old == new or (_ends(old, asked) and _ends(new, written) and _without(old, asked) == _without(new, written))
+            old == new
+            or (old.endswith(asked) and new.endswith(written) and _without(old, asked) == _without(new, written))
             for old, new in zip(before, now, strict=True)
         )
 
-    def _openings(self, tools: Messages, options: Mapping[str, Any]) -> tuple[str, str]:
-        """How the template opens the turn that it asks for, and how it opens an earlier one."""
+    def _openings(self, tools: Messages, options: Mapping[str, Any]) -> tuple[str, str] | None:
+        """How the template opens the turn that it asks for, and an earlier one; None if that is unclear."""
         key = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
         if key not in self._known_openings:
             user = {"role": "user", "content": "question"}
@@ -212,8 +266,7 @@ class ChatRenderer:
             asked = self.segments([user], tools, options)[0]
             written = self.segments([user, {"role": "assistant", "content": ""}, user], tools, options, sampled=(1,))[0]
             known = asked.startswith(closed) and written.startswith(closed)
-            openings = (asked[len(closed) :], written[len(closed) :]) if known else ("", "")
-            self._known_openings[key] = openings
+            self._known_openings[key] = (asked[len(closed) :], written[len(closed) :]) if known else None
         return self._known_openings[key]
 
     # -- check of a template, once a model ----------------------------------------------------------------------------
@@ -248,10 +301,6 @@ class ChatRenderer:
         if len({segment.strip() for segment in before}) < len(before):
             return "its chat template leaves out messages of the user"
         return None
-
-
-def _ends(text: str, end: str) -> bool:
-    return bool(end) and text.endswith(end)
 
 
 def _without(text: str, end: str) -> str:

@@ -131,17 +131,14 @@ def _rows(group: RolloutGroup, rollout: Rollout, advantages: Sequence[float], to
             "tokens get that of the whole rollout. Use an advantage of whole rollouts: GroupMeanStd"
         )
     of_branch = advantages[0] if advantages else 0.0
+    own = advantages if rollout.credit == 1 else [value * rollout.credit for value in advantages]
     return [
         _Row(
             group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
             row,
             reward=rollout.reward if row is rollout else math.nan,
             num_policy_tokens=rollout.num_policy_tokens,
-            advantages=(
-                [value * row.credit for value in advantages]
-                if row is rollout
-                else [of_branch * row.credit] * len(row.token_ids)
-            ),
+            advantages=own if row is rollout else [of_branch * row.credit] * len(row.token_ids),
             token_weight=token_weight,
             group_index=group.index,
             max_staleness=group.max_staleness,

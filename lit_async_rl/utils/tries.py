@@ -97,10 +97,13 @@ class Retries:
         """Resets the count of consecutive failures."""
         self._left_out = []
 
-    def may_try_again(self, prompt: object, num_failed: int, error: Exception, is_final: bool = False) -> bool:
+    def may_try_again(
+        self, prompt: object, num_failed: int, error: Exception, is_final: bool = False, keeps_prompt: bool = False
+    ) -> bool:
         """Whether to try a call again after `num_failed` failures; otherwise its prompt is left out.
 
-        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run.
+        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run. With
+        `keeps_prompt` only a sample is left out, and the prompt goes on with its others.
 
         Raises:
             Exception: the run ends with `error`, or with another error of its class.
@@ -116,6 +119,9 @@ class Retries:
                 "try %d of %s=%d failed, there is another%s: %s", num_failed, setting, tries, when, error
             )
             return True
+        if keeps_prompt:
+            self._log.warning("a sample of a prompt is left out after %s=%s: %s", setting, tries, error)
+            return False
         if not any(prompt is other for other in self._left_out):
             self._left_out.append(prompt)
         if len(self._left_out) >= MAX_CONSECUTIVE_FAILURES:

@@ -113,6 +113,30 @@ def test_the_template_of_the_calculator_appends():
     assert renderer.segments(messages, sampled=(1,)) == ["17+25=", "<eos>42:"]
 
 
+STRICT = (  # as Mistral's: an answer of a tool must follow a call, and a call has no content
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% elif m.role == 'tool' %}"
+    "{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}({{ m.content }})"
+    "{% elif m.tool_calls %}!{{ m.tool_calls|tojson }}{{ eos_token }}"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_wants_calls_before_answers_of_tools():
+    renderer = ChatRenderer(CODEC, STRICT)
+    assert renderer.problem is None
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 17, "b": 25}'}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    answer = {"role": "tool", "content": "42", "tool_call_id": "1"}
+    talk = checked_call_messages([user("17+25="), turn, answer, turn, answer, {"role": "assistant", "content": "42"}])
+    talk = (*talk, *checked_call_messages([user("1")]))
+    grown = []
+    for length, sampled in ((1, ()), (3, (1,)), (5, (1, 3)), (7, (1, 3, 5))):
+        segments = renderer.segments(talk[:length], sampled=sampled)
+        assert renderer.is_continued(grown, segments[:-1])
+        grown = segments
+    assert grown == ["[17+25=]", "<eos>(42)", "<eos>(42)", "<eos>[1]"]
+
+
 def test_without_a_template_messages_are_refused_and_not_texts():
     renderer = ChatRenderer(CODEC)
     assert not renderer.has_template

@@ -242,7 +242,6 @@ def test_wrong_branches_of_an_engine_are_found():
         ({"prompt_ids": ()}, "branches[0] has prompt_ids=()"),
         ({"prompt_ids": (3,) * 64}, "more than max_model_len=64"),
         ({"credit": float("nan")}, "branches[0] has credit=nan"),
-        ({"logprobs": row.logprobs[:-1]}, "logprobs for"),
     ):
         assert problem in faulty(change)
 
