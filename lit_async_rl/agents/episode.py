@@ -93,6 +93,7 @@ class _Call:
     turns: list[SampledTurn] = field(default_factory=list)
     replies: Future[list[Reply]] = field(default_factory=Future)
     num_waiting: int = 0
+    parses_tools: bool = True
 
 
 class AgentEpisode:
@@ -184,6 +185,7 @@ class AgentEpisode:
         n: int = 1,
         call_id: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parses_tools: bool = True,
     ) -> list[Reply]:
         """Replies of the policy to a conversation.
 
@@ -195,6 +197,7 @@ class AgentEpisode:
             call_id: name of the call, under which a retry gets the same replies and never a second sample. Without one
                 each call is a sample of its own.
             chat_template_kwargs: further arguments of the chat template.
+            parses_tools: whether tool calls are found in the replies; otherwise they stay text.
 
         Raises:
             AgentCallError: the call cannot be answered.
@@ -204,7 +207,9 @@ class AgentEpisode:
             checked = checked_call_messages(messages)
             given = _checked_tools(tools)
             options = dict(chat_template_kwargs or {})
-            return self._begin_chat(checked, given, options, sampling=sampling, n=n, call_id=call_id)
+            call = self._begin_chat(checked, given, options, sampling=sampling, n=n, call_id=call_id)
+            call.parses_tools = parses_tools  # the lock is held, so no reply has come yet
+            return call
 
         return await self._answer(call_id, begin)
 
@@ -456,7 +461,7 @@ class AgentEpisode:
             self.graph.record(turn)
             self._texts[turn] = call.given_text + text if call.given_text else ""
         else:
-            message = self._rules.parser.parse(text, call.tools, self._new_tool_id)
+            message = self._rules.parser.parse(text, call.tools if call.parses_tools else (), self._new_tool_id)
             (recorded,) = checked_call_messages([message.as_message()])
             self.graph.add(call.match, call.messages, recorded, turn)
         reason: ReplyReason = "length" if completion.finish_reason == "length" else "stop"

@@ -85,11 +85,17 @@ class TemplateParser(ReplyParser):
 
         # the chat template may have begun the reasoning
         prefix = "<think>\n" if "</think>" in text and "<think>" not in text.partition("</think>")[0] else ""
+        schemas = [dict(tool) for tool in tools]
+
+        def parsed(whole: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            parser = ResponseParser(self.template, prefix=prefix, tools=schemas)
+            parser.feed(whole)
+            return parser.finalize()
+
         try:
-            parser = ResponseParser(self.template, prefix=prefix, tools=[dict(tool) for tool in tools])
-            parser.feed(text)
-            found, at_end = parser.finalize()
-            if self._is_cut(at_end):
+            found, at_end = parsed(text)
+            # with a line after it, the last call is closed before the end, unless it was cut
+            if self._is_open(at_end) and self._is_open(parsed(f"{text}\n")[1]):
                 return ReplyMessage(content=text)
             message = _message(found, new_id)
         except Exception as error:  # of a template that may be anybody's; what it cannot read is content
@@ -97,8 +103,8 @@ class TemplateParser(ReplyParser):
             return ReplyMessage(content=text)
         return message if tools or not message.tool_calls else ReplyMessage(content=text)
 
-    def _is_cut(self, at_end: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a call was still open at the end; JSON says so itself, where a format has no closing tag."""
+    def _is_open(self, at_end: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a call was open at the end; JSON says itself when it is cut, also in forms without a closing tag."""
         fields = (self.template or {}).get("fields", {})
         return any(
             event["type"] == "region_close"

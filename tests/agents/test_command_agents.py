@@ -127,7 +127,7 @@ def test_the_exit_status_may_be_the_reward():
 def test_a_program_that_is_not_there_is_named():
     with pytest.raises(CommandAgentError, match=r"exit status 127; it wrote: no-such-program: .*No such file"):
         run(["no-such-program"])
-    for command in ([], "python agent.py", [1]):
+    for command in ([], "python agent.py"):
         with pytest.raises(ValueError, match=r"CommandAgent\.command must be a list"):
             CommandAgent(command)
     with pytest.raises(ValueError, match=r"CommandAgent\.reward must be stdout or exit_status, got 'x'"):

@@ -118,7 +118,7 @@ class Answer:
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def _choice(self, number: int, reply: Reply) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": number, "finish_reason": self._finish_reason(reply), "logprobs": None}
+        choice: dict[str, Any] = {"index": number, "finish_reason": reply.finish_reason, "logprobs": None}
         if self._is_chat:
             choice["message"] = {"refusal": None} | self._message(reply)
         else:
@@ -128,16 +128,10 @@ class Answer:
         return choice | self._ids(reply)
 
     def _message(self, reply: Reply) -> Mapping[str, Any]:
-        if not self._call.calls_tools:
-            return {"role": "assistant", "content": reply.text}
         message = reply.message.as_message()
         if not message["content"] and "tool_calls" in message:
             message["content"] = None
         return message
-
-    def _finish_reason(self, reply: Reply) -> str:
-        calls_no_tool = not self._is_chat or not self._call.calls_tools
-        return "stop" if calls_no_tool and reply.finish_reason == "tool_calls" else reply.finish_reason
 
     def _ids(self, reply: Reply) -> dict[str, Any]:
         if not self._call.return_token_ids:
@@ -203,12 +197,12 @@ class Answer:
             yield {"delta": {"tool_calls": [head]}, "logprobs": None}
             arguments = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
             yield {"delta": {"tool_calls": [arguments]}, "logprobs": None}
-        yield {"delta": {}, "logprobs": None, "finish_reason": self._finish_reason(reply)} | self._ids(reply)
+        yield {"delta": {}, "logprobs": None, "finish_reason": reply.finish_reason} | self._ids(reply)
 
     def _text_deltas(self, reply: Reply) -> Iterator[dict[str, Any]]:
         for text, begin, end in self._pieces(reply, reply.text):
             yield {"text": text, "logprobs": self._logprobs(reply, begin, end=end) if self._call.logprobs else None}
-        yield {"text": "", "logprobs": None, "finish_reason": self._finish_reason(reply)} | self._ids(reply)
+        yield {"text": "", "logprobs": None, "finish_reason": reply.finish_reason} | self._ids(reply)
 
     def _pieces(self, reply: Reply, content: str) -> list[tuple[str, int, int]]:
         """Parts of the content with the tokens that they come from; all tokens, and all of the content, once.

@@ -64,7 +64,7 @@ class CommandAgent:
 
     Example:
         ```yaml
-        agent: {class_path: CommandAgent, init_args: {command: [python, my_agent.py]}}
+        agent: {class_path: lit_async_rl.CommandAgent, init_args: {command: [python, my_agent.py]}}
         ```
 
     Args:

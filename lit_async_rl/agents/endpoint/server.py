@@ -337,6 +337,7 @@ class Endpoint:
                 n=call.n,
                 call_id=call_id,
                 chat_template_kwargs=call.chat_template_kwargs,
+                parses_tools=call.calls_tools,
             )
         calls = [
             episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=f"{call_id}-{number}")
