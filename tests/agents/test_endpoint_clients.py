@@ -361,6 +361,18 @@ def test_prompts_are_text_tokens_or_lists_of_them(tmp_path):
             client.completions.create(model=MODEL, prompt=[10**6])
 
 
+def test_prompts_beside_one_that_is_refused_are_not_trained(tmp_path):
+    with held(tmp_path) as (episodes, (given,)):
+        client = client_of(given, max_retries=0)
+        client.completions.create(model=MODEL, prompt="52=")
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(model=MODEL, prompt=["83=", "1" * 5000])
+        (episode,) = episodes.engine._by_key.values()
+        wait_for(lambda: all(call.replies.done() for call in episode._calls))
+        (sample,) = finish(episodes)
+    assert len(sample.rows) == 1
+
+
 def test_an_episode_has_its_own_key_and_its_own_samples(tmp_path):
     with held(tmp_path, num_samples=3) as (episodes, given):
         assert len({client.api_key for client in given}) == 3

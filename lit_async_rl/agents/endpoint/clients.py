@@ -59,7 +59,11 @@ class EndpointClients(ClientFactory):
             raise ImportError(f"{MISSING} ({error})") from error
         if self._endpoint is None:
             endpoint = Endpoint(self.settings, episode.codec)
-            endpoint.start()
+            try:
+                endpoint.start()
+            except BaseException:
+                endpoint.close()
+                raise
             self._endpoint = endpoint
         if self._http is None:
             # without the environment's proxies, which do not lead to this process

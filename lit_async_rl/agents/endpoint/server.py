@@ -322,28 +322,39 @@ class Endpoint:
             raise
         session.book.leave(known, delivered=replies is not None)
         if replies is None:
-            session.episode.withdraw(known.id)
+            if not known.num_waiting and not known.is_delivered:
+                for call_id in _call_ids(call, known.id):
+                    session.episode.withdraw(call_id)
             return None
         answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
         return answer.events if call.stream else answer.whole, call.stream
 
     async def _sample(self, episode: AgentEpisode, call: Call, call_id: str) -> list[Reply]:
         sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
+        ids = _call_ids(call, call_id)
         if call.messages:
             return await episode.complete(
                 call.messages,
                 tools=call.tools,
                 sampling=sampling,
                 n=call.n,
-                call_id=call_id,
+                call_id=ids[0],
                 chat_template_kwargs=call.chat_template_kwargs,
                 parses_tools=call.calls_tools,
             )
-        calls = [
-            episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=f"{call_id}-{number}")
-            for number, prompt in enumerate(call.prompts)
+        tasks = [
+            asyncio.ensure_future(episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=one))
+            for prompt, one in zip(call.prompts, ids, strict=True)
         ]
-        return [reply for replies in await asyncio.gather(*calls) for reply in replies]
+        try:
+            return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+        except BaseException:  # the agent gets an error, and none of the replies to the other prompts
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for one in ids:
+                episode.withdraw(one)
+            raise
 
     async def _read_body(self, request: Any) -> bytes | None:
         """The body; None if the client has gone.
@@ -377,6 +388,11 @@ class Endpoint:
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+
+def _call_ids(call: Call, call_id: str) -> list[str]:
+    """Names of a call's parts for the episode: one for each prompt."""
+    return [call_id] if call.messages else [f"{call_id}-{number}" for number in range(len(call.prompts))]
 
 
 async def _unless_gone(replies: Coroutine[Any, Any, list[Reply]], request: Any) -> list[Reply] | None:
