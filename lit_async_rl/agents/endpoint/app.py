@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -12,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.errors import INVALID_REQUEST, ApiError
-from lit_async_rl.agents.endpoint.server import CHAT, TEXT, Endpoint
 from lit_async_rl.errors import describe
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
@@ -23,7 +24,20 @@ CLIENT_GONE = 499  # nobody reads it
 log = logging.getLogger(__name__)
 
 
-def make_app(endpoint: Endpoint) -> FastAPI:
+class Answering(Protocol):
+    """What the routes ask of an endpoint. All methods raise `ApiError`."""
+
+    async def answer(self, request: Request) -> tuple[bytes, bool] | None:
+        """Answer to a call, and whether it is a stream; None if the client has gone."""
+
+    def session(self, authorization: str | None) -> object:
+        """Checks the key of a request."""
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models."""
+
+
+def make_app(endpoint: Answering) -> FastAPI:
     """The routes of an endpoint."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
@@ -121,7 +135,7 @@ class EndpointServer(uvicorn.Server):
                     connection.transport.abort()
 
 
-def make_server(endpoint: Endpoint, report: Callable[[], None]) -> EndpointServer:
+def make_server(endpoint: Answering, report: Callable[[], None]) -> EndpointServer:
     """A server of the routes, not started."""
     config = uvicorn.Config(
         make_app(endpoint),

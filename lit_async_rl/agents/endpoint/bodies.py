@@ -16,6 +16,8 @@ from typing import Any
 from lit_async_rl.agents.endpoint.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.types import ROLES, SamplingParams
 
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 MAX_CHOICES = 128
 MAX_TOOLS = 128
 MAX_STOPS = 16

@@ -26,7 +26,7 @@ from typing import Any
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.endpoint.answers import Answer, TokenTexts
-from lit_async_rl.agents.endpoint.bodies import DISTRIBUTION, Call, CallLimits, chat_call, parse_body, text_call
+from lit_async_rl.agents.endpoint.bodies import CHAT, DISTRIBUTION, Call, CallLimits, chat_call, parse_body, text_call
 from lit_async_rl.agents.endpoint.errors import ApiError
 from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
@@ -43,8 +43,6 @@ MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
 NUM_ENDED_KEYS = 4096
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
 MISSING = 'agents that use an OpenAI client need FastAPI, uvicorn and openai: pip install "lit-async-rl[agents]"'
 log = logging.getLogger(__name__)
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
