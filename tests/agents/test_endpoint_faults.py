@@ -6,15 +6,22 @@ import socket
 import sys
 import threading
 
+import lightning.pytorch as pl
 import openai
 import pytest
 from agent_endpoints import MODEL, WAIT_S, Episodes, held, make_engine, template, wait_for
+from flow import fit, make_data, make_module
 
+from lit_async_rl.agents import AgentEngine
 from lit_async_rl.agents.endpoint import server as server_module
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings
+from lit_async_rl.assets import asset
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.tasks import Addition, CalculatorAgent, CalculatorParser
 from lit_async_rl.types import Prompt
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "8312="}]}
@@ -94,6 +101,48 @@ def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(
         assert episodes.finished.empty()
     finally:
         episodes.close()
+
+
+class EndsServers(pl.Callback):
+    """Ends the server after each step, in the middle of the calls of other episodes."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+        self.num_ended = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        endpoint = self.engine.clients._endpoint
+        if endpoint is not None and endpoint._serving is not None and self.num_ended < server_module.MAX_RESTARTS:
+            exit_thread(endpoint)
+            self.num_ended += 1
+
+
+def test_a_run_goes_on_when_its_server_dies_again_and_again():
+    """The calculator's agent, unmodified, with the official client: nothing is lost, and nothing is sampled twice."""
+    engine = AgentEngine(
+        EmbeddedEngine(),
+        CalculatorAgent(),
+        clients=EndpointClients(),
+        parser=CalculatorParser(),
+        chat_template="calculator_chat.jinja",
+    )
+    model = asset("calculator_policy")
+    data = make_data(
+        model=model,
+        prompts=Addition(3, size=1000),
+        engine=engine,
+        reward=None,
+        sampling=SamplingParams(max_tokens=12),
+        max_staleness=2,
+    )
+    ends = EndsServers(engine)
+    trainer = fit(make_module(model=model), data, 4, callbacks=[ends])
+    assert trainer.global_step == 4
+    assert ends.num_ended >= 3
+    assert engine.stats.num_lost == 0
+    assert engine.stats.num_episodes >= 4 * 4 * 4
+    assert engine.stats.num_orphans == 0
+    assert engine.stats.drift.total == 0
 
 
 def test_an_engine_that_closes_lets_no_client_wait(tmp_path):
