@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.loading import body
+from lit_async_rl.models.architecture import body
 from lit_async_rl.models.packing import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import Support, log_mass

@@ -39,7 +39,7 @@ class ReplaceableEngine:
     Args:
         engine: not set up.
         model: argument of its `setup`.
-        limits: replacements in a row, without a step in between, and timeout of calls.
+        limits: replacements in a row, without a completion and a step in between, and timeout of calls.
 
     Attributes:
         engine: the one in use.
@@ -86,9 +86,15 @@ class ReplaceableEngine:
             log.warning("the engine fails still after data.limits.engine_restarts=%d in a row", self.max_restarts)
         return False
 
-    def note_step(self) -> None:
-        """Resets the count of restarts in a row, after the groups of a step or part have come."""
-        self._restarts_in_a_row = 0
+    def note_step(self, *, has_delivered: bool) -> None:
+        """Counts a step, or a part of one, whose groups have come.
+
+        Args:
+            has_delivered: whether the engine in use works and has finished a completion. Groups of its predecessors may
+                fill several more steps, which say nothing about it: restarts are in a row until it has.
+        """
+        if has_delivered:
+            self._restarts_in_a_row = 0
         self._num_steps += 1
 
     def restart(self, producer: Producer, error: Exception, weights: Weights) -> None:

@@ -380,7 +380,7 @@ class RolloutSource:
             self._taken.append(group)
         groups = self._taken
         self._taken = []
-        self._holder.note_step()
+        self._holder.note_step(has_delivered=not isinstance(producer, Producer) or producer.listener.has_delivered)
         check_bound(groups, producer.version)
         if isinstance(producer, Producer):
             producer.rest()

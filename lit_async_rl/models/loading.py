@@ -1,17 +1,14 @@
-"""Loading Hugging Face causal LMs and tokenizers, with errors that name the setting."""
+"""Loads Hugging Face causal LMs and tokenizers, with errors that name the setting."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
-import logging
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -19,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -35,82 +31,11 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
+from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.hub import go_offline_if_unreachable
 from lit_async_rl.utils.waiting import announced
-
-# -- Properties of a model's architecture: context length, layers other than attention, stored buffers ----------------
-
-
-# settings of configurations that limit the number of tokens some layers attend to
-WINDOW_SETTINGS = (
-    "sliding_window",
-    "attention_window_size",
-    "sliding_window_size",
-    "attention_chunk_size",
-    "index_topk",
-)
-
-
-def body(lm: PreTrainedModel) -> nn.Module:
-    """The model below the output head, also if `base_model_prefix` names no submodule (Llama 4, Mllama)."""
-    base: nn.Module = lm.base_model
-    return getattr(lm, "model", lm) if base is lm else base
-
-
-def context_length(lm: PreTrainedModel) -> int:
-    """Context length of a model, see `configured_length`."""
-    return configured_length(lm.config)
-
-
-def configured_length(of_model: PreTrainedConfig) -> int:
-    """Context length in tokens: positions, the shortest attention window, or `rotary_length`, whichever is least."""
-    config = of_model.get_text_config()
-    length = min(getattr(config, "max_position_embeddings", None) or 2**20, rotary_length(config) or 2**20)
-    names = WINDOW_SETTINGS if getattr(config, "use_sliding_window", True) else ()
-    windows = [getattr(config, name, None) for name in names]
-    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; `window_size` means something else elsewhere
-        windows.append(config.window_size)
-    return min(length, *(window or length for window in windows), length)
-
-
-def rotary_length(of_model: PreTrainedConfig) -> int | None:
-    """Number of tokens beyond which the rotary frequencies of all positions change; None if they never do.
-
-    transformers chooses the frequencies by the longest row of a forward pass (`longrope` of Phi-3 and Phi-4-mini,
-    `dynamic`). Beyond this length a row would change the shorter rows beside it, and keys in a cache would be wrong.
-    """
-    config = of_model.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    # one set of parameters, or one for each kind of layer
-    for rope in [parameters] if "rope_type" in parameters else parameters.values():
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind == "longrope":
-            limits.append(rope["original_max_position_embeddings"])
-        elif kind == "dynamic":
-            limits.append(config.max_position_embeddings)
-    return min(limits, default=None)
-
-
-def other_layers(lm: PreTrainedModel) -> str:
-    """Kinds of layers other than full and sliding attention, by their names in the configuration; empty if none."""
-    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
-
-
-def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of persistent buffers: weights in the model's files that receive no gradient.
-
-    Examples are scales of Gemma 4's layers, and router biases of DeepSeek, GLM and others.
-    """
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
 
 # -- Meta-device loading: weights are read after sharding, so no process holds all of them ----------------------------
 # The model is built on the meta device; then each process reads its own slices (FSDP2, tensor parallelism), or one
@@ -605,208 +530,3 @@ def _remove_dropout(lm: nn.Module) -> None:
             for name, value in vars(holder).copy().items() if holder is not None else ():
                 if isinstance(value, float) and value and ("drop" in name or "jitter" in name):
                     setattr(holder, name, 0.0)
-
-
-# -- Tokens that end a completion: one set for every engine, collected from all of a model's files --------------------
-
-
-log = logging.getLogger(__name__)
-GENERATION = "generation_config"
-TEMPLATE = "chat template"
-# contents of conversations that are rendered to find out how a template ends a turn
-USER = "USERTEXT"
-ANSWER = "ANSWERTEXT"
-REASONING = "REASONINGTEXT"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndTokens:
-    """Tokens that end a completion of a model, and their sources.
-
-    Attributes:
-        ids: all end tokens; empty if nothing ends a completion.
-        named: ids by source (generation_config, config, tokenizer, chat template), without sources that name none.
-        left_out: named ids that are no end, because the chat template writes them inside of a turn.
-        turn_end: text that the chat template writes after an assistant's last message; empty if it writes none.
-        turn_ends_with_token: False if that text begins with ordinary text instead of a special token.
-    """
-
-    ids: tuple[int, ...]
-    named: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    left_out: tuple[int, ...] = ()
-    turn_end: str = ""
-    turn_ends_with_token: bool = True
-
-    @property
-    def are_disputed(self) -> bool:
-        """Whether the first source, the only one in use elsewhere, names other tokens."""
-        first = next(iter(self.named.values()), ())
-        return bool(self.left_out) or not set(self.ids) <= set(first)
-
-    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """One line with the end tokens and their sources."""
-
-        def shown(ids: Collection[int]) -> str:
-            return ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in sorted(ids))
-
-        places = "; ".join(f"{place}: {shown(ids)}" for place, ids in self.named.items())
-        line = f"completions end at each of {shown(self.ids)} ({places})"
-        if self.left_out:
-            line += f", and not at {shown(self.left_out)}, which the chat template writes inside of a turn"
-        first = list(next(iter(self.named.values()), ()))
-        return f"{line}; sampling.end_token_ids: {first} is the first of these places alone"
-
-
-def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """Token ids that end a completion of a loaded model, see `find_end_tokens`. Warns if there are none."""
-    return _ids_or_warning(find_end_tokens(lm.name_or_path or "", lm.generation_config, lm.config), lm.name_or_path)
-
-
-def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """Token ids that end a completion, read from the files of a model that is not loaded. Warns if there are none."""
-    return _ids_or_warning(stored_end_tokens(model), model)
-
-
-def stored_end_tokens(model: str) -> EndTokens:
-    """Tokens that end a completion of the model in a folder or on the hub, see `find_end_tokens`."""
-    return find_end_tokens(model, load_generation_config(model), load_config(model))
-
-
-def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndTokens:
-    """Union of the end tokens named by generation configuration, configuration, tokenizer and chat template.
-
-    Tokens of the generation configuration always count; an empty list there means that nothing ends a completion. Ids
-    of the configuration, which are stale more often, count if the generation configuration names none, or if they are
-    special tokens. The tokenizer's end of text and the token that the chat template writes after an answer count as
-    well, unless the template also writes it between reasoning and answer, as gpt-oss writes `<|end|>`.
-
-    Args:
-        model: name or folder of the tokenizer; without a tokenizer only the configurations count.
-        generation_config: generation configuration of the model; None if it has none.
-        config: configuration of the model.
-    """
-    stated = _ids(generation_config)
-    configured = _ids(config.get_text_config())
-    named = {GENERATION: stated, "config": configured}
-    first = next((ids for ids in named.values() if ids is not None), None)
-    if first == ():
-        return EndTokens(ids=(), named={place: ids for place, ids in named.items() if ids == ()})
-    kept = list(first or ())
-    found = _cached_tokenizer_ends(model, _modification_time(model)) if model else None
-    if found is not None:
-        kept += [token for token in configured or () if token in found.special]
-        named["tokenizer"] = found.eos
-        named[TEMPLATE] = found.turn_end_ids
-        kept += [token for token in (*found.eos, *found.turn_end_ids) if token not in found.inside]
-    present = {place: ids for place, ids in named.items() if ids}
-    ids = tuple(dict.fromkeys(kept))
-    if found is None:
-        return EndTokens(ids=ids, named=present)
-    left_out = {token for named_ids in present.values() for token in named_ids if token in found.inside} - set(ids)
-    return EndTokens(
-        ids=ids,
-        named=present,
-        left_out=tuple(sorted(left_out)),
-        turn_end=found.turn_end,
-        turn_ends_with_token=found.turn_ends_with_token,
-    )
-
-
-def _ids(config: Any) -> tuple[int, ...] | None:
-    ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return None
-    return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def _ids_or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
-    if not ends.ids and not ends.named:  # not if a configuration has an empty list on purpose
-        log.warning(
-            "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends "
-            "a text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
-            model,
-        )
-    return ends.ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TokenizerEnds:
-    """Ends that a tokenizer and its chat template name."""
-
-    special: frozenset[int]
-    eos: tuple[int, ...]
-    turn_end_ids: tuple[int, ...] = ()
-    inside: frozenset[int] = frozenset()
-    turn_end: str = ""
-    turn_ends_with_token: bool = True
-
-
-def _modification_time(model: str) -> float:
-    """Time of the last change of a folder's tokenizer, part of the key of the cache of `_cached_tokenizer_ends`."""
-    files = [Path(model) / name for name in ("tokenizer_config.json", "tokenizer.json", "chat_template.jinja")]
-    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
-
-
-@functools.lru_cache(maxsize=16)
-def _cached_tokenizer_ends(model: str, modified: float) -> _TokenizerEnds | None:
-    with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
-        return tokenizer_ends(load_tokenizer(model))
-    return None
-
-
-def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
-    """End tokens of a tokenizer and of its chat template; the latter are found by rendering conversations."""
-    special = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-    eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-    if not tokenizer.chat_template:
-        return _TokenizerEnds(special=special, eos=eos)
-    question = {"role": "user", "content": USER}
-    answer = {"role": "assistant", "content": ANSWER}
-    reasoned = answer | {"reasoning_content": REASONING, "thinking": REASONING}
-    inside = frozenset(special.intersection(_encoded(tokenizer, _between(tokenizer, [question, reasoned], REASONING))))
-    turn_end = _after_answer(tokenizer, [question, answer])
-    ids = _first_token(tokenizer, turn_end, special)
-    ends_with_token = bool(ids) or not turn_end.strip()
-    if not turn_end.strip():  # nothing after the last message: the token before the next one is the end, as in GLM-4
-        between = _after_answer(tokenizer, [question, answer, question]).partition(USER)[0]
-        ids = _first_token(tokenizer, between, special)
-    return _TokenizerEnds(
-        special=special,
-        eos=eos,
-        turn_end_ids=ids,
-        inside=inside,
-        turn_end=turn_end,
-        turn_ends_with_token=ends_with_token,
-    )
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """Rendering of a conversation; empty if the template refuses it, or needs more than messages."""
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, ValueError, TypeError, KeyError):
-        return ""
-
-
-def _after_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    return _render(tokenizer, messages).partition(ANSWER)[2]
-
-
-def _between(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], begin: str) -> str:
-    """Text from `begin` to the answer; empty if the template does not render `begin`, or renders it later."""
-    before = _render(tokenizer, messages).partition(ANSWER)[0]
-    return before.partition(begin)[2]
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-def _first_token(tokenizer: PreTrainedTokenizerBase, text: str, special: Collection[int]) -> tuple[int, ...]:
-    """The special token at the beginning of `text`, after whitespace; empty if there is other text before."""
-    for token in _encoded(tokenizer, text.lstrip()):
-        if token in special:
-            return (int(token),)
-        if str(tokenizer.decode([token])).strip():
-            return ()
-    return ()

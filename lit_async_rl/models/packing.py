@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.loading import body, context_length, other_layers
+from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range
 

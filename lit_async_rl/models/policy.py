@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.loading import body, rotary_length
+from lit_async_rl.models.architecture import body, rotary_length
 from lit_async_rl.models.packing import PackedRows, SharedPromptPacking, check_packable
 from lit_async_rl.models.routers import Replaying, replay_in
 from lit_async_rl.utils.checks import check_range

@@ -15,7 +15,9 @@ from jaxtyping import Bool
 from jinja2 import TemplateError
 from torch import Tensor
 
-from lit_async_rl.models.loading import EndTokens, configured_length, load_config, load_tokenizer, stored_end_tokens
+from lit_async_rl.models.architecture import configured_length
+from lit_async_rl.models.end_tokens import EndTokens, stored_end_tokens
+from lit_async_rl.models.loading import load_config, load_tokenizer
 from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt, is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lit_async_rl.models.loading import stored_buffers
+from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.policy import CausalPolicy
 
 # -- Weights on their way from a policy to another copy of its model --------------------------------------------------

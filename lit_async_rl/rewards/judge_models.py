@@ -26,7 +26,8 @@ from urllib.parse import urlsplit
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardSetupError, describe
-from lit_async_rl.models.loading import load_policy, stored_buffers
+from lit_async_rl.models.architecture import stored_buffers
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
 from lit_async_rl.utils.checks import check_range

@@ -25,14 +25,8 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError, describe
-from lit_async_rl.models.loading import (
-    check_finite,
-    configured_length,
-    find_device,
-    load_config,
-    load_pretrained,
-    load_tokenizer,
-)
+from lit_async_rl.models.architecture import configured_length
+from lit_async_rl.models.loading import check_finite, find_device, load_config, load_pretrained, load_tokenizer
 from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range

@@ -343,6 +343,11 @@ class EngineListener:
         """Whether thread and engine are running without failure."""
         return self.error is None and self.engine_error is None and self._thread.is_alive()
 
+    @property
+    def has_delivered(self) -> bool:
+        """Whether the engine in use works and has finished a completion since it was set up."""
+        return self.engine_error is None and self._num_received > 0
+
     def check_thread(self) -> None:
         """Raises a failure of the thread.
 

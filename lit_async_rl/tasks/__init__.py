@@ -4,6 +4,7 @@ from lit_async_rl.tasks.arithmetic import Addition, MentalArithmetic
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.tasks.calculator_agent import CalculatorAgent, CalculatorParser
 from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
+from lit_async_rl.tasks.selection import PickNumber
 from lit_async_rl.tasks.sorting import SortDigits
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "CalculatorAgent",
     "CalculatorParser",
     "MentalArithmetic",
+    "PickNumber",
     "ReasoningGym",
     "ReasoningGymReward",
     "SortDigits",

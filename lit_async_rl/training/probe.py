@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lit_async_rl.engines.base import Probe, probe_tokens
-from lit_async_rl.models.loading import context_length
+from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.weights import is_wrapped
 from lit_async_rl.training.module import PolicyModule
 

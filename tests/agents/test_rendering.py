@@ -11,7 +11,7 @@ from chat_families import ANSWER, FAMILIES, QUESTION, SECOND, write
 from lit_async_rl.agents.calls import AgentCallError
 from lit_async_rl.agents.parsing import TaggedParser, TextParser
 from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages, message_key
-from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
 

@@ -12,7 +12,8 @@ from tiny_models import ALL, save, tiny_llama
 from torch.distributed.fsdp.wrap import wrap
 
 from lit_async_rl import CurrentProximal, OptimalBaseline, Reinforce, SequenceTruncatedIS
-from lit_async_rl.models.loading import WeightFiles, eos_token_ids, is_on_meta, load_policy, parameters_on_meta
+from lit_async_rl.models.end_tokens import eos_token_ids
+from lit_async_rl.models.loading import WeightFiles, is_on_meta, load_policy, parameters_on_meta
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharding import FSDPStrategy, ModelParallelStrategy, Sharding
 from lit_async_rl.training.module import PolicyModule

@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams, default_bound
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.models.loading import context_length, load_policy, other_layers
+from lit_async_rl.models.architecture import context_length, other_layers
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, full_logprobs, random_tokens

@@ -8,16 +8,9 @@ from tiny_models import ALL, save, tiny_gemma4, tiny_gpt2, tiny_llama, tiny_qwen
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.models.loading import (
-    WeightFiles,
-    check_vocabulary,
-    context_length,
-    eos_token_ids,
-    load_policy,
-    load_tokenizer,
-    stored_buffers,
-    stored_eos_token_ids,
-)
+from lit_async_rl.models.architecture import context_length, stored_buffers
+from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
+from lit_async_rl.models.loading import WeightFiles, check_vocabulary, load_policy, load_tokenizer
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import apply_weights, receive_weights, stream_weights

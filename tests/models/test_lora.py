@@ -7,7 +7,7 @@ from flow import fit, make_data, make_module
 from tiny_models import save, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from lit_async_rl.models.loading import stored_buffers
+from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import LORA_A, LORA_B, UNCHANGED, adapted_layers, stream_weights

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Phi3Config
 
 from lit_async_rl import SharedPromptPacking
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.models.loading import context_length, rotary_length
+from lit_async_rl.models.architecture import context_length, rotary_length
 from lit_async_rl.models.policy import CausalPolicy
 
 LIMIT = 16

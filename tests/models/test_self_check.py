@@ -12,7 +12,8 @@ from lit_async_rl import SharedPromptPacking
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import UnsupportedModelError
-from lit_async_rl.models.loading import context_length, load_policy
+from lit_async_rl.models.architecture import context_length
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, random_tokens

@@ -15,7 +15,7 @@ from chat_families import ANSWER, FAMILIES, QUESTION, SECOND, SYSTEM, TOOL, Fami
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.environments.episode_engine import Conversation
-from lit_async_rl.models.loading import stored_end_tokens, stored_eos_token_ids
+from lit_async_rl.models.end_tokens import stored_end_tokens, stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
 

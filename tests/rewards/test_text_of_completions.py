@@ -14,7 +14,8 @@ from lit_async_rl.data.settings import Scoring
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.requests import sampling_arguments
-from lit_async_rl.models.loading import eos_token_ids, load_policy, stored_eos_token_ids
+from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.scorer import score
 from lit_async_rl.types import Prompt

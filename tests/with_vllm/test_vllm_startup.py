@@ -12,7 +12,8 @@ from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.engine_arguments import check_vllm
 from lit_async_rl.engines.vllm.process import engine_environment
 from lit_async_rl.engines.vllm.requests import sampling_arguments
-from lit_async_rl.models.loading import eos_token_ids, load_policy, stored_eos_token_ids
+from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
+from lit_async_rl.models.loading import load_policy
 
 
 def test_without_vllm_it_says_how_to_install_it(monkeypatch):

@@ -13,7 +13,8 @@ from lit_async_rl.engines.embedded.kv_cache import INEXACT_MODEL_TYPES, cache_ar
 from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.models.loading import evaluation_mode, other_layers
+from lit_async_rl.models.architecture import other_layers
+from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.self_check import (
     MAX_COMPLETION_LENGTH,
     PROMPT_LENGTHS,

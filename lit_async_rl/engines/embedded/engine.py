@@ -35,7 +35,9 @@ from lit_async_rl.engines.embedded.queue import RequestQueue, Update
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
-from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, stored_buffers
+from lit_async_rl.models.architecture import context_length, stored_buffers
+from lit_async_rl.models.end_tokens import eos_token_ids
+from lit_async_rl.models.loading import build_policy, evaluation_mode
 from lit_async_rl.models.weights import apply_weights, receive_weights
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.spans import ENGINE, Lane, recorder

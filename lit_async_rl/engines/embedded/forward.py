@@ -28,8 +28,8 @@ from transformers import (
 from lit_async_rl.engines.embedded.kv_cache import RowCaches, SlotCache, cache_argument
 from lit_async_rl.engines.embedded.packed_linear import PackedLinear
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.attention import ignored_setting
-from lit_async_rl.models.loading import body, context_length, other_layers
 from lit_async_rl.models.policy import CausalPolicy
 
 # -- Matrix products of one decoder layer of a Llama-like model: n rows, T tokens each, H hidden size -----------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.loading import body
+from lit_async_rl.models.architecture import body
 
 BLOCK_POSITIONS = 32  # M is a multiple of it
 

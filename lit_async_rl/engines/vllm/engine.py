@@ -33,7 +33,8 @@ from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
 from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError
-from lit_async_rl.models.loading import base_of, stored_dtype, stored_eos_token_ids
+from lit_async_rl.models.end_tokens import stored_eos_token_ids
+from lit_async_rl.models.loading import base_of, stored_dtype
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.waiting import Wait
 

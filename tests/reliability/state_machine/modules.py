@@ -25,7 +25,7 @@ from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import InvariantError, RewardError
 from lit_async_rl.losses.aggregation import TokenMean
-from lit_async_rl.models.loading import EndTokens
+from lit_async_rl.models.end_tokens import EndTokens
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import PromptStream

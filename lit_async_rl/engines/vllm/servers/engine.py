@@ -26,7 +26,7 @@ from lit_async_rl.engines.vllm.servers.handshake import Expected
 from lit_async_rl.engines.vllm.servers.membership import Membership, server_url, wait_for_servers_file
 from lit_async_rl.engines.vllm.servers.sleep import FleetSleep
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.guarded_calls import LoopThread
