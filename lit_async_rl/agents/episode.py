@@ -165,6 +165,11 @@ class AgentEpisode:
         return self._rules.renderer.codec
 
     @property
+    def max_model_len(self) -> int:
+        """Largest number of tokens of a call and its reply."""
+        return self._session.max_model_len
+
+    @property
     def trains(self) -> bool:
         """Whether its tokens are trained on, and not only validated."""
         return self._rules.trains

@@ -236,6 +236,28 @@ def test_a_million_messages_are_refused(pair):
     ],
     ids=["no_text", "deep", "role", "schema", "n", "unknown_characters", "wrong_path"],
 )
+def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
+    """Tokenising them takes tens of seconds, in which no episode would get an answer."""
+    episodes, good, bad = pair
+    long = "8312=" * 1_000_000
+    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": long}}]
+    for path, body, param in (
+        ("/chat/completions", {"messages": [USER | {"content": long}]}, "messages"),
+        ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": calls}]}, "messages"),
+        ("/chat/completions", {"messages": [USER | {"content": long[:1000]}] * 1500}, "messages"),
+        ("/chat/completions", tool(description=long), "messages"),
+        ("/completions", {"prompt": long}, "prompt"),
+        ("/completions", {"prompt": [[5] * 1_000_000]}, "prompt"),
+    ):
+        response = send(bad, json.dumps(body | {"model": "m"}), path)
+        assert response.status_code == 400
+        error = checked(response)
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == param
+    well(good)
+    assert not episodes.errors
+
+
 def test_each_broken_body_gets_the_error_of_the_api(pair, data):
     _, good, bad = pair
     response = send(bad, data)

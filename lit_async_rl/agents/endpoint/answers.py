@@ -33,6 +33,11 @@ class TokenTexts:
         self._codec = codec
         self._bytes: dict[int, bytes] = {}
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._codec.tokenizer.get_vocab()), default=1)
+
     def of(self, token_ids: Sequence[int]) -> list[str]:
         """Text of each token; a character of several tokens belongs to the last of them."""
         return self._codec.token_texts(list(token_ids))

@@ -120,6 +120,34 @@ class Call:
     chat_template_kwargs: Mapping[str, Any] | None = None
 
 
+def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
+    """Refuses texts that cannot fit into the context, before they are tokenised, which takes seconds for some MB.
+
+    Args:
+        call: the call.
+        max_tokens: tokens of the context.
+        longest_token: characters of the longest token.
+
+    Raises:
+        ApiError: the texts are longer than the context, whatever their tokens are.
+    """
+    lengths = [len(one) if isinstance(one, tuple) else -(-len(one) // longest_token) for one in call.prompts]
+    if call.messages:
+        chars = sum(len(message["content"] or "") for message in call.messages)
+        more = [one for message in call.messages for one in message.get("tool_calls", ())]
+        more += [*(call.tools or ()), call.chat_template_kwargs or {}]
+        chars += sum(len(json.dumps(one, ensure_ascii=False)) for one in more)
+        lengths.append(chars // longest_token)
+    longest = max(lengths)
+    if longest > max_tokens:
+        raise ApiError(
+            400,
+            f"the model's context is {max_tokens} tokens, and the call has at least {longest}",
+            param="messages" if call.messages else "prompt",
+            code="context_length_exceeded",
+        )
+
+
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,16 @@ from typing import Any
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.endpoint.answers import Answer, TokenTexts
-from lit_async_rl.agents.endpoint.bodies import CHAT, DISTRIBUTION, Call, CallLimits, chat_call, parse_body, text_call
+from lit_async_rl.agents.endpoint.bodies import (
+    CHAT,
+    DISTRIBUTION,
+    Call,
+    CallLimits,
+    chat_call,
+    check_length,
+    parse_body,
+    text_call,
+)
 from lit_async_rl.agents.endpoint.errors import ApiError
 from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
@@ -302,6 +311,7 @@ class Endpoint:
             return None
         read = chat_call if path == CHAT else text_call
         call = read(parse_body(data), session.episode.request.sampling, session.limits)
+        check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
         known = session.book.join(
             digest_of(path, data),
             attempt=_attempt(request.headers.get("x-stainless-retry-count")),
