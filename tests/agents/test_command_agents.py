@@ -139,6 +139,19 @@ def test_output_without_end_is_read_and_not_kept():
     assert found.reward == 0.5
 
 
+def test_a_process_that_leaves_another_with_its_output_is_not_waited_for():
+    for own_session in (False, True):
+        text = (
+            f"import subprocess; p = subprocess.Popen(['sleep', '60'], start_new_session={own_session}); print(p.pid)"
+        )
+        began = time.monotonic()
+        pid = int(run(python(text)).reward)
+        assert time.monotonic() - began < 50
+        if own_session:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+
+
 def test_arguments_are_not_read_by_a_shell(tmp_path):
     victim = tmp_path / "victim"
     assert run([*python("print(1)"), f"; touch {victim}", f"$(touch {victim})"]).reward == 1.0

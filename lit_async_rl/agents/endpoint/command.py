@@ -22,6 +22,8 @@ MAX_LINE_BYTES = 2**16
 MAX_ERROR_CHARS = 2000
 READ_BYTES = 2**16
 REAP_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 2.0  # from the end of a process to that of its output
+POLL_INTERVAL_S = 0.25  # until a process is noticed that has ended while others hold its output
 MAX_NAME_CHARS = 200
 CONCEALED = "(the episode's key)"
 CANNOT_START = 127  # as a shell has it
@@ -118,14 +120,19 @@ class CommandAgent:
             env=self._variables(str(client.base_url).rstrip("/"), api_key),
             start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
         )
+        output = _Tail(process.stdout)
+        errors = _Tail(process.stderr)
+        work = asyncio.gather(_write(process, prompt), output.read(), errors.read())
         try:
-            _, line, errors = await asyncio.gather(
-                _write(process, prompt), _last_line(process.stdout), _tail(process.stderr)
-            )
-            status = await process.wait()
+            await _ended(process, work)
         finally:
+            work.cancel()
             await _kill(process)
-        return self._result(status, line, errors.replace(api_key, CONCEALED))
+        status = process.returncode
+        if status is None:
+            raise CommandAgentError(f"the agent {' '.join(self.command)[:MAX_NAME_CHARS]!r} cannot be killed")
+        lines = output.text.rstrip().splitlines() or [""]
+        return self._result(status, lines[-1].strip(), errors.text.replace(api_key, CONCEALED))
 
     def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
         """Environment of the process."""
@@ -186,23 +193,50 @@ async def _write(process: asyncio.subprocess.Process, prompt: Prompt) -> None:
         await process.stdin.wait_closed()
 
 
-async def _last_line(stream: asyncio.StreamReader | None) -> str:
-    """The last line that is not empty, of its length at most `MAX_LINE_BYTES`."""
-    text = (await _tail(stream)).rstrip()
-    return text.splitlines()[-1].strip() if text else ""
+class _Tail:
+    """The last `MAX_LINE_BYTES` of a stream.
+
+    Args:
+        stream: read to its end by `read`.
+    """
+
+    def __init__(self, stream: asyncio.StreamReader | None) -> None:
+        self._stream = stream
+        self._kept = b""
+
+    async def read(self) -> None:
+        while self._stream is not None and (part := await self._stream.read(READ_BYTES)):
+            self._kept = (self._kept + part)[-MAX_LINE_BYTES:]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
 
 
-async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """The last `MAX_LINE_BYTES` of a stream, which is read to its end."""
-    kept = b""
-    while stream is not None and (part := await stream.read(READ_BYTES)):
-        kept = (kept + part)[-MAX_LINE_BYTES:]
-    return kept.decode(errors="replace")
+async def _ended(process: asyncio.subprocess.Process, work: asyncio.Future[Any]) -> None:
+    """Waits until a process has ended and its output was read.
+
+    Processes that it leaves behind may hold its output open: they are killed, and those that have left its group are
+    not waited for.
+    """
+    while not (await asyncio.wait({work}, timeout=POLL_INTERVAL_S))[0]:
+        if process.returncode is not None:
+            _kill_group(process)
+            await asyncio.wait({work}, timeout=READ_TIMEOUT_S)
+            return
+    work.result()
+    await process.wait()  # it may have closed its output before its end
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
     """Kills what is left of a process and its group, and reaps it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # also children that outlive it
+    _kill_group(process)  # also children that outlive it
+    if process.returncode is not None:
+        return
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)
