@@ -70,10 +70,11 @@ def test_a_stream_is_its_answer_for_any_tokens(codec, data):
     assert entries == whole.logprobs.content
     assert len(entries) == len(ids)
     assert own[-1].token_ids == whole.token_ids == ids
-    raw = b"".join(bytes(entry.bytes) for entry, token in zip(entries, ids, strict=True) if token not in codec._special)
-    bare = [token for token in ids if token not in codec._special]
-    if isinstance(texts.bytes_of(ids[0]), bytes) and "Strip" not in str(codec.tokenizer.backend_tokenizer.decoder):
-        assert raw.decode(errors="replace") == codec.tokenizer.decode(bare)
+    if "Strip" in str(codec.tokenizer.backend_tokenizer.decoder):
+        return  # it drops the first space of a text
+    own_bytes = b"".join(texts.bytes_of(token) for token in ids)
+    if "\ufffd" not in own_bytes.decode(errors="replace"):
+        assert own_bytes.decode() == codec.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_calls_of_tools_are_deltas_of_their_own(codec):

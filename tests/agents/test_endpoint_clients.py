@@ -366,7 +366,7 @@ def test_prompts_beside_one_that_is_refused_are_not_trained(tmp_path):
         client = client_of(given, max_retries=0)
         client.completions.create(model=MODEL, prompt="52=")
         with pytest.raises(openai.BadRequestError, match="context"):
-            client.completions.create(model=MODEL, prompt=["83=", "1" * 5000])
+            client.completions.create(model=MODEL, prompt=["83=", "1" * 600])
         (episode,) = episodes.engine._by_key.values()
         wait_for(lambda: all(call.replies.done() for call in episode._calls))
         (sample,) = finish(episodes)

@@ -195,7 +195,8 @@ class Answer:
             yield {"delta": {"reasoning_content": message["reasoning_content"]}, "logprobs": None}
         for text, begin, end in self._pieces(reply, message.get("content") or ""):
             logprobs = self._logprobs(reply, begin, end=end) if self._call.logprobs else None
-            yield {"delta": {"content": text} if text else {}, "logprobs": logprobs}
+            if text or logprobs:
+                yield {"delta": {"content": text} if text else {}, "logprobs": logprobs}
         for number, call in enumerate(message.get("tool_calls") or ()):
             named = {"name": call["function"]["name"], "arguments": ""}
             head = {"index": number, "id": call["id"], "type": "function", "function": named}
