@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: browser quickstart smollm2 test test-slow test-ray test-ray-soak test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
-.PHONY: types docs wheel smoke clean
+.PHONY: types docs wheel pins smoke clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -58,7 +58,7 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py tests/with_vllm/test_vllm_sleep.py tests/with_vllm/test_vllm_heads.py tests/with_vllm/test_vllm_wrong_weights.py tests/with_vllm/test_vllm_bfloat16.py tests/with_vllm/test_vllm_settings.py tests/with_vllm/test_vllm_refused_sampling.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py tests/with_vllm/test_vllm_sleep.py tests/with_vllm/test_vllm_heads.py tests/with_vllm/test_vllm_wrong_weights.py tests/with_vllm/test_vllm_bfloat16.py tests/with_vllm/test_vllm_settings.py tests/with_vllm/test_vllm_refused_sampling.py tests/with_vllm/test_vllm_packed_transfer.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
@@ -66,8 +66,11 @@ test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stoppe
 test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, replicas, servers that join, leave and die in 200 steps
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py
 
+pins: $(VENV)/installed  ## the quick start with the lowest and the newest transformers, Lightning and jsonargparse
+	bash .ci/pins
+
 gpu-rehearsal: $(VENV)/installed  ## what a machine with a GPU has to pass, as far as it runs on a CPU
-	$(BIN)/python benchmarks/gpu_acceptance --device cpu
+	$(BIN)/python benchmarks/gpu_acceptance --device cpu --budget_s 0
 
 lint: $(VENV)/installed layers
 	$(BIN)/ruff check .

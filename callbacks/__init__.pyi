@@ -5,6 +5,7 @@ from .monitors.engine_check import EngineCheck as EngineCheck
 from .monitors.fresh_data import FreshDataMonitor as FreshDataMonitor
 from .monitors.gradient_monitor import GradientMonitor as GradientMonitor
 from .monitors.live_view import LiveView as LiveView
+from .monitors.reward_hacking import RewardHackingMonitor as RewardHackingMonitor
 from .monitors.run_summary import RunSummary as RunSummary
 from .monitors.step_monitor import ImportanceMonitor as ImportanceMonitor
 from .monitors.step_monitor import LengthBiasMonitor as LengthBiasMonitor

@@ -64,6 +64,14 @@ METRICS: dict[str, list[Metric]] = {
         fresh/log_ratio_mean | nats | mean of its logarithm; must be 0 but for rounding
         fresh/log_ratio_slope | nats/nat | its change with the token's log-probability; must be 0
     """),
+    "RewardHackingMonitor": _metrics("""
+        hacking/length_growth | ratio | mean length of the last 20 steps over that of at most 100 steps before
+        hacking/repetition | share | of a completion's 4-grams that were there before, mean
+        hacking/special_tokens | share | completions with a special token before their end
+        hacking/group_std | reward | standard deviation of rewards within a group, mean
+        hacking/disagreement | share | right completions that the second grader calls wrong
+        hacking/num_signs | signs | of reward hacking that hold
+    """),
     "ThroughputMonitor": _metrics("""
         perf/step_s | s | from the end of one optimizer step to the end of the next
         perf/tokens_per_s | tokens/s | completion tokens trained on
@@ -198,6 +206,18 @@ METRICS: dict[str, list[Metric]] = {
         agent/drift_template | calls | so far that could not continue a conversation because of the chat template
         agent/drift_tokens | calls | so far that spelled a conversation in other tokens
         agent/drift_other | calls | so far that had changed a turn of the policy
+    """),
+    "CodeReward": _metrics("""
+        code/num_right | completions | so far that passed all cases; its `name` stands in place of `code`
+        code/num_wrong | completions | so far that failed a case, and ended by themselves
+        code/num_no_code | completions | so far without a code block
+        code/num_time | completions | so far that a limit of time ended
+        code/num_memory | completions | so far that a limit of memory or processes ended
+        code/num_output | completions | so far that wrote too much
+        code/num_failed | completions | so far whose program failed by itself: an exception, a signal, another language
+        code/num_programs | programs | run so far, one for each case or set of tests
+        code/cpu_s | s | processor time of a program, mean
+        code/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
     """),
     "AnnealBeta": _metrics("""
         loss/beta | factor | present beta of the loss

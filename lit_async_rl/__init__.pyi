@@ -58,6 +58,7 @@ from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
 from .callbacks import ReplicaScaling as ReplicaScaling
+from .callbacks import RewardHackingMonitor as RewardHackingMonitor
 from .callbacks import RolloutMonitor as RolloutMonitor
 from .callbacks import RolloutTape as RolloutTape
 from .callbacks import RunSummary as RunSummary
@@ -111,6 +112,7 @@ from .environments.base import Observation as Observation
 from .environments.episode_engine import EpisodeEngine as EpisodeEngine
 from .environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from .environments.gymnasium import GymnasiumPrompts as GymnasiumPrompts
+from .environments.python_tool import PythonTool as PythonTool
 from .errors import EngineDown as EngineDown
 from .errors import EngineError as EngineError
 from .errors import EnvironmentFailure as EnvironmentFailure
@@ -184,6 +186,7 @@ from .replay.buffer import ReplayWeighting as ReplayWeighting
 from .replay.buffer import RewardReplay as RewardReplay
 from .replay.buffer import UniformReplay as UniformReplay
 from .replay.tape import Tape as Tape
+from .rewards.code import CodeReward as CodeReward
 from .rewards.combined import CombinedReward as CombinedReward
 from .rewards.forms import BatchedReward as BatchedReward
 from .rewards.forms import TRLReward as TRLReward
@@ -192,6 +195,7 @@ from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
+from .rewards.json_answers import json_match as json_match
 from .rewards.judge import JudgeBudget as JudgeBudget
 from .rewards.judge import JudgeReward as JudgeReward
 from .rewards.judge_models import JudgeLimits as JudgeLimits
@@ -201,6 +205,11 @@ from .rollouts.intake import DynamicSampling as DynamicSampling
 from .rollouts.intake import GroupFilter as GroupFilter
 from .rollouts.intake import OverlongFilter as OverlongFilter
 from .rollouts.intake import OverlongPenalty as OverlongPenalty
+from .sandbox.program import Program as Program
+from .sandbox.program import ProgramResult as ProgramResult
+from .sandbox.program import SandboxError as SandboxError
+from .sandbox.program import SandboxLimits as SandboxLimits
+from .sandbox.sandbox import Sandbox as Sandbox
 from .scheduling.admission import AdmissionPolicy as AdmissionPolicy
 from .scheduling.admission import Bounded as Bounded
 from .scheduling.admission import Drop as Drop
@@ -235,6 +244,7 @@ from .tasks import Calculator as Calculator
 from .tasks import CalculatorAgent as CalculatorAgent
 from .tasks import CalculatorParser as CalculatorParser
 from .tasks import MentalArithmetic as MentalArithmetic
+from .tasks import PickNumber as PickNumber
 from .tasks import ReasoningGym as ReasoningGym
 from .tasks import ReasoningGymReward as ReasoningGymReward
 from .tasks import SortDigits as SortDigits

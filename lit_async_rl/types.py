@@ -352,7 +352,26 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch:
+class TokenRow:
+    """Tokens that follow others, and what was recorded of them; see `Completion` and `Branch`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    loss_mask: tuple[bool, ...] | None = None
+    head: SamplerHead | None = None
+    experts: ExpertChoices | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    credit: float = 1.0
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Number of tokens that train in this row, by `loss_mask`."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch(TokenRow):
     """A further row of tokens that a sample trains on: another branch of an agent's conversation, or a sub-agent's.
 
     Fields of tokens have one entry for each of `token_ids`, as in a `Completion`.
@@ -364,27 +383,11 @@ class Branch:
     """
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    head: SamplerHead | None = None
-    experts: ExpertChoices | None = None
-    credit: float = 1.0
-
-    @property
-    def num_own_tokens(self) -> int:
-        """Number of its tokens that train."""
-        return sum(self.loss_mask)
-
-    @property
-    def num_policy_tokens(self) -> int:
-        """Number of its tokens that the policy wrote; all where a filter masked it."""
-        return self.num_own_tokens or len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(TokenRow):
     """One sample of a request, as an engine returns it. Fields of tokens have one entry for each of `token_ids`.
 
     A sample of an agent may have several rows of tokens: its own and those of its `branches`. Its reward is that of all
@@ -413,33 +416,21 @@ class Completion:
 
     request_id: int
     sample_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
     finish_reason: FinishReason
     text: str = ""
-    loss_mask: tuple[bool, ...] | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
     turns: tuple[Turn, ...] | None = None
-    head: SamplerHead | None = None
-    experts: ExpertChoices | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    credit: float = 1.0
     branches: tuple[Branch, ...] = ()
-
-    @property
-    def num_own_tokens(self) -> int:
-        """Number of tokens that train in the completion's own row, by `loss_mask`."""
-        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_trained_tokens(self) -> int:
         """Number of tokens that train, in all rows of the sample."""
-        return self.num_own_tokens + sum(branch.num_own_tokens for branch in self.branches)
+        own = len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+        return own + sum(sum(branch.loss_mask) for branch in self.branches)
 
     @property
-    def rows(self) -> tuple[Completion | Branch, ...]:
+    def rows(self) -> tuple[TokenRow, ...]:
         """All rows of tokens: the completion's own, and its branches."""
         return (self, *self.branches)
 
@@ -475,7 +466,7 @@ class Rollout(Completion):
     reward: float = field()  # without the default that it has in a completion
 
     def __post_init__(self) -> None:
-        for row in self.rows:
+        for row in (self, *self.branches):
             lengths = {len(row.token_ids), len(row.logprobs), len(row.versions)}
             if row.loss_mask is not None:
                 lengths.add(len(row.loss_mask))
@@ -487,7 +478,7 @@ class Rollout(Completion):
     @property
     def num_policy_tokens(self) -> int:
         """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
-        return self.num_trained_tokens or sum(len(row.token_ids) for row in self.rows)
+        return self.num_trained_tokens or sum(len(row.token_ids) for row in (self, *self.branches))
 
     @property
     def score(self) -> float:
@@ -537,7 +528,7 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         """Number of completion tokens of all rollouts."""
-        return sum(len(row.token_ids) for rollout in self.rollouts for row in rollout.rows)
+        return sum(len(row.token_ids) for one in self.rollouts for row in (one, *one.branches))
 
 
 class RolloutBatch:

@@ -70,6 +70,7 @@ def run(seed: int, steps: int, out: Path) -> dict[str, Any]:
         learning_rate=2.5e-4,
         sampling={"max_tokens": 12},
         validation=rl.Validation(prompts=rl.Addition(num_digits=3, size=256, split="held_out"), batch_size=256),
+        scoring={"success_reward": 1.0},
         val_check_interval=10,
         check_val_every_n_epoch=None,
         callbacks=[held_out],

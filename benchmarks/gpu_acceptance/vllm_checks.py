@@ -7,17 +7,17 @@ import tempfile
 from typing import Any
 
 import torch
-from measuring import Skip, mismatch, model, requests, require, timed
-from transformers import LlamaForCausalLM
+from measuring import Skip, mismatch, model, num_parameters, real_model, requests, require, timed
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lit_async_rl
 from lit_async_rl.engines.completion_check import run_requests
 
 
-def _started(lm: LlamaForCausalLM, **settings: Any) -> lit_async_rl.VLLMEngine:
+def _started(lm: PreTrainedModel, **settings: Any) -> lit_async_rl.VLLMEngine:
     if importlib.util.find_spec("vllm") is None:
         raise Skip("vLLM is not installed")
-    engine = lit_async_rl.VLLMEngine(max_num_seqs=64, max_model_len=512, **settings)
+    engine = lit_async_rl.VLLMEngine(**{"max_num_seqs": 64, "max_model_len": 512, **settings})
     with tempfile.TemporaryDirectory() as folder:
         lm.save_pretrained(folder)
         engine.setup(folder)
@@ -73,6 +73,40 @@ def sleep(device: str) -> dict[str, float]:
         finally:
             engine.close()
     return numbers
+
+
+def _sample_real(device: str, size: str) -> dict[str, float]:
+    """VLLM in bfloat16 at a real size: the same work as the embedded engine's check."""
+    if device == "cpu":
+        raise Skip("a real size takes too long on a CPU; the other checks run vLLM there")
+    lm = real_model(device, size, torch.bfloat16)
+    engine = _started(lm, max_num_seqs=256, dtype="bfloat16", gpu_memory_utilization=0.5)
+    try:
+        for version in range(3):
+            engine.load_weights(version, lm.named_parameters())
+        asked = requests(lm, 32, 8, 128, 256)
+        error = mismatch(lm, asked, run_requests(engine, asked))
+        require(error < 0.5, f"log-probabilities differ by {error:.2g}")
+        seconds = timed(lambda: run_requests(engine, asked), device, repeats=1)
+        tokens = 32 * 8 * 256
+        return {
+            "tokens_per_s": tokens / seconds,
+            "max_error": error,
+            "pause_ms": 1e3 * engine.update_pauses_s[-1],
+            "tflops_bfloat16": 2 * num_parameters(lm) * tokens / seconds / 1e12,
+        }
+    finally:
+        engine.close()
+
+
+def vllm_0_5b(device: str) -> dict[str, float]:
+    """VLLM with 0.5 billion parameters."""
+    return _sample_real(device, "0.5B")
+
+
+def vllm_1_5b(device: str) -> dict[str, float]:
+    """VLLM with 1.5 billion parameters."""
+    return _sample_real(device, "1.5B")
 
 
 def _gpu_transfer(device: str, kind: str) -> dict[str, float]:

@@ -1,15 +1,21 @@
 """Processor time from Enter to the first line, to the short help, and to the first optimizer step of the quick start.
 
     python benchmarks/performance/first_step.py --out docs/measurements/first_step.json
+    python benchmarks/performance/first_step.py --trl /tmp/others/bin/trl --litgpt /tmp/others/bin/litgpt
 
 Each round measures everything once, in turn, and `python -c 'import torch, lightning, transformers'` beside it: the
-difference is what this package adds. Processor time counts all threads, and hardly depends on what else runs.
+difference is what this package adds. Processor time counts all threads and child processes, and hardly depends on what
+else runs. TRL's and LitGPT's commands are measured beside ours where they are given, in an environment with the same
+torch and transformers (`pip install trl==1.16.0 litgpt==0.5.13`); TRL's first step is that of its GRPO command on the
+quick start's model, prompts, reward and size of a step, without a validation. LitGPT has no reinforcement learning.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -34,7 +40,21 @@ NAMES = {
     "help": "`python scripts/train.py --help`",
     "step": "first optimizer step of the quick start, after its validation",
     "above": "of that, above the bare import",
+    "trl help": "`trl grpo --help`",
+    "trl step": "first optimizer step of `trl grpo`, without a validation",
+    "litgpt help": "`litgpt finetune_full --help`",
 }
+TRL_FLAGS = [
+    *("--model_name_or_path", str(ROOT / "lit_async_rl/assets/sort_policy"), "--dataset_name", "data"),
+    *("--reward_funcs", "my_rewards.exact", "--output_dir", "out", "--max_steps", "1", "--logging_steps", "1"),
+    *("--per_device_train_batch_size", "256", "--num_generations", "8", "--max_completion_length", "12"),
+    *("--learning_rate", "1.1e-4", "--bf16", "false", "--use_cpu", "true", "--report_to", "none"),
+    *("--save_strategy", "no", "--disable_tqdm", "true"),
+]
+TRL_REWARD = """
+def exact(completions, answer, **columns):
+    return [float(completion == one) for completion, one in zip(completions, answer)]
+"""
 
 
 def until_the_end(command: list[str]) -> float:
@@ -47,37 +67,67 @@ def until_the_end(command: list[str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def until_a_line(command: list[str], begin: str) -> float:
-    """Processor seconds of a command until it prints a line that begins so; it is ended then."""
-    process = start(command, subprocess.PIPE)
+def until_a_line(command: list[str], begin: str, folder: str | None = None) -> float:
+    """Processor seconds of a command and its children until it prints a line that begins so; it is ended then."""
+    process = start(command, subprocess.PIPE, folder)
     deadline = time.monotonic() + LIMIT_S
     try:
         for line in process.stdout:
             if line.startswith(begin):
-                times = psutil.Process(process.pid).cpu_times()
-                return times.user + times.system
+                return processor_s(psutil.Process(process.pid))
             if time.monotonic() > deadline:
                 break
     finally:
-        process.send_signal(signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     raise RuntimeError(f"{command} printed no line {begin!r}")
 
 
-def start(command: list[str], output: int) -> subprocess.Popen[str]:
-    """Starts a command in the repository, with one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+def processor_s(process: psutil.Process) -> float:
+    """Processor seconds of a process, of its children, and of those that have ended."""
+    times = process.cpu_times()
+    ended = times.children_user + times.children_system
+    return times.user + times.system + ended + sum(processor_s(child) for child in process.children())
+
+
+def start(command: list[str], output: int, folder: str | None = None) -> subprocess.Popen[str]:
+    """Starts a command in the repository, or in a folder, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = folder or str(ROOT)
     errors = subprocess.STDOUT if output == subprocess.PIPE else output
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=folder or ROOT,
+        env=environment,
+        stdout=output,
+        stderr=errors,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def one_round(folder: str) -> dict[str, float]:
+def write_trl_folder(folder: Path) -> None:
+    """Prompts and reward of the quick start, as TRL's command reads them."""
+    digits = ["".join(random.choices("0123456789", k=8)) for _ in range(2048)]
+    rows = [json.dumps({"prompt": f"{one}=", "answer": "".join(sorted(one))}) for one in digits]
+    (folder / "data").mkdir()
+    (folder / "data/train.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "my_rewards.py").write_text(TRL_REWARD)
+
+
+def one_round(folder: str, trl: str | None, litgpt: str | None) -> dict[str, float]:
     """Seconds of each, by name."""
     found = {"bare": until_the_end(BARE), "help": until_the_end([*TRAIN, "--help"])}
     logs = ["--trainer.logger.init_args.save_dir", folder]
     found["line"] = until_a_line([*QUICK_START, *logs], "loading ")
     found["step"] = until_a_line([*QUICK_START, *logs], "step 1/")
-    return found | {"above": found["step"] - found["bare"]}
+    found["above"] = found["step"] - found["bare"]
+    if trl is not None:
+        found["trl help"] = until_the_end([trl, "grpo", "--help"])
+        found["trl step"] = until_a_line([trl, "grpo", *TRL_FLAGS], "{'loss'", folder)
+    if litgpt is not None:
+        found["litgpt help"] = until_the_end([litgpt, "finetune_full", "--help"])
+    return found
 
 
 def main() -> None:
@@ -86,12 +136,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/measurements/first_step.json")
     parser.add_argument("--machine", default="two cores")
+    parser.add_argument("--trl", help="TRL's command")
+    parser.add_argument("--litgpt", help="LitGPT's command")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        one_round(folder)  # reads all files once
-        rounds = [one_round(folder) for _ in range(arguments.rounds)]
+        write_trl_folder(Path(folder))
+        one_round(folder, arguments.trl, arguments.litgpt)  # reads all files once
+        rounds = [one_round(folder, arguments.trl, arguments.litgpt) for _ in range(arguments.rounds)]
     rows = []
     for key, name in NAMES.items():
+        if key not in rounds[0]:
+            continue
         seconds = sorted(one[key] for one in rounds)
         rows.append([name, f"{statistics.median(seconds):.2f} s", f"{seconds[0]:.2f} to {seconds[-1]:.2f}"])
         print(" | ".join(rows[-1]))

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_sentence
+from lit_async_rl.callbacks.monitors.reward_hacking import signs_of
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
@@ -434,6 +435,8 @@ class BottleneckVerdict(pl.Callback):
         if self._without_signal >= MIN_STEPS_WITHOUT_SIGNAL:
             same = "all completions of a prompt had the same reward: look at data.reward and samples.jsonl"
             sentences.append(f"nothing was learned in the last {self._without_signal} steps, {same}")
+        if signs := signs_of(trainer):
+            sentences.append(f"signs of reward hacking: {'; '.join(signs.values())}")
         if dropped is not None:
             sentences.append(dropped)
         return ". ".join([*sentences, speed])

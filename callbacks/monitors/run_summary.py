@@ -15,6 +15,7 @@ from rich.table import Table
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_row
 from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
+from lit_async_rl.callbacks.monitors.reward_hacking import RewardHackingMonitor
 from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
@@ -96,10 +97,7 @@ class RunSummary(pl.Callback):
             is_of_the_end = self._measured_at == trainer.global_step  # SIGTERM leaves no time to measure again
             when = "after" if is_of_the_end else f"at step {self._measured_at}"
             table.add_row(f"held-out accuracy before, {when}", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
-        step = trainer.global_step
-        last = trainer.max_steps
-        none_left = f"0: step {step} of trainer.max_steps={last} was reached before"
-        table.add_row("optimizer steps", none_left if not self.num_steps and 0 <= last <= step else str(self.num_steps))
+        table.add_row("optimizer steps", str(self.num_steps) if self.num_steps else _why_no_step(trainer))
         for cause, total in _dropped_updates(trainer).items():
             if number := total - self._first_dropped.get(cause, 0):
                 share = "all" if number >= self.num_steps else f"{number}"
@@ -126,6 +124,11 @@ class RunSummary(pl.Callback):
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, FreshDataMonitor) and monitor.broken:
                 table.add_row("fresh data", f"engine and trainer disagree: {monitor.broken}")
+        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, RewardHackingMonitor) and monitor.begun:
+                names = [f"{name} (step {step})" for name, step in monitor.begun.items() if name not in monitor.signs]
+                ended = [f"ended: {', '.join(names)}"] if names else []
+                table.add_row("signs of reward hacking", "; ".join([*monitor.signs.values(), *ended]))
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)
@@ -133,7 +136,7 @@ class RunSummary(pl.Callback):
                 table.add_row("bottleneck", _bottleneck(judge.verdict))
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
-        table.add_row("checkpoint", _checkpoint(trainer) or "none was saved")
+        table.add_row("checkpoint", _checkpoint(trainer, has_trained=self.num_steps > 0) or "none was saved")
         return table
 
     def print(self, trainer: AnyTrainer) -> None:
@@ -146,6 +149,15 @@ class RunSummary(pl.Callback):
                 Console(width=width).print(fitted(table, width))
             else:
                 Console(width=WIDEST).print(table)
+
+
+def _why_no_step(trainer: AnyTrainer) -> str:
+    """0, and the setting that allows no step, if it is known."""
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return f"0: step {trainer.global_step} of trainer.max_steps={trainer.max_steps} was reached before"
+    if trainer.limit_train_batches == 0:
+        return "0: trainer.limit_train_batches=0"
+    return "0"
 
 
 def fitted(table: Table, width: int) -> Table:
@@ -174,7 +186,7 @@ def _dropped_updates(trainer: AnyTrainer) -> dict[str, int]:
     return found
 
 
-def _checkpoint(trainer: AnyTrainer) -> str:
+def _checkpoint(trainer: AnyTrainer, has_trained: bool) -> str:
     """The checkpoint of the run's end; its step where that is another one, and what a full disk did not take.
 
     Empty if there is none.
@@ -184,6 +196,8 @@ def _checkpoint(trainer: AnyTrainer) -> str:
     saved = trainer.checkpoint_callback
     path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
     if path and "://" not in path and not Path(path).exists():
+        if not has_trained:  # restored from the checkpoint of an earlier run, whose folder may have been moved
+            return ""
         return f"MISSING: {path} was saved, and is not there any more"
     newest = getattr(trainer.strategy.checkpoint_io, "newest", None)
     if path and newest is not None and newest.step != trainer.global_step:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBars
 from rich.table import Column
 
+from lit_async_rl.callbacks.monitors.reward_hacking import signs_of
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -339,7 +340,8 @@ class Progress(ProgressBar):
         dropped = _dropped_share(trainer)
         lost = [f"dropped {dropped:.0%}"] if dropped >= LEAST_DROPPED else []
         left = [] if math.isinf(left_s) or self.num_steps >= self.max_steps else [f"{duration(left_s)} left"]
-        return [*metrics, *lost, f"{seconds:.2g} s/step", *left]
+        hacked = [f"hacking: {', '.join(signs)}"] if (signs := signs_of(trainer)) else []
+        return [*metrics, *hacked, *lost, f"{seconds:.2g} s/step", *left]
 
 
 def _dropped_share(trainer: AnyTrainer) -> float:

@@ -11,12 +11,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.data.module import RolloutDataModule, saved_state
 from lit_async_rl.data.setting_checks import check_signal
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
-from lit_async_rl.rollouts.resume import START_ANEW, is_producer_state
 from lit_async_rl.training.combination_checks import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import make_probe
@@ -196,16 +195,7 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
     """Restores the data module's state from a checkpoint that was saved under another class name.
 
     Raises:
-        ValueError: the checkpoint has no such state, or several.
+        ValueError: see `saved_state`.
     """
-    if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning restored it; a tape needs no state
-        return
-    names = [name for name, value in checkpoint.items() if is_producer_state(value)]
-    if not names and checkpoint["global_step"] == 0:  # saved before anything was sampled
-        return
-    if len(names) != 1:
-        raise ValueError(
-            f"the checkpoint holds {len(names)} states of a RolloutDataModule, not one: its rollouts and the position "
-            "in data.prompts would be lost. " + START_ANEW
-        )
-    data.load_state_dict(checkpoint[names[0]])
+    if type(data).__qualname__ not in checkpoint and (state := saved_state(data, checkpoint)) is not None:
+        data.load_state_dict(state)  # else Lightning has restored it

@@ -78,11 +78,15 @@ class AgentEngine(MultiRequestEngine):
     """Runs `agent(prompt, client)` for each sample; what it returns is the reward, in place of `data.reward`.
 
     Example:
+        ```python
+        import lit_async_rl as rl
+
         async def agent(prompt, client):
             answer = await client.chat.completions.create(messages=[{"role": "user", "content": prompt.text}])
             return float(answer.choices[0].message.content == prompt.answer)
 
         engine = rl.AgentEngine(rl.EmbeddedEngine(), agent=agent)
+        ```
 
     An agent calls the policy as often as it likes, also concurrently. `sampling.max_tokens` bounds one reply. Calls
     that continue a conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation that

@@ -22,7 +22,7 @@ from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, Reply
 from lit_async_rl.agents.credit import BranchCredit
 from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
 from lit_async_rl.agents.parsing import ReplyParser
-from lit_async_rl.agents.rendering import ChatRenderer, Messages, checked_call_messages
+from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.models.tokenizer import TextCodec
@@ -292,21 +292,18 @@ class AgentEpisode:
         kind = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
         match = self.graph.match(kind, messages)
         renderer = self._rules.renderer
-        places = [place for place, _ in match.turns]
-        segments = renderer.segments(messages, tools, options, sampled=places)
-        path = [turn for _, turn in match.turns]
         drift = self.graph.drift
-        parent = match.last
-        if renderer.is_continued([turn.given_text for turn in path], segments[:-1], tools=tools, options=options):
-            drift.healed += match.num_healed
-        else:
-            drift.template += 1
-            parent = None
-            segments = renderer.segments(messages, tools, options)
         drift.other += match.is_edited
-        given_ids = renderer.encode(segments[-1])
-        if parent is not None:
-            given_ids = renderer.encode_after(parent.completion.token_ids, segments[-1])
+        parent = match.last
+        text = self._continuation(match, messages, tools, options=options) if parent is not None else None
+        if parent is not None and text is not None:
+            drift.healed += match.num_healed
+            given_ids = renderer.encode_after(parent.completion.token_ids, text)
+        else:
+            drift.template += parent is not None
+            parent = None
+            (text,) = renderer.segments(messages, tools, options)
+            given_ids = renderer.encode(text)
         if self._first is None:
             self._first = (messages, tools)
         return self._submit(
@@ -315,11 +312,30 @@ class AgentEpisode:
             sampling,
             n=n,
             call_id=call_id,
-            given_text=segments[-1],
+            given_text=text,
             messages=messages,
             tools=tools,
             match=match,
         )
+
+    def _continuation(
+        self, match: Match, messages: Messages, tools: Messages, *, options: Mapping[str, Any]
+    ) -> str | None:
+        """What follows the last turn that a call continues; None if the template writes what was before differently.
+
+        Raises:
+            AgentCallError: the template refuses the messages.
+        """
+        renderer = self._rules.renderer
+        try:
+            segments = renderer.segments(messages, tools, options, sampled=[place for place, _ in match.turns])
+        except AgentCallError as error:
+            if error.code != UNSTABLE:
+                raise
+            return None
+        before = [turn.given_text for _, turn in match.turns]
+        is_continued = renderer.is_continued(before, segments[:-1], tools=tools, options=options)
+        return segments[-1] if is_continued else None
 
     def _begin_text(
         self, prompt: str | Sequence[int], sampling: CallSampling | None, *, n: int, call_id: str | None

@@ -18,7 +18,7 @@ no drift: the sampled tokens are kept (`healed`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lit_async_rl.agents.rendering import Message, message_key
@@ -37,7 +37,6 @@ class SampledTurn:
         call: number of its call within the episode.
         is_side: whether its call is a side call.
         is_kept: whether its reply has reached the agent.
-        num_continued: turns that continue it.
         system: system prompt of its conversation; empty without one.
     """
 
@@ -48,7 +47,6 @@ class SampledTurn:
     call: int
     is_side: bool = False
     is_kept: bool = False
-    num_continued: int = 0
     system: str = ""
 
     @property
@@ -67,21 +65,36 @@ class SampledTurn:
 
 @dataclass(eq=False)
 class MessageNode:
-    """A message; `turn` is set if the policy sampled it."""
+    """A message; `turn` is set if the policy sampled it. The policy may say the same several times."""
 
-    key: str = ""
-    message: Message | None = None
+    parent: MessageNode | None = None
+    message: Message = field(default_factory=dict)
     turn: SampledTurn | None = None
     children: dict[str, list[MessageNode]] = field(default_factory=dict)
 
+    def same(self, message: Message) -> list[MessageNode]:
+        """The children that say the same as a message: turns of the policy, and messages that are equal to it."""
+        known = self.children.get(message_key(message), ())
+        return [child for child in known if child.turn is not None or child.message == message]
+
     def child(self, message: Message, turn: SampledTurn | None = None) -> MessageNode:
         """The child with this message; a new one if there is none yet, or if the policy sampled it."""
-        key = message_key(message)
-        known = self.children.setdefault(key, [])
-        if turn is None and known:
-            return _newest(known)
-        known.append(MessageNode(key=key, message=message, turn=turn))
+        known = self.children.setdefault(message_key(message), [])
+        equal = [child for child in known if child.turn is None and child.message == message]
+        if turn is None and equal:
+            return equal[0]
+        known.append(MessageNode(parent=self, message=message, turn=turn))
         return known[-1]
+
+    @property
+    def path(self) -> list[MessageNode]:
+        """The messages up to this one, without the root."""
+        nodes = []
+        node: MessageNode | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
     @property
     def has_turns(self) -> bool:
@@ -150,22 +163,23 @@ class MessageGraph:
 
     def match(self, kind: str, messages: Sequence[Message]) -> Match:
         """Follows messages from the root of their `kind`: tools and template arguments."""
-        found = Match(self._roots.setdefault(kind, MessageNode()))
-        sampled: list[tuple[int, MessageNode, Message]] = []
-        for number, message in enumerate(messages):
-            children = found.node.children.get(message_key(message))
-            if not children:
-                found.is_edited = message["role"] == "assistant" and found.node.has_turns
+        reached = [self._roots.setdefault(kind, MessageNode())]
+        is_edited = False
+        for message in messages:
+            further = [child for node in reached for child in node.same(message)]
+            if not further:
+                is_edited = message["role"] == "assistant" and any(node.has_turns for node in reached)
                 break
-            found.node = _newest(children)
-            found.length = number + 1
-            if found.node.turn is not None:
-                sampled.append((number, found.node, message))
-        if sampled and sampled[-1][1].turn is not None:
-            path = sampled[-1][1].turn.path  # without turns from before a fork
-            of_path = [(n, node, message) for n, node, message in sampled if node.turn in path]
-            found.turns = [(n, node.turn) for n, node, _ in of_path if node.turn is not None]
-            found.num_healed = sum(not _is_same(node.message, message) for _, node, message in of_path)
+            reached = further  # all that say the same: only one of them may be the one that was continued
+        node = _newest(reached)
+        nodes = node.path
+        found = Match(node, len(nodes), is_edited=is_edited)
+        sampled = [n for n, one in enumerate(nodes) if one.turn is not None]
+        last = nodes[sampled[-1]].turn if sampled else None
+        if last is not None:
+            path = last.path  # without turns from before a fork
+            found.turns = [(n, turn) for n in sampled if (turn := nodes[n].turn) is not None and turn in path]
+            found.num_healed = sum(not _is_same(nodes[n].message, messages[n]) for n, _ in found.turns)
         return found
 
     def add(self, match: Match, messages: Sequence[Message], reply: Message, turn: SampledTurn) -> None:
@@ -179,28 +193,15 @@ class MessageGraph:
     def record(self, turn: SampledTurn) -> None:
         """Adds a turn that follows no messages, but tokens."""
         self.turns.append(turn)
-        if turn.parent is not None:
-            turn.parent.num_continued += 1
-
-    def nodes(self) -> Iterator[MessageNode]:
-        """All messages, each once."""
-        waiting = list(self._roots.values())
-        while waiting:
-            node = waiting.pop()
-            if node.message is not None:
-                yield node
-            waiting += [child for same in node.children.values() for child in same]
 
 
-def _newest(children: Sequence[MessageNode]) -> MessageNode:
-    """Of turns that say the same the latest that the agent has read."""
-    kept = [child for child in children if child.turn is None or child.turn.is_kept]
-    return (kept or children)[-1]
+def _newest(nodes: Sequence[MessageNode]) -> MessageNode:
+    """Of messages that say the same a turn that the agent has read, the latest one."""
+    kept = [node for node in nodes if node.turn is not None and node.turn.is_kept]
+    return (kept or nodes)[-1]
 
 
-def _is_same(recorded: Message | None, sent: Message) -> bool:
+def _is_same(recorded: Message, sent: Message) -> bool:
     """Whether a message of the assistant was sent back as it was given, ids of tool calls aside."""
-    if recorded is None:
-        return False
     calls = [[call["function"] for call in one.get("tool_calls", ())] for one in (recorded, sent)]
     return recorded["content"] == sent["content"] and calls[0] == calls[1]

@@ -23,6 +23,7 @@ from lit_async_rl.types import ROLES
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
+UNSTABLE = "unstable_template"  # code of the error of a template whose turns cannot be found again
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id"}
 )  # others are of clients, not of chat
@@ -178,7 +179,7 @@ class ChatRenderer:
         for mark, place in zip(marks, sampled, strict=True):
             at = whole.find(mark, cursor)
             if at < 0:
-                raise AgentCallError("the chat template leaves out an earlier turn", "unstable_template")
+                raise AgentCallError("the chat template leaves out an earlier turn", UNSTABLE)
             if place not in kept:
                 found.append(whole[cursor:at])
                 cursor = at + len(mark)
@@ -187,7 +188,7 @@ class ChatRenderer:
             openings = self._openings(tools, options)
             end = self._end_of_turn(whole, at)
             if openings is None or end is None or not whole.startswith(closed) or len(closed) < cursor:
-                raise AgentCallError("it is unclear where the chat template writes a tool call", "unstable_template")
+                raise AgentCallError("it is unclear where the chat template writes a tool call", UNSTABLE)
             found.append(whole[cursor : len(closed)] + openings[0])
             cursor = end
         return [*found, whole[cursor:]]

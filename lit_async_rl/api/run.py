@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_async_rl.api.arguments import as_groups, as_typed, check_model, in_folder
 from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engines, uses_gpus
+from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
@@ -257,6 +258,7 @@ def _fit_here(
         module = given.make_module()
         limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
         stack.enter_context(CtrlC())
+        check_resume(trainer, module, data, ckpt_path)
         with run_folders(trainer, ckpt_path):
             if folder is not None:
                 folder += [log.log_dir for log in trainer.loggers[:1] if isinstance(log, CSVLogger)]

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import pkgutil
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,19 +19,21 @@ import yaml
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
 import lit_async_rl
+from lit_async_rl.api.precision import gpu_precision
 from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils.checks import check_objects, check_range, meant
 
+OF_THE_DEVICE = ("accelerator", "devices", "precision", "strategy", "num_nodes", "plugins")
 TRAINER_SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 
 
@@ -40,7 +43,8 @@ class Trainer(pl.Trainer):
     The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
     place. A CSV log is always written into the run's folder, unless `logger=False`: TensorBoard's, or `runs/version_N`
     in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
-    `plugins=[AtomicCheckpointIO()]` writes them while training waits.
+    `plugins=[AtomicCheckpointIO()]` writes them while training waits. On a GPU the default precision is `bf16-mixed`,
+    see `lit_async_rl.api.precision`.
 
     Example:
         ```python
@@ -81,6 +85,7 @@ class Trainer(pl.Trainer):
             if name not in TRAINER_SETTINGS:
                 raise TypeError(f"Trainer has no setting {name!r}{meant(name, TRAINER_SETTINGS)}")
         settings = _with_defaults(settings)
+        settings |= gpu_precision(settings)
         own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
         for callback in own:
             check_objects("trainer", callbacks=callback)
@@ -89,7 +94,7 @@ class Trainer(pl.Trainer):
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
             )
         _check_callbacks(own)
-        check_range("trainer", "integer >= -1", max_steps=settings.get("max_steps"))
+        _check_limits(settings)
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if repeated := repeated_callback(own):
             raise ValueError(
@@ -103,8 +108,7 @@ class Trainer(pl.Trainer):
         try:
             super().__init__(callbacks=with_clipping_last(own), logger=logger, **settings)
         except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
-            chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
-            raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
+            raise ValueError(f"{_setting_in(str(error), settings)}: {_sentence(error)}") from error
         _check_nodes(self)
         _check_ranks(self)
         if isinstance(self.strategy.checkpoint_io, AsyncCheckpointIO):
@@ -122,7 +126,7 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's settings over those of `configs/defaults.yaml`; validation steps are counted across epochs.
 
     Raises:
-        ValueError: `val_check_interval` is 0, `gradient_clip_val` negative, or `barebones` set.
+        ValueError: `val_check_interval` is 0, or `barebones` set.
     """
     if settings.get("barebones"):
         raise ValueError(
@@ -132,11 +136,49 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     interval = settings.get("val_check_interval")
     if interval is not None and not interval:
         raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
-    check_range("trainer", ">= 0", gradient_clip_val=settings.get("gradient_clip_val"))
     given = {name: value for name, value in defaults_file()["trainer"].items() if name != "logger"} | dict(settings)
     if isinstance(interval, int):
         given.setdefault("check_val_every_n_epoch", None)
     return given
+
+
+def _check_limits(settings: Mapping[str, Any]) -> None:
+    """Refuses limits that contradict each other or do nothing, about which Lightning says nothing."""
+    get = settings.get
+    check_range("trainer", "integer >= -1", max_steps=get("max_steps"), max_epochs=get("max_epochs"))
+    check_range("trainer", "integer >= -1", num_sanity_val_steps=get("num_sanity_val_steps"))
+    check_range("trainer", "integer >= 0", min_steps=get("min_steps"), min_epochs=get("min_epochs"))
+    check_range("trainer", "integer >= 0", log_every_n_steps=get("log_every_n_steps"))
+    check_range("trainer", "integer >= 1", check_val_every_n_epoch=get("check_val_every_n_epoch"))
+    check_range("trainer", ">= 0", gradient_clip_val=get("gradient_clip_val"))
+    for unit in ("steps", "epochs"):
+        least = get(f"min_{unit}")
+        most = get(f"max_{unit}")
+        if least is not None and most is not None and 0 <= most < least:
+            raise ValueError(f"trainer.min_{unit}={least} is more than trainer.max_{unit}={most}, where training ends")
+    if get("gradient_clip_algorithm") is not None and not get("gradient_clip_val"):
+        raise ValueError(
+            f"trainer.gradient_clip_algorithm={get('gradient_clip_algorithm')} clips nothing without "
+            "trainer.gradient_clip_val"
+        )
+    interval = get("val_check_interval")
+    counts_steps = "check_val_every_n_epoch" in settings and settings["check_val_every_n_epoch"] is None
+    if isinstance(interval, float) and counts_steps:
+        raise ValueError(f"trainer.val_check_interval must be a whole number of steps, got {interval}: no epoch ends")
+    if (longest := get("max_time")) is not None:
+        try:
+            Timer(duration=longest)
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise ValueError(f"trainer.max_time must be DD:HH:MM:SS, such as 00:12:00:00, got {longest!r}") from error
+
+
+def _setting_in(text: str, settings: Mapping[str, Any]) -> str:
+    """The setting that Lightning's refusal names, with its value; those of the device together."""
+    for name in TRAINER_SETTINGS:
+        if name not in OF_THE_DEVICE and settings.get(name) is not None and re.search(rf"\b{name}\b", text):
+            return f"trainer.{name}={settings[name]!r}"
+    chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in OF_THE_DEVICE[:3])
+    return f"trainer ({chosen})"
 
 
 REFUSED_CALLBACKS = {

@@ -33,6 +33,7 @@ from rich.table import Table
 import lit_async_rl
 from lit_async_rl.api import run as api
 from lit_async_rl.api.ranks import TellFolder, placed_flags, set_engines, uses_gpus
+from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
@@ -324,6 +325,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
         run.append(cli)
         trainer = cli.trainer
         ckpt_path = cli.config["ckpt_path"]
+        check_resume(trainer, cli.model, cli.datamodule, ckpt_path)
         with cli.engines_connected(), run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         api.print_summary(trainer)

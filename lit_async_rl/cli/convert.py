@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from lit_async_rl.cli.error_report import one_line_errors
-from lit_async_rl.utils.checks import OneLineParser, meant
+from lit_async_rl.utils.checks import OneLineParser, check_range, meant
 
 # Without influence on what is trained, or given here by other means: where logs go, how TRL's own loops are run.
 IGNORED = {
@@ -86,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=1, help="training processes that TRL was started with")
     given = parser.parse_args(args)
     with one_line_errors():
+        check_range("", ">= 1", devices=given.devices)
         text = convert(read_settings(given.config), given.devices, given.config.name)
         if given.out is None:
             sys.stdout.write(text)

@@ -38,7 +38,8 @@ from lit_async_rl.errors import (
     StalledError,
     describe,
 )
-from lit_async_rl.utils.checks import closest, meant
+from lit_async_rl.prompts.sources import FILE_SOURCES, Records
+from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.renamed_keys import new_name
 from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
@@ -53,6 +54,7 @@ SELF_EXPLAINING_ERRORS = (
     *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
 )
 MAX_ERROR_CHARS = 600
+NEGATIVE_NUMBER = re.compile(r"^-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # argparse takes `-1e-4` for an option
 COMPARED_TYPES = (str, int, float, bool)
 
 
@@ -74,6 +76,9 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
         if type(error).__module__.startswith("wandb"):  # compared by name: wandb need not be imported
             without = "WANDB_MODE=offline logs without an account"
             sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
+        if type(error).__module__.startswith("pydantic") and " for Settings" in str(error):  # of wandb, from WANDB_MODE
+            reason = re.sub(r"\[type=.*", "", str(error).partition("\n")[2], flags=re.S)
+            sys.exit(f"error: a variable WANDB_* of the environment is refused by W&B: {shorten(reason)}")
         line = user_line(error)
         hint = _hint(error, folder, is_users=bool(line))
         sys.exit("\n".join(part for part in (f"error: {shorten(_sentence(error))}{hint}", line) if part))
@@ -99,6 +104,10 @@ def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) ->
 
 class Parser(LightningArgumentParser):
     """Lightning's parser with one-line errors, a suggested setting, and no usage text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the process with status 2; parsers of nested values raise instead, as jsonargparse does."""
@@ -202,10 +211,53 @@ def _same_class(path: str, class_path: str) -> bool:
 USUAL_NAMES = {  # in other programs, and here
     "lr": "model.learning_rate",
     "batch_size": "data.groups_per_step",
+    "train_batch_size": "data.groups_per_step",
     "seed": "seed_everything",
     "resume": "ckpt_path",
     "checkpoint": "ckpt_path",
+    "resume_from_checkpoint": "ckpt_path",
+    "num_generations": "data.group_size",
+    "n": "data.group_size",
+    "max_new_tokens": "data.sampling.max_tokens",
+    "max_length": "data.sampling.max_tokens",
+    "max_completion_length": "data.sampling.max_tokens",
+    "beta": "model.kl_coefficient",
+    "kl_coef": "model.kl_coefficient",
+    "steps": "trainer.max_steps",
+    "epochs": "trainer.max_epochs",
+    "num_train_epochs": "trainer.max_epochs",
+    "gpus": "trainer.devices",
+    "num_gpus": "trainer.devices",
+    "output_dir": "trainer.logger.save_dir",
+    "model_name_or_path": "model.model",
+    "dataset": "data.prompts",
+    "dataset_name": "data.prompts",
+    "reward_funcs": "data.reward",
+    "total_training_steps": "trainer.max_steps",
+    "gradient_accumulation_steps": "data.micro_batches_per_step",
+    "checkpoint_callback": "trainer.enable_checkpointing",
+    "progress_bar_refresh_rate": "trainer.enable_progress_bar",
+    "use_vllm": "data.engine",
+    "wandb": "trainer.logger",
+    "report_to": "trainer.logger",
+    "bf16": "trainer.precision",
+    "fp16": "trainer.precision",
+    "adv_estimator": "data.advantage",
 }
+USUAL_CLASSES = {  # names of methods, in lower case, and the class that stands for them, by setting
+    "model.loss": {"grpo": "PPOClip", "dapo": "PPOClip", "ppo": "PPOClip", "rloo": "Reinforce"},
+    "model.correction": {"tis": "TokenTruncatedIS"},
+    "data.advantage": {"grpo": "GroupMeanStd", "rloo": "LeaveOneOut"},
+}
+SYNONYMS = (  # names of one argument in different classes
+    {"lr", "learning_rate", "rate"},
+    {"weight_decay", "wd", "decay"},
+    {"rank", "r"},
+    {"path", "file", "filename", "data_files"},
+    {"save_dir", "folder", "dir", "out"},
+    {"prompt_field", "prompt_column", "prompt_key", "question_field"},
+    {"answer_field", "answer_column", "answer_key", "solution_field", "target_field"},
+)
 REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
 MAX_LISTED_CLASSES = 12
 
@@ -241,7 +293,7 @@ def explain(message: str, types: Mapping[str, Any]) -> str:
         hint = _type_of(first, types)
         explained = (
             _missing_arguments(refusals, message)
-            or _unknown_argument(first, hint)
+            or _unknown_argument(_of_an_option(refusals) or first, hint)
             or _wrong_type(refusals)
             or _wrong_class(first, hint)
         )
@@ -261,6 +313,7 @@ class _Refusal:
         reason: in the words of jsonargparse.
         value: as text; None if the message does not repeat it.
         argument: of the value's class that was set by a flag of its own.
+        made_by: class path of the value where that may be a function, too; that of the base if none was chosen.
     """
 
     keys: list[str]
@@ -269,6 +322,7 @@ class _Refusal:
     reason: str
     value: str | None
     argument: str | None = None
+    made_by: str | None = None
 
     @property
     def setting(self) -> str:
@@ -312,6 +366,7 @@ def _refusals(message: str) -> list[_Refusal]:
             last_key = max((n for n, (_, key, _) in enumerate(above) if key), default=0)
             reason = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
             value_found = VALUE.search(reason)
+            made_by = re.search(r" Got value: Namespace\(class_path='([\w.]+)'", reason)
             found.append(
                 _Refusal(
                     keys=[key for _, key, _ in above if key],
@@ -319,6 +374,7 @@ def _refusals(message: str) -> list[_Refusal]:
                     chosen=next((path for _, _, path in above[last_key:] if path), None),
                     reason=re.sub(r" Got value: Namespace\(.*\)$", "", reason),
                     value=value_found[1].strip() if value_found else None,
+                    made_by=made_by[1] if made_by else None,
                 )
             )
     return found
@@ -341,6 +397,11 @@ def _missing_arguments(refusals: Iterable[_Refusal], message: str) -> str | None
     return None
 
 
+def _of_an_option(refusals: Sequence[_Refusal]) -> _Refusal | None:
+    """The refusal, of those of a union's types, that names an argument and the class that does not have it."""
+    return next((one for one in refusals if one.made_by and one.reason.startswith("Option '")), None)
+
+
 def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
     """An argument that the class does not have, that is in the wrong place, or that is of no class yet."""
     match = re.match(r"Option '(\S+)' is not accepted", refusal.reason)
@@ -349,10 +410,14 @@ def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
         beside = ", ".join(name for name in names if name not in ("class_path", "init_args"))
         form = "{class_path: ..., init_args: {...}}"
         return f"{refusal.setting}: {beside} must be in init_args, beside class_path: {form}"
-    if match and refusal.chosen:
-        parameters = inspect.signature(pkgutil.resolve_name(refusal.chosen)).parameters
-        suggestion = meant(match[1], parameters)
-        return f"there is no setting {refusal.setting}.{match[1]} of {_last(refusal.chosen)}{suggestion}"
+    is_base = refusal.made_by is not None and pkgutil.resolve_name(refusal.made_by) in set(classes_in(hint))
+    chosen = refusal.chosen or (None if is_base else refusal.made_by)
+    if match and chosen:
+        kind = pkgutil.resolve_name(chosen)
+        parameters = inspect.signature(kind).parameters
+        same = next((name for names in SYNONYMS if match[1] in names for name in parameters if name in names), None)
+        suggestion = f"; did you mean {same}?" if same else meant(match[1], parameters)
+        return f"there is no setting {refusal.setting}.{match[1]} of {_last(chosen)}{suggestion}"
     if refusal.argument is None or refusal.chosen:
         return None
     name = f"{refusal.setting}.{refusal.argument}"
@@ -381,14 +446,21 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
         return None
     known = known_names(bases)
     kind = _with_article(bases[0].__name__) if bases else "the dotted path of a function or a class"
+    if Records in bases:
+        kind = f"a file ({', '.join(FILE_SOURCES)}), a dataset of the Hugging Face hub (org/name) or a class of prompts"
+        if value[:1] in "[{":
+            return f"{refusal.setting} must be {kind}, got {value}: write records into a file, one JSON object a line"
     rule = f"{refusal.setting} must be {kind}, got {value}"
     if suggestion := _suggested_path(value, is_class=bool(bases)):
         return f"{rule}{suggestion}"
     if not re.fullmatch(r"\w+(\.\w+)+", value):
-        close = _suggested_setting(_last(value), known)
-        listed = f"; there are {', '.join(known)}" if not close and len(known) <= MAX_LISTED_CLASSES else ""
+        usual = USUAL_CLASSES.get(refusal.setting, {}).get(value.lower())
+        close = f"; did you mean {usual}?" if usual else _suggested_setting(_last(value), known)
+        listed = f"; there are {', '.join(known)}" if not close and 0 < len(known) <= MAX_LISTED_CLASSES else ""
         return f"{rule}{close or listed}"
     top, *names = value.split(".")
+    if Records in bases and len(names) == 1 and importlib.util.find_spec(top) is None:
+        return rule  # a file of another kind, more likely than a class
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         return f"{refusal.setting}={value}: there is no module {top}"
     found: Any = sys.modules.get(top)  # jsonargparse has imported it, unless that failed or is denied
@@ -437,20 +509,26 @@ def _last(path: str) -> str:
 
 
 def _suggested_setting(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where a known name is close, as a whole or in its last part, or has it as its end."""
+    """`; did you mean ...?` where a known name is similar.
+
+    Looked for are names of the same group, then those with the same last part, a misspelt group, and longer names.
+    """
     if re.search(r"\.(ya?ml|json)$", name):
         return f"; did you mean --config {name}?"
-    last = _last(name)
-    by_name = {full.lower(): full for full in known}
-    if USUAL_NAMES.get(last) in by_name:
-        return f"; did you mean {USUAL_NAMES[last]}?"
-    if "." not in name:
-        by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name}
-    close = by_name.get(closest(name, by_name, cutoff=0.7) or "")
-    ends = [full for full in by_name.values() if _last(full) == last]
-    begins = [full for full in by_name.values() if full.startswith(name)]
-    found = close or next(iter([*ends, *begins]), None)
-    return f"; did you mean {found}?" if found else ""
+    group, _, last = name.rpartition(".")
+    names = list(known)
+    if (usual := USUAL_NAMES.get(last)) and any(usual.startswith(full) for full in names):
+        return f"; did you mean {usual}?"
+    parts: dict[str, str] = {}
+    for full in names:
+        if not group or full.rpartition(".")[0] == group:
+            parts.setdefault(_last(full), full)
+    ends = [full for full in names if _last(full) == last]
+    whole = closest(name, names, cutoff=0.8)
+    is_close = whole is not None and closest(last, [_last(whole)]) is not None
+    begins = [full for full in names if full.startswith(name)]
+    found = [parts[one] for one in similar(last, parts)] or ends[:1] or ([str(whole)] if is_close else begins[:1])
+    return did_you_mean(found)
 
 
 def _suggested_path(value: str, is_class: bool) -> str | None:

@@ -23,12 +23,10 @@ from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.types import (
     OWN_CHOICE,
-    Branch,
-    Completion,
-    Rollout,
     RolloutBatch,
     RolloutGroup,
     SamplerHead,
+    TokenRow,
     blank_head,
     join_heads,
 )
@@ -42,7 +40,7 @@ class _Row:
     """One row of a rollout with its advantages and token weight, which depend on the step's other rollouts."""
 
     prompt_ids: tuple[int, ...]
-    rollout: Completion | Branch
+    rollout: TokenRow
     reward: float  # NaN of a branch
     num_policy_tokens: int  # of the rollout
     advantages: Sequence[float]  # of the completion's tokens
@@ -73,7 +71,8 @@ def collate_step(
     `keep_groups_whole` no group is split over micro-batches.
 
     Raises:
-        ValueError: a rollout has branches, and the objective compares whole rollouts (`compares_rollouts`).
+        ValueError: a rollout has branches, and the objective compares whole rollouts (`compares_rollouts`), or its
+            tokens have different advantages.
     """
     groups = aggregation.select(sorted(groups, key=lambda group: group.index))
     advantages = advantage.per_token(groups)
@@ -84,24 +83,44 @@ def collate_step(
             f"{number} rollouts, got {len(of_rollouts)}"
         )
     weights = iter(of_rollouts)
+    for group, rows in zip(groups, advantages, strict=True):
+        for rollout, values in zip(group.rollouts, rows, strict=True):
+            if rollout.branches and compares_rollouts:
+                raise ValueError(
+                    "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, and an "
+                    "agent has left branches, whose rows are trained one by one. Use a loss of tokens (rl.fit: "
+                    "recipe=None), or an agent with one conversation"
+                )
+            if rollout.branches and len(set(values)) > 1:
+                raise ValueError(
+                    f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
+                    "and an agent has left branches, whose tokens get that of the whole rollout. Use an advantage of "
+                    "whole rollouts: GroupMeanStd"
+                )
     units = [
         [
-            row
-            for rollout, values in zip(group.rollouts, rows, strict=True)
-            for row in _rows(group, rollout, values, token_weight=next(weights))
+            _Row(
+                group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
+                row,
+                reward=rollout.reward if row is rollout else math.nan,
+                num_policy_tokens=rollout.num_policy_tokens,
+                # of a branch: that of the whole rollout, which all of its tokens have
+                advantages=[
+                    value * row.credit for value in (values if row is rollout else values[:1] * len(row.token_ids))
+                ],
+                token_weight=token_weight,
+                group_index=group.index,
+                max_staleness=group.max_staleness,
+            )
+            for rollout, values, token_weight in zip(group.rollouts, rows, weights, strict=False)
+            for row in (rollout, *rollout.branches)
         ]
         for group, rows in zip(groups, advantages, strict=True)
     ]
     if not keep_groups_whole:
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
-    rollouts = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
-    if compares_rollouts and any(rollout.branches for group in groups for rollout in group.rollouts):
-        raise ValueError(
-            "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, and an agent has "
-            "left branches, whose rows are trained one by one. Use a loss of tokens (GRPO, PPOClip), or an agent with "
-            "one conversation"
-        )
+    rollouts = [row for group in groups for rollout in group.rollouts for row in (rollout, *rollout.branches)]
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
@@ -116,34 +135,6 @@ def collate_step(
             experts_shape=experts_shape,
         )
         for part in parts
-    ]
-
-
-def _rows(group: RolloutGroup, rollout: Rollout, advantages: Sequence[float], token_weight: float) -> list[_Row]:
-    """The rows of a rollout, with the advantages of its own row's tokens.
-
-    Raises:
-        ValueError: the tokens of a rollout with branches have different advantages.
-    """
-    if rollout.branches and len(set(advantages)) > 1:
-        raise ValueError(
-            "data.advantage gives the tokens of a rollout different advantages, and an agent has left branches, whose "
-            "tokens get that of the whole rollout. Use an advantage of whole rollouts: GroupMeanStd"
-        )
-    of_branch = advantages[0] if advantages else 0.0
-    own = advantages if rollout.credit == 1 else [value * rollout.credit for value in advantages]
-    return [
-        _Row(
-            group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
-            row,
-            reward=rollout.reward if row is rollout else math.nan,
-            num_policy_tokens=rollout.num_policy_tokens,
-            advantages=own if row is rollout else [of_branch * row.credit] * len(row.token_ids),
-            token_weight=token_weight,
-            group_index=group.index,
-            max_staleness=group.max_staleness,
-        )
-        for row in rollout.rows
     ]
 
 
@@ -219,7 +210,7 @@ def _pad(
     )
 
 
-def _head_width(rollouts: Sequence[Completion | Branch]) -> int | None:
+def _head_width(rollouts: Sequence[TokenRow]) -> int | None:
     """Entries per token of the step's recorded distributions; None unless every rollout with tokens has them."""
     heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.token_ids]
     known = [head for head in heads if head is not None]
@@ -241,13 +232,13 @@ def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width:
     return {"head_ids": head_ids, "head_logprobs": head_logprobs, "behavior_entropy": entropy}
 
 
-def _experts_shape(rollouts: Sequence[Completion | Branch]) -> tuple[int, int] | None:
+def _experts_shape(rollouts: Sequence[TokenRow]) -> tuple[int, int] | None:
     """Routers and experts per token, if any rollout of the step has chosen experts."""
     return next((rollout.experts.shape for rollout in rollouts if rollout.experts is not None), None)
 
 
 def _experts(
-    size: tuple[int, ...], rollouts: Sequence[Completion | Branch], shape: tuple[int, int] | None
+    size: tuple[int, ...], rollouts: Sequence[TokenRow], shape: tuple[int, int] | None
 ) -> Int[Tensor, "B T n k"] | None:
     """Chosen experts in the places of their tokens."""
     if shape is None:

@@ -34,7 +34,7 @@ from lit_async_rl.prompts.curriculum import Curriculum
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.replay.tape_source import NoEngine, Replay
+from lit_async_rl.replay.tape_source import TAPE, NoEngine, Replay
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
@@ -43,6 +43,7 @@ from lit_async_rl.rewards.scorer import Reward, Scorer, check_reward, score_all
 from lit_async_rl.rewards.success import Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
+from lit_async_rl.rollouts.resume import START_ANEW, check_order, is_producer_state
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_kinds, check_range
@@ -410,6 +411,15 @@ class RolloutDataModule(pl.LightningDataModule):
         hooks.restore_state(self.reward, state_dict.get(REWARD_STATE, {}))
         self._source.load_state_dict({name: value for name, value in state_dict.items() if name != REWARD_STATE})
 
+    def check_resumable(self, state: Mapping[str, Any]) -> None:
+        """Checks that the prompts of this run are in the order of those of a saved state.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if TAPE not in state:  # that of a replay says nothing of prompts
+            check_order(state, self.stream)
+
     def stop(self) -> None:
         """Stops the background thread and closes the engine. Safe to call twice."""
         self._reference_check.close()
@@ -554,3 +564,25 @@ class PromptFeed:
             begin = min(index * self._batch_size, len(self._source))
             end = min(begin + self._batch_size, len(self._source))
             yield PromptBatch([self._source[k] for k in range(begin, end)], index)
+
+
+def saved_state(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of a data module in a checkpoint, also under the name of another class; None if it needs none.
+
+    Raises:
+        ValueError: there is no such state, or several.
+    """
+    if data.tape is not None:
+        return None
+    own: dict[str, Any] | None = checkpoint.get(type(data).__qualname__)
+    if own is not None:
+        return own
+    found: list[dict[str, Any]] = [value for value in checkpoint.values() if is_producer_state(value)]
+    if not found and checkpoint["global_step"] == 0:  # saved before anything was sampled
+        return None
+    if len(found) != 1:
+        raise ValueError(
+            f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the position "
+            "in data.prompts would be lost. " + START_ANEW
+        )
+    return found[0]

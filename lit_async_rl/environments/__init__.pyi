@@ -4,3 +4,4 @@ from .base import Observation as Observation
 from .episode_engine import EpisodeEngine as EpisodeEngine
 from .gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from .gymnasium import GymnasiumPrompts as GymnasiumPrompts
+from .python_tool import PythonTool as PythonTool

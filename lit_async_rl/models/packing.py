@@ -17,8 +17,9 @@ H is the hidden size.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -32,10 +33,12 @@ from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.device_memory import to_device
 
 # -- Layout: positions of the tokens of completions in the packed rows ------------------------------------------------
 
 
+FLEX_BLOCK = 128  # of FlexAttention's masks; lengths that are multiples of it are compiled for less often
 _PADDING = -1  # branch of positions that hold no token
 
 
@@ -63,8 +66,8 @@ class PackedRows:
         return int((self.branch != _PADDING).sum())
 
     def to(self, device: torch.device) -> PackedRows:
-        """Copy on another device."""
-        return PackedRows(**{name: value.to(device) for name, value in vars(self).items()})
+        """Copy on another device; does not wait for work that is queued there."""
+        return PackedRows(**{name: to_device(value, device) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,11 @@ class _Segment:
 
 
 def pack(
-    input_ids: Int[Tensor, "B T"], needed: Bool[Tensor, "B T"], group_index: Sequence[int], row_tokens: int = 0
+    input_ids: Int[Tensor, "B T"],
+    needed: Bool[Tensor, "B T"],
+    group_index: Sequence[int],
+    row_tokens: int = 0,
+    multiple: int = 1,
 ) -> PackedRows:
     """Packs the tokens that `needed` positions depend on, on the CPU; rows without needed positions are omitted.
 
@@ -87,6 +94,7 @@ def pack(
         needed: True at positions that predict a trained token.
         group_index: group of each row.
         row_tokens: capacity of a packed row, in tokens; longer groups have a row of their own.
+        multiple: L is a multiple of it.
     """
     width = input_ids.shape[1]
     lengths = (needed * torch.arange(1, width + 1)).amax(-1).tolist()  # up to the last predicting position
@@ -101,7 +109,8 @@ def pack(
     groups = [_segments(ids, rows, lengths) for rows in members.values()]
     sizes = [sum(segment.end - segment.begin for segment in group) for group in groups]
     bins = _first_fit(sizes, row_tokens)
-    length = max(sum(sizes[n] for n in numbers) for numbers in bins)
+    longest = max(sum(sizes[n] for n in numbers) for numbers in bins)
+    length = -(-longest // multiple) * multiple
     fields: list[list[list[int]]] = [[], [], [], []]
     target = [[0] * width for _ in ids]
     for number, numbers in enumerate(bins):
@@ -155,7 +164,8 @@ class SharedPromptPacking:
     (`data.keep_groups_whole`, set by `WeightSync`); prefixes are shared within a group only.
 
     With `attn_implementation: flex_attention` (for GPUs: forbidden blocks are skipped) the mask is a FlexAttention
-    block mask, with `sdpa` or `eager` a dense one of R L^2 entries, for which one group in a row is best.
+    block mask, made by compiled code, and rows are padded to a multiple of 128 tokens. With `sdpa` or `eager` it is a
+    dense one of R L^2 entries, for which one group in a row is best.
 
     Args:
         row_tokens: largest number of tokens in a packed row of several groups; a longer group has a row of its own. 0
@@ -193,10 +203,18 @@ class SharedPromptPacking:
         Raises:
             ValueError: the input is longer than the model's attention window.
         """
-        rows = pack(input_ids.cpu(), needed.cpu(), group_index.tolist(), row_tokens=self.row_tokens).to(
-            input_ids.device
+        # one transfer, which waits for the device, and none back that does
+        whole = torch.cat([input_ids, needed.to(input_ids.dtype), group_index[:, None]], 1).cpu()
+        width = input_ids.shape[1]
+        rows = pack(
+            whole[:, :width],
+            whole[:, width:-1].bool(),
+            whole[:, -1].tolist(),
+            row_tokens=self.row_tokens,
+            multiple=FLEX_BLOCK if lm.config._attn_implementation == "flex_attention" else 1,
         )
         check_length(lm, int(rows.position.max()) + 1)
+        rows = rows.to(input_ids.device)
         with Replaying(None if experts is None else experts.flatten(0, 1)[rows.source.flatten()]):
             hidden = body(lm)(
                 input_ids=input_ids.flatten()[rows.source],
@@ -237,8 +255,9 @@ def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
     num_rows, length = rows.branch.shape
     implementation = lm.config._attn_implementation
     if implementation == "flex_attention":
-        device = str(branch.device)
-        return create_block_mask(lambda b, h, q, k: sees(b, q, k), num_rows, None, length, length, device=device)
+        return _block_mask_maker(branch.device)(
+            lambda b, h, q, k: sees(b, q, k), num_rows, None, length, length, device=str(branch.device)
+        )
     if implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"model.packing needs model.attn_implementation sdpa, eager or flex_attention, got {implementation}"
@@ -251,6 +270,17 @@ def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
         return mask
     lowest = torch.finfo(lm.dtype).min  # eager attention adds the mask to the scores
     return torch.zeros(mask.shape, dtype=lm.dtype, device=branch.device).masked_fill_(~mask, lowest)
+
+
+def _block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
+    """`create_block_mask`, compiled where FlexAttention trains: otherwise it makes R L^2 booleans first."""
+    return create_block_mask if device.type == "cpu" else _compiled_block_mask()
+
+
+@functools.cache
+def _compiled_block_mask() -> Callable[..., BlockMask]:
+    compiled: Callable[..., BlockMask] = torch.compile(create_block_mask)
+    return compiled
 
 
 def check_packable(lm: PreTrainedModel) -> None:

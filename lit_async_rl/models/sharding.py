@@ -107,7 +107,26 @@ def is_transformer_block(module: nn.Module) -> bool:
 
 
 class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
-    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism) with atomic, verified checkpoints."""
+    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism) with atomic, verified checkpoints.
+
+    Args:
+        *args: of Lightning's strategy.
+        context_parallel_size: 1; others are refused, because neither this package nor Lightning splits sequences.
+        **settings: of Lightning's strategy.
+
+    Raises:
+        ValueError: `context_parallel_size` is not 1.
+    """
+
+    def __init__(self, *args: Any, context_parallel_size: int = 1, **settings: Any) -> None:
+        if context_parallel_size != 1:
+            raise ValueError(
+                f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split "
+                "over GPUs, so that one GPU must hold the activations of the longest. What takes less: "
+                "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step, "
+                "tensor_parallel_size (docs/gpus.md)"
+            )
+        super().__init__(*args, **settings)
 
     def check_sizes(self) -> None:
         """Compares the sizes of the mesh with the number of processes, before any of them waits for the others.

@@ -57,6 +57,15 @@ def lasts(item: tuple[str, Any]) -> bool:
     return tensor is UNCHANGED or isinstance(tensor, nn.Parameter) or name.endswith((LORA_A, LORA_B))
 
 
+def tensors_of(received: Mapping[str, Tensor | LowRankSum]) -> Iterator[Tensor]:
+    """All tensors in a result of `receive_weights`."""
+    for weight in received.values():
+        if isinstance(weight, LowRankSum):
+            yield from (weight.base, weight.down, weight.up)
+        else:
+            yield weight
+
+
 @torch.no_grad()
 def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | LowRankSum]:
     """Copies `weights` to the devices and dtypes of parameters and stored buffers of `lm`, without changing `lm`.

@@ -80,7 +80,7 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
         hidden: field of the reference answer, which must not appear in a prompt.
 
     Raises:
-        ValueError: a placeholder names the reference answer, an unknown field, or a field without text or number.
+        ValueError: a placeholder names the reference answer, an unknown field, or one without text, texts or number.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -100,8 +100,11 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
                 f"template={template!r}: there is no field {{{name}}}, only {known}; "
                 f"{{{{{name}}}}} is the literal text {{{name}}}"
             )
+        found = others[name]
+        if isinstance(found, list) and found and all(isinstance(one, str) for one in found):
+            return "\n".join(found)  # such as the tests of a problem
         try:
-            return field_text(others[name])
+            return field_text(found)
         except ValueError as error:
             raise ValueError(f"template={template!r}: {{{name}}} must be text or a number, not {error}") from None
 

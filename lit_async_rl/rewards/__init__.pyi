@@ -1,3 +1,4 @@
+from .code import CodeReward as CodeReward
 from .combined import CombinedReward as CombinedReward
 from .forms import BatchedReward as BatchedReward
 from .forms import TRLReward as TRLReward
@@ -6,6 +7,7 @@ from .functions import MathVerify as MathVerify
 from .functions import exact_match as exact_match
 from .functions import last_number as last_number
 from .functions import share_correct as share_correct
+from .json_answers import json_match as json_match
 from .judge import JudgeBudget as JudgeBudget
 from .judge import JudgeReward as JudgeReward
 from .judge_models import JudgeLimits as JudgeLimits

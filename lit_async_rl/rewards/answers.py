@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
+from lit_async_rl.rewards import units
+
 MAX_NUMBER_CHARS = 200  # longer numbers are left to `math-verify`
+MAX_TEXT_CHARS = 2000  # of a completion's end, in which its last number is looked for
 MAX_EXPONENT = 400  # 1e999999999 as an integer would fill the memory
 SMALL_NUMBER = Fraction(1, 1000)  # below it, the six decimals compared by `math-verify` are too few
 
@@ -23,14 +26,17 @@ _UNIT = rf"{_WORD}(?:(?:\s*[/*·]\s*|\s+|-){_WORD})*"
 # Units that may follow a number without a space; `5m` and `3s/t` are algebra.
 _ATTACHED_UNIT = rf"(?:°[CF]?|km/h|cm/s|m/s|ft/s|kWh|mph|kHz|MHz|GHz|Hz|GB|MB|kB|km|cm|mm|kg|mg|mL|ml)(?:{_EXPONENT})?"
 _QUANTITY = re.compile(
-    r"(?P<sign>[-+−])?\s*(?:\\?[$€£])?\s*(?P<sign2>[-−])?"
+    r"(?P<sign>[-+−])?\s*(?:\\?(?P<currency>[$€£¥₹]))?\s*(?P<sign2>[-−])?"
     r"(?:(?P<whole>\d+)(?P<gap>\s+|-)(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)"
     rf"|(?P<decimal>{_DECIMAL}))"
-    rf"(?:\s*(?P<percent>\\?%|percent\b)|\s*\\?[$€£]|\s*(?P<close>{_ATTACHED_UNIT})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
+    rf"(?:\s*(?P<percent>\\?%|percent(?:age)?\b|pct\b)|\s*\\?(?P<behind>[$€£¥₹¢])|\s*(?P<close>{_ATTACHED_UNIT})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
     r"(?:\s+\((?P<remark>[A-Za-z][A-Za-z -]{2,})\))?"
 )
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_NUMBER_IN_TEXT = re.compile(
+    rf"(?<![\w.,/$€£¥₹])(?:\\?(?P<currency>[$€£¥₹])\s?)?(?P<number>(?<!\d)[-−]?(?:\d+ \d+/\d+|\d+/\d+|{_DECIMAL}))"
+)
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _NOT_WORDS = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\(?:mathbb|mathcal|operatorname)\s*\{\w+\}|\\[A-Za-z]+")
 _FUNCTIONS = frozenset(
     [
@@ -98,7 +104,7 @@ class Answer:
     Attributes:
         math: LaTeX without the unit, to be compared as a value; None for words.
         number: value of a number, quantity or percentage, without unit and percent sign; None for anything else.
-        unit: unit as written; None without one.
+        unit: unit or currency as written, also of a formula; None without one.
         is_percentage: whether it has a percent sign: 50% equals both 50 and 1/2.
         words: normalised text, to be compared as a string; None for mathematics.
     """
@@ -115,10 +121,10 @@ def read_answer(text: str) -> Answer:
     text = bare_formula(text.strip())
     if (number := read_quantity(_plain(text))) is not None:
         return number
-    formula = _without_unit(text)
+    formula, unit = _split_unit(text)
     if _is_words(formula, _plain(formula)):
         return Answer(words=normal_words(_plain(text)))
-    return Answer(math=as_latex(formula))
+    return Answer(math=as_latex(formula), unit=unit)
 
 
 def _plain(latex: str) -> str:
@@ -138,17 +144,19 @@ def has_variables(latex: str) -> bool:
     return re.search(r"[A-Za-z]", _NOT_WORDS.sub(" ", latex)) is not None
 
 
-def _without_unit(text: str) -> str:
-    r"""A formula without the unit at its end: `2 pi cm`, `3\sqrt{2} \text{ feet}`."""
+def _split_unit(text: str) -> tuple[str, str | None]:
+    r"""A formula, and the unit at its end: `2 pi cm`, `3\sqrt{2} \text{ feet}`."""
     match = re.fullmatch(
         rf"(?s)(.*(?:\d|[)}}]|pi))\s*"
-        rf"(?:\s({_UNIT})\.?|\\(?:text|mathrm|mbox)\s*\{{\s*({_UNIT})\.?\s*\}}(?:{_EXPONENT})?)",
+        rf"(?:\s({_UNIT})\.?|\\(?:text|textnormal|mathrm|mbox)\s*\{{\s*({_UNIT})\.?\s*\}}(?P<power>{_EXPONENT})?)",
         text,
     )
     if match is None or _is_words(match[1], match[1]):
-        return text
+        return text, None
     unit = match[2] or match[3]
-    return match[1].strip() if _is_unit(unit) and (match[2] is None or len(unit) > 1) else text
+    if not _is_unit(unit) or (match[2] is not None and len(unit) == 1):
+        return text, None
+    return match[1].strip(), unit + (match["power"] or "")
 
 
 def read_as_quantity(text: str, unit: str | None) -> Answer:
@@ -190,7 +198,46 @@ def read_quantity(text: str) -> Answer | None:
         latex = rf"{'-' if sign < 0 else ''}\frac{{{numerator}}}{{{denominator}}}"
     if match["percent"] is not None:
         return Answer(math=latex + r"\%", number=value, is_percentage=True)
-    return Answer(math=latex, number=value, unit=unit or match["close"])
+    return Answer(math=latex, number=value, unit=_priced(match["currency"] or match["behind"], unit or match["close"]))
+
+
+def _priced(currency: str | None, unit: str | None) -> str | None:
+    """The unit of a price: `$`, `$ per hour`; None if it is not clear what it is, as of `$5 m`."""
+    if currency is None or unit is None:
+        return currency or unit
+    if unit.startswith(("per ", "/")):
+        return f"{currency} {unit}"
+    return unit if units.are_compatible(currency, unit) else None
+
+
+def last_quantity(text: str, unit: str) -> Answer | None:
+    """The last number of a running text, if a unit of the table stands at it, such as that of a reference does.
+
+    Args:
+        text: without a box.
+        unit: of the reference.
+    """
+    if not units.meanings(unit):
+        return None
+    numbers = list(_NUMBER_IN_TEXT.finditer(text[-MAX_TEXT_CHARS:]))
+    if not numbers:
+        return None
+    last = numbers[-1]
+    following = re.match(r"[ -]?((?:[^\s,;:!?()$]+ ?){1,4})", last.string[last.end() :])
+    words = following[1].split() if following else []
+    for number in range(len(words), 0, -1):
+        candidate = " ".join(words[:number]).rstrip(".*_")
+        if units.meanings(candidate):
+            return read_quantity(f"{last['number']} {candidate}")
+    return read_quantity(last[0].replace(" ", "")) if last["currency"] else None
+
+
+def shown_quantity(answer: Answer) -> str:
+    """A number as it was read, with its unit."""
+    if answer.number is None:
+        return answer.math or answer.words or ""
+    unit = "%" if answer.is_percentage else f" {answer.unit}" if answer.unit else ""
+    return f"{answer.number}{unit}"
 
 
 def _is_unit(text: str) -> bool:

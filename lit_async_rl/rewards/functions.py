@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,59 +14,12 @@ from typing import Any
 
 from lit_async_rl.rewards import answers
 from lit_async_rl.rewards.answers import bare_formula, read_answer
-from lit_async_rl.rewards.references import References, any_accepted, grades
+from lit_async_rl.rewards.references import References, any_accepted, explained, grades
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.isolation import IsolatedFunction
 
 # -- Graders that run in a separate process (see `utils.isolation`); their libraries do not import torch --------------
-
-
-def math_grader() -> Callable[[str, str], bool | None]:
-    """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference.
-
-    Numbers, quantities and words are parsed by `rewards.answers` on both sides, everything else by `math-verify`.
-    """
-    import math_verify
-
-    for module in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(module).setLevel(logging.CRITICAL)
-
-    # without the library's timeouts: they use signals, which cannot interrupt native code
-    parse = functools.partial(math_verify.parse, parsing_timeout=None)
-    config = math_verify.LatexExtractionConfig()
-    # the library drops letters as if they were units: it parses `7ab` as 7, and `5m` as 5
-    keeps_letters = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    parse_algebra = functools.partial(parse, extraction_config=[keeps_letters, math_verify.ExprExtractionConfig()])
-
-    def grade(reference: str, completion: str) -> bool | None:
-        right = answers.read_answer(reference)
-        if right.words is not None:
-            if not right.words:
-                return None
-            return answers.is_right_in_words(right.words, answers.final_words(completion))
-        formula = right.math or ""
-        is_algebra = answers.has_variables(formula)
-        is_text = "$" in formula or "\\[" in formula or "\\(" in formula
-        gold = (parse_algebra if is_algebra else parse)(formula if is_text else f"${formula}$")
-        if not gold:
-            return None
-        boxed = answers.final_answer(completion)
-        given = None if boxed is None else answers.read_as_quantity(boxed, right.unit)
-        if given is None or given.number is None:
-            if boxed is not None and (latex := answers.as_latex(boxed)) != boxed:
-                completion = f"\\boxed{{{latex}}}"
-            completion = answers.mixed_numbers_as_fractions(completion)
-            parsers = (parse_algebra, parse) if is_algebra else (parse,)  # its answer may have a unit
-            return any(math_verify.verify(gold, read(completion), timeout_seconds=None) for read in parsers)
-        if right.number is not None and not right.is_percentage and not given.is_percentage:
-            larger = max(abs(right.number), abs(given.number))
-            if right.number == given.number or larger < answers.SMALL_NUMBER:
-                return abs(right.number - given.number) <= larger / 10**6
-        return bool(math_verify.verify(gold, parse(f"${given.math}$"), timeout_seconds=None))
-
-    grade("1", "$1$")  # the library imports lazily; this happens outside of the time limit of calls
-    return grade
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
@@ -115,6 +67,7 @@ def load_reward(path: str) -> Callable[..., Any]:
     return call
 
 
+@explained(lambda prompt, completion: (completion.strip(), "the same text, or not"))
 @grades(lambda prompt: prompt.answer)
 @any_accepted
 def exact_match(prompt: Prompt, completion: str) -> float:
@@ -126,6 +79,7 @@ def exact_match(prompt: Prompt, completion: str) -> float:
     return float(completion.strip() == reference_answer(prompt).strip())
 
 
+@explained(lambda prompt, completion: (completion, "characters at the same position"))
 @grades(lambda prompt: prompt.answer, partial_credit=True)
 @any_accepted
 def share_correct(prompt: Prompt, completion: str) -> float:
@@ -142,6 +96,21 @@ def share_correct(prompt: Prompt, completion: str) -> float:
     return right / longer if longer else 1.0
 
 
+def _last_number(prompt: Prompt, completion: str) -> str | None:
+    """The last number of a completion as it is written; a fraction if the answer is one."""
+    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    if "/" in reference_answer(prompt):
+        number = rf"(?:\d+ +)?\d+/\d+|{number}"
+    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
+    return found[-1] if found else None
+
+
+def _explain_last_number(prompt: Prompt, completion: str) -> tuple[str, str]:
+    found = _last_number(prompt, completion)
+    return (found, "the last number") if found is not None else ("", "no number was found")
+
+
+@explained(_explain_last_number)
 @grades(lambda prompt: prompt.answer)
 @any_accepted
 def last_number(prompt: Prompt, completion: str) -> float:
@@ -159,11 +128,8 @@ def last_number(prompt: Prompt, completion: str) -> float:
         raise ValueError(
             f"last_number needs a number as the reference answer, got {answer[:100]!r}: use MathVerify or exact_match"
         )
-    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-    if "/" in answer:
-        number = rf"(?:\d+ +)?\d+/\d+|{number}"
-    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
-    last = read_answer(found[-1]).number if found else None
+    found = _last_number(prompt, completion)
+    last = read_answer(found).number if found is not None else None
     return float(last is not None and last == reference.number)
 
 
@@ -180,7 +146,8 @@ class MathVerify:
     """1 if the final answer of the completion equals the reference mathematically (`1/2` and `0.5`), else 0.
 
     Uses the `math-verify` library: pip install "lit-async-rl[tasks]". The reference may be a worked solution in the
-    format of GSM8K, with the answer after `####`.
+    format of GSM8K, with the answer after `####`. Units are compared where both sides have one that is known: 18 cents
+    are not 18 dollars, and 1.8 m are 180 cm. A missing unit is no error, and counted objects are not compared.
 
     Args:
         timeout_s: time limit per completion in seconds; the reward is 0 after a timeout. The library runs in a separate
@@ -194,7 +161,7 @@ class MathVerify:
     def __init__(self, timeout_s: float = 3.0) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ModuleNotFoundError('MathVerify needs: pip install "lit-async-rl[tasks]"')
-        self._grade = IsolatedFunction("lit_async_rl.rewards.functions:math_grader", timeout_s)
+        self._grade = IsolatedFunction("lit_async_rl.rewards.math_grading:math_grader", timeout_s)
         self.call_timeout_s = timeout_s
 
     @any_accepted
@@ -204,14 +171,22 @@ class MathVerify:
         Raises:
             ValueError: the prompt has no answer, or one that cannot be parsed.
         """
+        return self._explained(prompt, completion)[0]
+
+    def explain(self, prompt: Prompt, completion: str) -> tuple[float, str, str]:
+        """Reward of the completion, the answer that was extracted from it, and why; raises as a call does."""
+        variants = [replace(prompt, answer=answer, other_answers=()) for answer in prompt.answers] or [prompt]
+        return max((self._explained(variant, completion) for variant in variants), key=lambda found: found[0])
+
+    def _explained(self, prompt: Prompt, completion: str) -> tuple[float, str, str]:
         reference = final_part(reference_answer(prompt))
         try:
-            is_right = self._grade(reference, completion)
+            is_right, extracted, why = self._grade(reference, completion)
         except TimeoutError:
-            return 0.0
+            return 0.0, "", f"not read within {self.call_timeout_s:g} s"
         if is_right is None:
             raise ValueError(f"MathVerify cannot read the reference answer {reference!r}")
-        return float(is_right)
+        return float(is_right), extracted, why
 
 
 class IsolatedReward:

@@ -34,12 +34,16 @@ from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.spans import unrecorded
 
 MAX_ANSWER_BYTES = 4 * 2**20
+MAX_DOUBLINGS = 20
 MAX_PAUSE_S = 60.0  # between two tries, unless the endpoint asks for more
 SHOWN = 300  # characters of an answer in a message
 TRANSIENT = (408, 409, 425, 429)
 REFUSED = (401, 403, 404)
 JOIN_S = 10.0
 POLL_S = 0.1
+CONNECTIONS_PER_POOL = 16
+LIMITED = 429
+REFUSALS = 4  # in a row, by 429: the endpoint refuses everything, and not one of ten requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +55,12 @@ class JudgeLimits:
         timeout_s: of one question with all its tries and the pauses between them, from its first request on; must be
             less than `data.scoring.timeout_s`.
         request_timeout_s: of one request.
-        tries: requests for one question. Tried again are 408, 409, 425, 429 and 5xx, connections that fail, and answers
-            that are no chat completion. `data.scoring.tries` does not try these again.
+        tries: failed requests of one question. Tried again are 408, 409, 425, 429 and 5xx, connections that fail, and
+            answers that are no chat completion. `data.scoring.tries` does not try these again. A 429 says when to come
+            back, and is no failure of the question: it counts towards `timeout_s` only.
         backoff_s: pause before the second request; each further one is twice as long, with a random part, and none is
-            shorter than the endpoint's `Retry-After`. A question that pauses leaves its place to others.
+            shorter than the endpoint's `Retry-After`. It does not grow while the endpoint answers other questions. A
+            question that pauses leaves its place to others; after four 429 in a row all wait for `Retry-After`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -100,10 +106,12 @@ class Places:
         self._num_free = number
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
+        self._opens_at = 0.0  # of the loop's clock
+        self._opening: asyncio.TimerHandle | None = None  # None while places are given out
 
     async def take(self, order: int) -> None:
         """Waits for a place; those of a lower `order` come first."""
-        if self._num_free:
+        if self._num_free and self._opening is None:
             self._num_free -= 1
             return
         future = asyncio.get_running_loop().create_future()
@@ -117,12 +125,30 @@ class Places:
 
     def give_back(self) -> None:
         """Passes a place on."""
-        while self._waiting:
+        self._num_free += 1
+        self._give_out()
+
+    def close_for(self, seconds: float) -> None:
+        """Gives no place out for so long, or longer if that was said before; those that are taken stay so."""
+        loop = asyncio.get_running_loop()
+        opens_at = loop.time() + seconds
+        if self._opening is not None:
+            if opens_at <= self._opens_at:
+                return
+            self._opening.cancel()
+        self._opens_at = opens_at
+        self._opening = loop.call_at(opens_at, self._open)
+
+    def _open(self) -> None:
+        self._opening = None
+        self._give_out()
+
+    def _give_out(self) -> None:
+        while self._num_free and self._waiting and self._opening is None:
             future = heapq.heappop(self._waiting)[2]
             if not future.done():
+                self._num_free -= 1
                 future.set_result(None)
-                return
-        self._num_free += 1
 
 
 class Turn:
@@ -155,16 +181,24 @@ class Turn:
         await asyncio.sleep(seconds)
         await self.take()
 
+    def close_for_all(self, seconds: float) -> None:
+        """No question gets a place for so long."""
+        self._places.close_for(seconds)
+
 
 # -- An OpenAI-compatible endpoint ------------------------------------------------------------------------------------
 
 
 class TransientError(Exception):
-    """A request failed, and may succeed when it is made again; after `retry_after_s` seconds, if that is known."""
+    """A request failed, and may succeed when it is made again; after `retry_after_s` seconds, if that is known.
 
-    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+    `is_limited` says that the endpoint has refused it because there were too many.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0, is_limited: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_limited = is_limited
 
 
 class Endpoint:
@@ -227,27 +261,36 @@ class Endpoint:
         self._limits = limits
         self._on_request = on_request
         self._on_answer = on_answer
-        self._client: Any = None
+        self._clients: list[Any] = []
+        self._num_under_way: list[int] = []  # of each client
+        self._failures_in_row = 0  # of all questions, since the last answer
+        self._refusals_in_row = 0  # likewise, by 429
 
     special_tokens: tuple[str, ...] = ()  # not known here
 
     async def open(self) -> None:
-        """Makes the connection pool, unless there is one."""
-        if self._client is None:
-            key = self._key()
-            # The places limit the connections; a second limit here would be a second queue, in which requests time out.
-            limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.max_concurrent)
-            self._client = self._httpx.AsyncClient(
+        """Makes the connection pools, unless there are some."""
+        if self._clients:
+            return
+        key = self._key()
+        # The places limit the connections; a second limit here would be a second queue, in which requests time out. A
+        # pool looks at each of its connections for each request: several small ones take a tenth of the time of one.
+        context = self._httpx.create_ssl_context()
+        for _ in range(-(-self._limits.max_concurrent // CONNECTIONS_PER_POOL)):
+            client = self._httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
-                limits=limits,
+                limits=self._httpx.Limits(max_connections=None, max_keepalive_connections=CONNECTIONS_PER_POOL),
                 timeout=None,  # each request has one
+                verify=context,
             )
+            self._clients.append(client)
+        self._num_under_way = [0 for _ in self._clients]
 
     async def close(self) -> None:
         """Closes all connections; `open` makes others."""
-        client = self._client
-        self._client = None
-        if client is not None:
+        clients = self._clients
+        self._clients = []
+        for client in clients:
             await client.aclose()
 
     async def ask(self, messages: Sequence[Mapping[str, str]], turn: Turn, deadline: float) -> Answer:
@@ -265,34 +308,57 @@ class Endpoint:
         tenacity = self._tenacity
         loop = asyncio.get_running_loop()
         limits = self._limits
-        growing = tenacity.wait_exponential_jitter(initial=limits.backoff_s, max=MAX_PAUSE_S, jitter=limits.backoff_s)
+        num_requests = 0
+        num_failures = 0
 
         def pause_s(state: Any) -> float:
+            """Grows with the failures of this question, as long as the endpoint has answered no other meanwhile."""
             asked_s = state.outcome.exception().retry_after_s
-            return max(growing(state), asked_s + random.random() * limits.backoff_s if asked_s else 0.0)
+            doublings = min(state.attempt_number, self._failures_in_row, MAX_DOUBLINGS) - 1
+            growing_s = min(MAX_PAUSE_S, limits.backoff_s * (2 ** max(0, doublings) + random.random()))
+            return max(growing_s, asked_s + random.random() * limits.backoff_s if asked_s else 0.0)
 
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(TransientError),
-            stop=lambda state: state.attempt_number >= limits.tries or loop.time() + state.upcoming_sleep >= deadline,
+            stop=lambda state: num_failures >= limits.tries or loop.time() + state.upcoming_sleep >= deadline,
             wait=pause_s,
             sleep=turn.pause,
             reraise=True,
         )
-        num_tries = 0
+        last: TransientError | None = None
 
         async def post() -> Answer:
-            nonlocal num_tries
-            num_tries += 1
-            return await self._post(messages, deadline - loop.time(), is_first=num_tries == 1)
+            nonlocal num_requests, num_failures, last
+            left_s = deadline - loop.time()
+            if left_s <= 0 and last is not None:  # others had the places, or the endpoint had closed them
+                raise last
+            num_requests += 1
+            try:
+                answer = await self._post(messages, left_s, is_first=num_requests == 1)
+            except TransientError as error:
+                last = error
+                num_failures += not error.is_limited
+                self._note_failure(error, turn)
+                raise
+            self._failures_in_row = 0
+            self._refusals_in_row = 0
+            return answer
 
         try:
             answer: Answer = await retrying(post)
             return answer
         except TransientError as error:
             raise FinalRewardError(
-                f"{self._url} gave no answer in {num_tries} of JudgeLimits.tries={limits.tries} within "
+                f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
                 f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last: {error}"
             ) from None
+
+    def _note_failure(self, error: TransientError, turn: Turn) -> None:
+        """Counts it; an endpoint that refuses everything is asked nothing for as long as it says."""
+        self._failures_in_row += 1
+        self._refusals_in_row = self._refusals_in_row + 1 if error.is_limited else 0
+        if self._refusals_in_row >= REFUSALS and error.retry_after_s:
+            turn.close_for_all(min(error.retry_after_s, MAX_PAUSE_S))
 
     async def _post(self, messages: Sequence[Mapping[str, str]], left_s: float, is_first: bool) -> Answer:
         self._on_request(is_first)
@@ -315,12 +381,18 @@ class Endpoint:
 
     async def _exchange(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes]:
         content = bytearray()
-        async with self._client.stream("POST", self._url, json=body) as response:
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise TransientError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
-            return response.status_code, response.headers, bytes(content)
+        pool = min(range(len(self._clients)), key=self._num_under_way.__getitem__)
+        counts = self._num_under_way
+        counts[pool] += 1
+        try:
+            async with self._clients[pool].stream("POST", self._url, json=body) as response:
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise TransientError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
+                return response.status_code, response.headers, bytes(content)
+        finally:
+            counts[pool] -= 1
 
     def _failure(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
         shown = self._without_key(content.decode("utf-8", "replace"))[:SHOWN]
@@ -330,7 +402,7 @@ class Endpoint:
             key = "no key" if self._api_key_env is None else f"the key in {self._api_key_env}"
             return RewardSetupError(f"{self._url} refuses model {self._model!r} with {key}: {message}")
         if status in TRANSIENT or status >= 500:
-            return TransientError(message, retry_after_s(headers.get("retry-after", "")))
+            return TransientError(message, retry_after_s(headers.get("retry-after", "")), is_limited=status == LIMITED)
         return FinalRewardError(f"{self._url} refuses the request: {message}")
 
     def _key(self) -> str:

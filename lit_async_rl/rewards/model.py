@@ -30,6 +30,7 @@ from lit_async_rl.models.loading import check_finite, find_device, load_config, 
 from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range
+from lit_async_rl.utils.device_memory import own_stream
 
 JOIN_S = 10.0
 RECENT = 1000  # completions whose latency is logged
@@ -223,9 +224,10 @@ class RewardModel:
         try:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
-            model = self._load()
-            while (batch := self._take(inbox)) is not None:
-                self._score(model, batch)
+            with own_stream(find_device(self._device)):  # else a score would wait for the trainer's step before it
+                model = self._load()
+                while (batch := self._take(inbox)) is not None:
+                    self._score(model, batch)
         except Exception as error:
             problem = RewardSetupError(describe(error))
             with self._lock:  # the next call would wait for ever

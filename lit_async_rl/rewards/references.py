@@ -58,6 +58,23 @@ def grades(completion: Callable[[Prompt], str | None], full_marks: float = 1.0, 
     return declare
 
 
+def explained(explain: Callable[[Prompt, str], tuple[str, str]]) -> Any:
+    """Decorator of a reward function, for `lit-async-rl grade`.
+
+    Args:
+        explain: function from prompt and completion to the text that is compared, and how it is compared.
+    """
+
+    def declare(reward: R) -> R:
+        def explain_all(prompt: Prompt, completion: str) -> tuple[float, str, str]:
+            return reward(prompt, completion), *explain(prompt, completion)
+
+        reward.explain = explain_all  # type: ignore[attr-defined]
+        return reward
+
+    return declare
+
+
 def any_accepted(reward: R) -> R:
     """Decorator of a function or method that compares with `prompt.answer`: its maximum over all accepted answers."""
 

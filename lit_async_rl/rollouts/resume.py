@@ -15,12 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Completion
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
+SEED = "data.seed"
+NUM_PROMPTS = "number of data.prompts"
 FORMAT = 1  # of the state of `save_producer`; raised when entries change their meaning
 log = logging.getLogger(__name__)
 
@@ -90,6 +93,31 @@ def is_producer_state(value: Any) -> bool:
     return isinstance(value, Mapping) and {"format", "settings", "admission", "groups", "position"} <= value.keys()
 
 
+def check_order(state: Mapping[str, Any], stream: PromptStream) -> None:
+    """Checks that the prompts of a run are in the order of those of a state of `save_producer`.
+
+    Raises:
+        ValueError: they are not, or another version of this library saved the checkpoint.
+    """
+    _check_format(state)
+    _check_order_settings(state["settings"], {SEED: stream.seed, NUM_PROMPTS: len(stream.source)})
+
+
+def _check_format(state: Mapping[str, Any]) -> None:
+    if (found := state.get("format")) != FORMAT:
+        raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
+
+
+def _check_order_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in (SEED, NUM_PROMPTS):
+        before = saved["data.intake.seed"] if name == SEED and name not in saved else saved[name]  # its former name
+        if before != now[name]:
+            raise ValueError(
+                f"{name} is {now[name]}, and was {before} when the checkpoint was saved: the order of prompts "
+                "could not go on. " + START_ANEW
+            )
+
+
 def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     """Restores a state; call it before `producer.start`, with an engine that has its weights.
 
@@ -97,10 +125,9 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
         True if all groups of the checkpoint are sampled again, because settings changed.
 
     Raises:
-        ValueError: a setting changed that may not, or another version of this library saved the checkpoint.
+        ValueError: see `check_order`.
     """
-    if (found := state.get("format")) != FORMAT:
-        raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
+    _check_format(state)
     changed, has_new_rewards = _changed_settings(state["settings"], _settings(producer), producer.scorer.keeps_rewards)
     saved = unpack_groups(state["groups"], producer.stream.at)
     deadlines = {group.index: group.deadline for group in saved}
@@ -165,8 +192,8 @@ _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": 
 def _settings(producer: Producer) -> dict[str, Any]:
     usable = producer.stream.usable
     return {
-        "data.seed": producer.stream.seed,
-        "number of data.prompts": len(producer.stream.source),
+        SEED: producer.stream.seed,
+        NUM_PROMPTS: len(producer.stream.source),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
         "data.reward": producer.scorer.identity,
@@ -184,13 +211,8 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     Raises:
         ValueError: a setting changed that the order of prompts depends on.
     """
+    _check_order_settings(saved, now)
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
-    for name in ("data.seed", "number of data.prompts"):
-        if saved[name] != now[name]:
-            raise ValueError(
-                f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
-                "could not go on. " + START_ANEW
-            )
     before = _flat(saved)
     after = _flat(now)
     unknown = {name for name in (_ENVIRONMENT, _ANSWERS) if name not in saved}  # to older checkpoints

@@ -38,7 +38,8 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         StalenessError: a token is older than the `max_staleness` of its group.
     """
     for group in groups:
-        oldest = min((v for rollout in group.rollouts for v in rollout.all_versions), default=version)
+        rows = [row for rollout in group.rollouts for row in (rollout, *rollout.branches)]
+        oldest = min((v for row in rows for v in row.versions), default=version)
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
                 f"a token of version {oldest} of group {group.index} reached version {version}, beyond its "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+import statistics
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -37,6 +39,44 @@ class LogNormal(Latency):
 
     def draw(self, rng: random.Random) -> float:
         return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
+
+
+@dataclass(frozen=True)
+class CutLogNormal(Latency):
+    """exp(N(mu, sigma^2)), at most `longest_s`, with mean `mean_s`: completions that end at `sampling.max_tokens`.
+
+    Raises:
+        ValueError: the mean is not below `longest_s`.
+    """
+
+    mean_s: float
+    sigma: float
+    longest_s: float
+
+    def __post_init__(self) -> None:
+        check_range("CutLogNormal", f"in (0, {self.longest_s})", mean_s=self.mean_s)
+
+    def draw(self, rng: random.Random) -> float:
+        return min(self.longest_s, rng.lognormvariate(self._mu, self.sigma))
+
+    @functools.cached_property
+    def _mu(self) -> float:
+        # the mean after the cut rises with mu, from 0 to longest_s
+        low = math.log(self.mean_s) - self.sigma**2
+        high = math.log(self.longest_s) + 10 * self.sigma
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._mean(middle) < self.mean_s else (low, middle)
+        return high
+
+    def _mean(self, mu: float) -> float:
+        """E[min(X, longest_s)] of a log-normal X."""
+        if not self.sigma:
+            return min(self.longest_s, math.exp(mu))
+        cut = (math.log(self.longest_s) - mu) / self.sigma
+        normal = statistics.NormalDist()
+        whole = math.exp(mu + self.sigma**2 / 2) * normal.cdf(cut - self.sigma)
+        return whole + self.longest_s * (1 - normal.cdf(cut))
 
 
 @dataclass(frozen=True)

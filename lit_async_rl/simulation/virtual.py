@@ -27,6 +27,8 @@ class VirtualTrace:
         num_admitted: cumulative number of groups admitted at the start of each round.
         num_lost: number of groups dropped.
         wall_s: virtual seconds of the run.
+        wait_s: seconds in which the trainer waited for a group.
+        slots_busy_s: slot-seconds in which samples were generated, over all slots.
     """
 
     trained: list[tuple[int, int, int]] = field(default_factory=list)
@@ -35,6 +37,8 @@ class VirtualTrace:
     num_admitted: list[int] = field(default_factory=list)
     num_lost: int = 0
     wall_s: float = 0.0
+    wait_s: float = 0.0
+    slots_busy_s: float = 0.0
 
     @property
     def max_staleness(self) -> int:
@@ -73,6 +77,7 @@ class VirtualRun:
         self.trace = VirtualTrace()
         self._rng = random.Random(seed)
         self._now = 0.0
+        self.num_slots = num_slots
         self._num_free = num_slots
         self._queue: deque[tuple[int, float]] = deque()  # (group, seconds)
         self._running: list[tuple[float, int]] = []  # heap of (end, group)
@@ -100,7 +105,9 @@ class VirtualRun:
             if index is None:
                 if not self._running:
                     raise InvariantError("nothing to wait for: a deadlock")
+                began = self._now
                 self._sample_until(self._running[0][0])
+                self.trace.wait_s += self._now - began
                 continue
             admission.take(index)
             self.trace.trained.append((index, self._admitted_in[index], admission.round))
@@ -134,7 +141,8 @@ class VirtualRun:
     def _sample_until(self, then: float) -> None:
         """Advances the virtual time."""
         while self._running and self._running[0][0] <= then:
-            self._now, index = heapq.heappop(self._running)
+            end, index = heapq.heappop(self._running)
+            self._advance(end)
             self._num_free += 1
             self._missing[index] -= 1
             if not self._missing[index]:
@@ -143,6 +151,10 @@ class VirtualRun:
                 self._drop_lost()
                 self._admit()
             self._fill_slots()
+        self._advance(then)
+
+    def _advance(self, then: float) -> None:
+        self.trace.slots_busy_s += (then - self._now) * (self.num_slots - self._num_free)
         self._now = then
 
     def _drop_lost(self) -> None:

@@ -13,10 +13,10 @@ KINDS = {"largest": max, "smallest": min}
 
 
 class PickNumber(SplitPrompts):
-    """Chat prompts such as `Which is the largest of the numbers 80, 4, 55 and 97? Answer with just the number.`
+    """Chat prompts such as `Which is the largest of the numbers 80, 4, 55 and 97?`, for the reward `last_number`.
 
-    For the reward `last_number`. SmolLM2-135M-Instruct answers about every sixth sample rightly. With the defaults there
-    are 180 million problems, so that few are drawn twice; training and held-out ones never share a set of numbers.
+    SmolLM2-135M-Instruct answers about every seventh sample rightly. With the defaults there are 180 million problems,
+    so that few are drawn twice; training and held-out ones never share a set of numbers.
 
     Args:
         num_numbers: length of the list.

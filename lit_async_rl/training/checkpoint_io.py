@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
+from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
 from lit_async_rl.utils.files import (
     DigestWriter,
     check_file,
@@ -30,7 +32,6 @@ from lit_async_rl.utils.files import (
     remove_stale_parts,
     replacing,
 )
-from lit_async_rl.utils.huge_pages import host_copy
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +216,13 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         known: dict[Any, Tensor] = {}
+        staged = staged_copies(_tensors(checkpoint))
         states = {name: value for name, value in checkpoint.items() if name == STATES}
-        copied = _copy({name: value for name, value in checkpoint.items() if name != STATES}, known)
+        copied = _copy_all({name: value for name, value in checkpoint.items() if name != STATES}, known, staged)
         before = [(tensor, tensor._version) for tensor in _tensors(states)]
-        copying = self._copying = self._submit(lambda: copied.update(_copy_unchanged(states, known, before)))
+        copying = self._copying = self._submit(
+            lambda: copied.update(_copy_unchanged(states, known, before, staged=staged))
+        )
         # the trainer's thread waits here for the copy, because the step would change what the thread reads
         self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._finish_copying())
 
@@ -317,18 +321,21 @@ def _is_linked(path: Path) -> bool:
     return path.parent.is_dir() and any(p.is_symlink() and p.resolve() == target for p in path.parent.glob("*.ckpt"))
 
 
-def _copy_unchanged(states: Any, known: dict[Any, Tensor], before: Sequence[tuple[Tensor, int]]) -> Any:
+def _copy_unchanged(
+    states: Any, known: dict[Any, Tensor], before: Sequence[tuple[Tensor, int]], staged: StagedCopies | None
+) -> Any:
     """Deep copy of optimizer states, checked for changes since the save was requested.
 
     Args:
         states: optimizer states.
         known: copies of tensors that share memory, see `_copy`.
         before: each tensor, with torch's counter of its in-place changes at the request.
+        staged: copies of tensors on a GPU; None if there are none.
 
     Raises:
         RuntimeError: a tensor was changed meanwhile, outside of an optimizer step.
     """
-    copied = _copy(states, known)
+    copied = _copy_all(states, known, staged)
     if any(tensor._version != version for tensor, version in before):
         raise RuntimeError(
             "optimizer states changed outside of an optimizer's step while a checkpoint was taken of them, which was "
@@ -345,19 +352,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _copy(value: Any, known: dict[Any, Tensor]) -> Any:
+def _copy_all(value: Any, known: dict[Any, Tensor], staged: StagedCopies | None) -> Any:
+    """`_copy`, on a stream of its own if tensors are on a GPU: training goes on beside it, in another thread."""
+    with contextlib.nullcontext() if staged is None else staged.use():
+        return _copy(value, known, staged)
+
+
+def _copy(value: Any, known: dict[Any, Tensor], staged: StagedCopies | None) -> Any:
     """Deep copy with tensors in CPU memory; copies of tensors in the same memory share theirs, too."""
     if isinstance(value, Tensor):
         place = value.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype, value.device
         if place not in known or value.numel() == 0:
-            known[place] = host_copy(value)
+            known[place] = host_copy(value, staged)
         return known[place]
     if isinstance(value, OrderedDict):
-        copied: Any = OrderedDict((key, _copy(item, known)) for key, item in value.items())
+        copied: Any = OrderedDict((key, _copy(item, known, staged)) for key, item in value.items())
         vars(copied).update(copy.deepcopy(vars(value)))  # `_metadata` of a state dict: versions of modules
         return copied
     if type(value) is dict:
-        return {key: _copy(item, known) for key, item in value.items()}
+        return {key: _copy(item, known, staged) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copy(item, known) for item in value)
+        return type(value)(_copy(item, known, staged) for item in value)
     return copy.deepcopy(value)

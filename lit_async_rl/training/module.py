@@ -48,6 +48,7 @@ from lit_async_rl.training.optimizer import (
     bind_scheduler,
     check_constants,
     check_resumable,
+    check_saved_groups,
     check_trained_dtypes,
     gradients,
     make_adamw,
@@ -160,15 +161,25 @@ class SavedWeights:
         """
         if "state_dict" not in checkpoint or is_wrapped(self._module):  # no rank has the shapes of FSDP1's weights
             return
-        saved = without_reference(checkpoint["state_dict"])
-        own = without_reference(self._module.state_dict())
         if "base" in checkpoint and policy.has_adapters:  # earlier checkpoints hold the base
-            own = without_frozen(self._module, own)
             _check_base(checkpoint["base"], self._model, self.digest(policy), alpha=alpha_of(policy))
-        check_same_model(saved, own)
+        saved = self.check_names(checkpoint, policy)
         check_finite(saved.items(), "the checkpoint")
         if getattr(self._module, "reference", None) is None:
             checkpoint["state_dict"] = saved
+
+    def check_names(self, checkpoint: Mapping[str, Any], policy: CausalPolicy) -> dict[str, Tensor]:
+        """The saved weights without a reference.
+
+        Raises:
+            ValueError: their names or shapes are those of another model.
+        """
+        saved = without_reference(checkpoint["state_dict"])
+        own = without_reference(self._module.state_dict())
+        if "base" in checkpoint and policy.has_adapters:
+            own = without_frozen(self._module, own)
+        check_same_model(saved, own)
+        return saved
 
     def digest(self, policy: CausalPolicy) -> str:
         """XXH3 of names, dtypes, shapes and values of the frozen parameters; computed once. A collective if sharded."""
@@ -596,5 +607,16 @@ class PolicyModule(pl.LightningModule):
         self._updated = checkpoint["updated"]
         self.steps.load(checkpoint, self._trainer)
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
+            self.check_resumable(checkpoint)
         self.saved_weights.check(checkpoint, self.policy)
+
+    def check_resumable(self, checkpoint: Mapping[str, Any]) -> None:
+        """Checks that optimizer and schedule of this module, which has its trainer, can go on from a checkpoint.
+
+        Raises:
+            ValueError: they are of another kind or length.
+        """
+        check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
+        saved = [state["param_groups"] for state in checkpoint.get("optimizer_states", []) if "param_groups" in state]
+        if saved and type(self).configure_optimizers is PolicyModule.configure_optimizers:
+            check_saved_groups(self.configure_optimizers()["optimizer"], saved[0])

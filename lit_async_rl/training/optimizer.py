@@ -202,6 +202,8 @@ DEFAULT_LEARNING_RATE = 1e-6  # if neither `model.learning_rate` nor an optimize
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLED_WEIGHTS = 4096  # per tensor, for the estimate of lost updates
 SETTINGS_WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers that add moments
+NO_SETTINGS = {"params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # added by schedulers
+SAME_OPTIMIZER = "resume with the optimizer that it was saved with"
 DECAY_FACTORS = ("betas", "beta", "momentum", "alpha")  # settings that multiply moments in every step
 MAX_LOST_SHARE = 0.5  # share of unchanged weights above which there is a warning
 log = logging.getLogger(__name__)
@@ -273,28 +275,45 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
     parameter groups keep the checkpoint's settings, and so do those of other libraries, whose settings may be state.
 
     Raises:
-        ValueError: the checkpoint has another kind of optimizer, or lacks moments that a setting needs.
+        ValueError: see `check_saved_groups`.
     """
     has_constant_momentum = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
     kept = {"lr", *STATE_LAYOUT_SETTINGS} | (set() if has_constant_momentum else {"betas", "momentum"})
-    for group in optimizer.param_groups:
+    check_saved_groups(optimizer, optimizer.param_groups)
+    if len(optimizer.param_groups) == 1 and has_plain_settings(optimizer):
+        optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
+
+
+def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that parameter groups of a checkpoint are those of such an optimizer.
+
+    Args:
+        optimizer: of this run.
+        groups: `param_groups` of the saved optimizer.
+
+    Raises:
+        ValueError: they are of another kind or number, or lack moments that a setting needs.
+    """
+    name = f"model.optimizer={type(optimizer).__name__}"
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{name} has {len(optimizer.param_groups)} parameter groups, and the checkpoint's optimizer {len(groups)}: "
+            f"{SAME_OPTIMIZER}"
+        )
+    for group in groups:
         missing = optimizer.defaults.keys() - group.keys()
-        unknown = group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}
+        unknown = group.keys() - optimizer.defaults.keys() - NO_SETTINGS
         if missing and unknown:  # only one of the two occurs between versions of the same optimizer
             has = ", ".join(sorted(missing))
             had = ", ".join(sorted(unknown))
-            raise ValueError(
-                f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with "
-                "the optimizer that it was saved with"
-            )
-    if len(optimizer.param_groups) == 1 and has_plain_settings(optimizer):
-        for name in SETTINGS_WITH_MOMENTS:
-            if optimizer.defaults.get(name) and not optimizer.param_groups[0][name]:
+            raise ValueError(f"{name} has {has}, but the checkpoint's has {had}: {SAME_OPTIMIZER}")
+    if len(groups) == 1 and has_plain_settings(optimizer):
+        for setting in SETTINGS_WITH_MOMENTS:
+            if optimizer.defaults.get(setting) and not groups[0].get(setting):
                 raise ValueError(
-                    f"model.optimizer={type(optimizer).__name__} has {name}=True, and the checkpoint was saved without "
-                    "the moments that it needs: leave it out"
+                    f"{name} has {setting}=True, and the checkpoint was saved without the moments that it needs: leave "
+                    "it out"
                 )
-        optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
 
 
 def check_trained_dtypes(parameters: Iterable[nn.Parameter], trainer: AnyTrainer) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -157,7 +157,7 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
             raise ValueError(f"{owner}.{name} must be an object, got the class: write rl.{own_class.__name__}(...)")
         if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
             wanted = f"{meant_class}()"
-        article = "an" if kind.__name__[0] in "AEIOLR" and kind.__name__ != "Limits" else "a"
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
         shown = repr(value) if isinstance(value, str | int | float) or value is None else f"a {type(value).__name__}"
         raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, such as rl.{wanted}, got {shown[:100]}")
 
@@ -244,6 +244,10 @@ def _holds(rule: str, value: int | float) -> bool:
 # -- Suggestions for misspelt names -----------------------------------------------------------------------------------
 
 
+MIN_ABBREVIATION = 2  # letters
+MAX_SUGGESTED = 3
+
+
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The most similar known name, or None if none is similar. Case-insensitive.
 
@@ -257,10 +261,29 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lowercase[matches[0]] if matches else None
 
 
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Known names that may have been meant: those that begin with the name, if they are few, else the closest one.
+
+    `temp` stands for `temperature`, though `stop` has more letters in common with it.
+    """
+    names = list(dict.fromkeys(known))
+    begun = [one for one in names if len(name) >= MIN_ABBREVIATION and one.lower().startswith(name.lower())]
+    if 0 < len(begun) <= MAX_SUGGESTED:
+        return begun
+    found = closest(name, names)
+    return [] if found is None else [found]
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """`; did you mean a, b or c?`, or an empty string for no names."""
+    *others, last = names or [""]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f"; did you mean {listed}?" if listed else ""
+
+
 def meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` if a known name is similar, else an empty string."""
-    suggestion = closest(name, known)
-    return f"; did you mean {suggestion}?" if suggestion else ""
+    """`; did you mean ...?` if known names are similar, else an empty string."""
+    return did_you_mean(similar(name, known))
 
 
 # -- Paths in the home folder -----------------------------------------------------------------------------------------

@@ -139,6 +139,23 @@ def test_a_history_that_the_agent_has_changed_is_a_drift():
     assert engine.metrics()["agent/drift_other"] == 1.0
 
 
+def test_of_turns_that_say_the_same_the_one_is_continued_that_was_continued_before():
+    async def twins(prompt, client):
+        complete = client.episode.complete
+        messages = [user("1")]
+        (first,) = await complete(messages)
+        longer = [*messages, first.message.as_message(), user("2")]
+        (second,) = await complete(longer)
+        (twin,) = await complete(messages)  # says the same as the first, and is the latest
+        assert twin.text == first.text
+        await complete([*longer, second.message.as_message(), user("3")])
+        return 1.0
+
+    ((completion,), engine) = play(twins, inner=Instant())
+    assert [sum(row.loss_mask) for row in completion.rows] == [3, 1]
+    assert engine.stats.drift.total == 0
+
+
 def test_token_ids_may_continue_with_or_without_the_end_token():
     async def by_ids(prompt, client):
         ids = list(CODEC.encode(prompt))

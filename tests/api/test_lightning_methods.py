@@ -97,6 +97,8 @@ def test_the_tuner_is_refused_by_name(method):
     trainer = rl.Trainer(max_steps=1, logger=False, enable_checkpointing=False, **CPU)
     with pytest.raises(ValueError, match=rf"Tuner.{method} is not for this module: .* (Set|raise) (model|data)\."):
         getattr(Tuner(trainer), method)(module, datamodule=data)
+    trainer.fit(module, data)  # the Tuner has left nothing behind
+    assert trainer.global_step == 1
 
 
 def test_the_configuration_of_a_python_run_gives_the_same_weights_from_the_command_line(tmp_path):

@@ -759,6 +759,8 @@ NOT_HERE |= {
     for source in ("JudgeReward", "RewardModel")
     for metric in METRICS[source]
 }
+NOT_HERE |= {metric.name: "tests/agents/test_engine.py counts what agents do" for metric in METRICS["AgentEngine"]}
+NOT_HERE |= {metric.name: "tests/rewards/test_code.py counts what programs do" for metric in METRICS["CodeReward"]}
 LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",

@@ -67,6 +67,23 @@ def test_a_run_with_nothing_left_to_train_says_so(tmp_path):
     assert rows(summary, trainer)["optimizer steps"] == "0: step 2 of trainer.max_steps=2 was reached before"
 
 
+def test_a_run_that_may_not_train_says_why():
+    summary = RunSummary()
+    trainer = fit(make_module(), make_data(), 2, [summary], limit_train_batches=0)
+    assert rows(summary, trainer)["optimizer steps"] == "0: trainer.limit_train_batches=0"
+
+
+def test_the_checkpoint_of_an_earlier_run_in_a_folder_that_was_moved_is_not_missed(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "run", every_n_train_steps=2)
+    fit(make_module(), make_data(), 2, [saver], enable_checkpointing=True)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (saved,) = (tmp_path / "moved").iterdir()
+    summary = RunSummary()
+    savers = [summary, ModelCheckpoint(tmp_path / "run", every_n_train_steps=2)]
+    trainer = fit(make_module(), make_data(), 2, savers, ckpt_path=str(saved), enable_checkpointing=True)
+    assert rows(summary, trainer)["checkpoint"] == "none was saved"
+
+
 class NoGradient(pl.Callback):
     """Each gradient is NaN."""
 

@@ -10,7 +10,7 @@ import lit_async_rl as rl
 
 BLOCK = re.compile(r"Example:\n\s*```python\n(.*?)```", re.S)
 NAMES = [
-    *("fit", "Trainer", "PolicyModule", "RolloutDataModule", "EmbeddedEngine"),
+    *("fit", "Trainer", "PolicyModule", "RolloutDataModule", "EmbeddedEngine", "AgentEngine"),
     *("ESSLearningRate", "GradientAlignmentControl", "PPOClip", "SequenceTruncatedIS", "JsonlPrompts"),
 ]
 

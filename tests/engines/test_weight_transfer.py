@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from lit_async_rl.assets import asset
+from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, run_together
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl
@@ -206,3 +207,29 @@ def test_two_threads_may_close_at_once(tmp_path, monkeypatch):
         for closed in [threads.submit(transfer.close) for _ in range(2)]:
             closed.result(30)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("transfer", "settings", "message"),
+    [
+        (IpcTransfer, {"tensor_parallel_size": 2}, r"IpcTransfer is for an engine with one GPU.* has 2"),
+        (IpcTransfer, {"device_ids": [0, 1]}, r"IpcTransfer is for an engine with one GPU.* has 2"),
+        (IpcTransfer, {"engine_args": {"data_parallel_size": 4}}, r"IpcTransfer .* has 4"),
+    ],
+)
+def test_gpus_that_a_transfer_cannot_reach_are_refused_before_anything_starts(transfer, settings, message):
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(transfer=transfer(), **settings)
+
+
+def test_a_transfer_is_refused_for_the_wrong_side_of_the_trainers_gpu():
+    with pytest.raises(
+        ValueError, match=r"IpcTransfer needs trainer and engine on one GPU: the trainer is on 0, .*\[3\]"
+    ):
+        IpcTransfer().check_gpus([3], trainer_gpu=0)
+    with pytest.raises(ValueError, match=r"NcclTransfer needs GPUs for the engine alone, and GPU 1 is the trainer's"):
+        NcclTransfer().check_gpus([0, 1], trainer_gpu=1)
+    IpcTransfer().check_gpus([1], trainer_gpu=1)
+    NcclTransfer().check_gpus([1, 2], trainer_gpu=0)
+    NcclTransfer(host="10.0.0.1").check_gpus([0], trainer_gpu=0)  # of other machines
+    SharedMemoryTransfer().check_gpus([0, 1], trainer_gpu=0)

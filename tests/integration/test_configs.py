@@ -16,7 +16,7 @@ from lit_async_rl.utils.config_files import load_config, with_bases
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]
 NEEDS_HUB = {name: ["gsm8k_grpo.yaml"] for name in ("gsm8k_grpo_vllm.yaml", "multi_node_vllm.yaml")}  # behind others
-NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "smollm2.yaml": []}  # the latter: lit-async-rl fetch
+NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "code_reward.yaml": [], "smollm2.yaml": []}  # the last one: lit-async-rl fetch
 OTHERS = {"quickstart.yaml", *NEEDS_HUB}
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}

@@ -1,7 +1,10 @@
 """Shared prompts: same log-probabilities and gradients as rows of their own, less work, by the formula."""
 
+import shutil
+
 import pytest
 import torch
+from device_waits import DeviceWaits
 from families import FAMILIES, SIZE
 from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.losses import Reinforce
+from lit_async_rl.models import packing as packing_module
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.packing import SharedPromptPacking, attention_mask, group_cost, pack
 from lit_async_rl.models.policy import CausalPolicy
@@ -122,6 +126,64 @@ def test_flex_attention_sees_what_the_dense_mask_sees():
     assert torch.equal(rebuilt, dense[:, 0])
     blocks = block_mask.to_dense()[:, 0].bool().repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert not (dense[:, 0] & ~blocks[:, :length, :length]).any(), "no pair is in a block that is skipped"
+
+
+@pytest.fixture
+def _flex_on_cpu():
+    """FlexAttention without compilation, which takes minutes on a CPU; its forward pass is the same."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("_flex_on_cpu")
+def test_rows_of_flex_attention_are_whole_blocks():
+    lm = FAMILIES["llama"]().eval()
+    ids, mask, group_index = groups(MIXED)
+    packing = SharedPromptPacking(40)
+    with torch.no_grad():
+        expected = CausalPolicy(lm)(ids, mask).logprobs
+        lm.set_attn_implementation("flex_attention")
+        stats = CausalPolicy(lm, packing=packing)(ids, mask, group_index=group_index)
+    assert stats.rows is not None
+    assert stats.rows.branch.shape[1] == 128
+    torch.testing.assert_close(stats.logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_layout_takes_one_transfer_from_the_device():
+    lm = FAMILIES["llama"]().eval()
+    ids, mask, group_index = groups(MIXED)
+    with torch.no_grad(), DeviceWaits() as counted:
+        features, rows = SharedPromptPacking(40).features(lm, ids[:, :-1], mask[:, 1:], group_index)
+    assert counted.found["cpu"] == 1
+    assert rows.branch.shape[1] <= 40
+    assert len(features) == int(mask[:, 1:].sum())
+
+
+def test_on_a_gpu_block_masks_are_made_by_compiled_code(monkeypatch):
+    """Which function makes them; that compiled masks are equal is a slow test."""
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function: made.append(function) or (lambda *args, **kwargs: "mask"))
+    packing_module._compiled_block_mask.cache_clear()
+    assert packing_module._block_mask_maker(torch.device("cpu")) is packing_module.create_block_mask
+    for _ in range(2):
+        assert packing_module._block_mask_maker(torch.device("cuda"))() == "mask"
+    assert made == [packing_module.create_block_mask]
+    packing_module._compiled_block_mask.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_compiled_block_masks_are_those_of_the_uncompiled_function(monkeypatch):
+    lm = FAMILIES["llama"]().eval()
+    lm.set_attn_implementation("flex_attention")
+    compiled = packing_module._compiled_block_mask()
+    for seed, prompt in enumerate((40, 44, 300)):
+        ids, mask, group_index = groups([(prompt, (30, 20, 35)), (3, (50, 60)), (120, (9,))], seed=seed)
+        rows = pack(ids[:, :-1], mask[:, 1:], group_index.tolist(), 300, multiple=128)
+        expected = attention_mask(lm, rows)
+        monkeypatch.setattr(packing_module, "_block_mask_maker", lambda device: compiled)
+        assert torch.equal(attention_mask(lm, rows).to_dense(), expected.to_dense())
+        monkeypatch.undo()
 
 
 def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing():

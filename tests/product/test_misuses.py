@@ -2,7 +2,8 @@
 
 `misuses/*.yaml`: `command` begins all commands of a file, `files` are written into the working folder, and each misuse
 has its `flags` (or a `reward`, the body of a reward function), what the output `says`, and the exit `code`.
-`may_leave: true` marks those that are found when the run has begun, whose folder stays.
+`may_leave: true` marks those that are found when the run has begun, whose folder stays. `acceptable` says what a true
+message could say better; all others were judged good.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -95,8 +97,10 @@ def test_a_misuse_ends_in_a_line_that_names_the_setting(misuse, process, folder)
         assert set(os.listdir(folder)) <= before, f"refused, and left something behind: {left}"
 
 
-def test_there_are_at_least_250():
-    assert len(list(misuses())) >= 250
+def test_there_are_500_of_which_15_are_merely_acceptable():
+    rows = [misuse.values[0] for misuse in misuses()]
+    assert len(rows) >= 500
+    assert sum("acceptable" in row for row in rows) <= 15
 
 
 # -- what needs a neighbour, or a process of its own ------------------------------------------------------------------
@@ -126,6 +130,19 @@ def test_a_second_run_in_the_folder_of_an_earlier_one_keeps_its_files(process, f
     seeds = [yaml.safe_load((folder / "runs/fixed" / name).read_text()) for name in ("config.1.yaml", "config.yaml")]
     assert [settings["seed_everything"] for settings in seeds] == [5, 6]
     assert len((folder / "runs/fixed/metrics.1.csv").read_text()) > 100
+
+
+@pytest.mark.parametrize("flags", ["--model.optimizer torch.optim.SGD", "--data.seed 5", "--model.lora.rank 4"])
+def test_a_refused_resume_leaves_the_run_as_it_was(flags, process, folder, made):
+    run = folder / "runs/quickstart/version_0"
+    shutil.copytree(made / "run", run)
+    with (run / "metrics.csv").open("a") as table:
+        table.write((run / "metrics.csv").read_text().splitlines()[-1] + "\n")  # a row after the checkpoint
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    resume = f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_steps 4 {flags}"
+    done = process.run(words_of(dict(command=SMALL, flags=resume), folder), folder)
+    assert done.status == 1, done.said
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_a_port_that_is_in_use(process, folder):

@@ -19,6 +19,15 @@ KINDS = {
     "units": [
         ("18 dollars", [r"\boxed{18}", r"\boxed{\$18}", r"\boxed{18 \text{ dollars}}", "18 dollars"], [r"\boxed{17}"]),
         ("$18", [r"\boxed{18}", r"\boxed{18 dollars}"], [r"\boxed{81}"]),
+        (
+            "18 dollars",
+            [r"\boxed{1800 \text{ cents}}", "so 1800 cents.", "it costs $18", "18 dollars in total", "18 coins"],
+            [r"\boxed{18 \text{ cents}}", r"\boxed{18¢}", "so 18 cents.", "it costs 18 euros", r"\boxed{€18}"],
+        ),
+        ("1.8 m", [r"\boxed{180 cm}", "180 centimeters", r"\boxed{1.8}"], [r"\boxed{1.8 cm}", r"\boxed{180 mm}"]),
+        ("20°C", [r"\boxed{20 \text{ degrees Celsius}}", r"\boxed{20^\circ}"], [r"\boxed{20 °F}"]),
+        ("90 minutes", [r"\boxed{1.5 \text{ hours}}", "1 1/2 hours", r"\boxed{90}"], [r"\boxed{90 \text{ hours}}"]),
+        ("12 apples", [r"\boxed{12 \text{ pieces}}", r"\boxed{12}"], [r"\boxed{13 \text{ apples}}"]),
         ("5 m/s", [r"\boxed{5}", r"\boxed{5\text{ m/s}}", r"\boxed{5 m/s}"], [r"\boxed{6}", r"\boxed{6 m/s}"]),
         ("50 miles per hour", [r"\boxed{50}", r"\boxed{50 mph}", "50 miles per hour"], [r"\boxed{5}"]),
         ("12 cm^2", [r"\boxed{12}", r"\boxed{12\text{ cm}^2}"], [r"\boxed{144}", r"\boxed{13\text{ cm}^2}"]),
@@ -93,7 +102,11 @@ KINDS = {
         ("2 xy", [r"\boxed{2xy}", r"\boxed{2yx}"], [r"\boxed{2}", r"\boxed{2x}"]),
         ("7 ab", [r"\boxed{7ab}", r"\boxed{7ba}"], [r"\boxed{7}"]),
         ("5m", [r"\boxed{5m}"], [r"\boxed{5}", r"\boxed{6m}"]),
-        (r"3\sqrt{2} \text{ feet}", [r"\boxed{3\sqrt{2}}", r"\boxed{3 sqrt(2)}"], [r"\boxed{3}"]),
+        (
+            r"3\sqrt{2} \text{ feet}",
+            [r"\boxed{3\sqrt{2}}", r"\boxed{3 sqrt(2)}", r"\boxed{3\sqrt{2} \text{ ft}}"],
+            [r"\boxed{3}", r"\boxed{3\sqrt{2} \text{ cm}}"],
+        ),
         ("2 pi cm", [r"\boxed{2\pi}", r"\boxed{2\pi \text{ cm}}"], [r"\boxed{2}", r"\boxed{\pi}"]),
         ("3 sqrt(2) feet", [r"\boxed{3\sqrt{2}}"], [r"\boxed{3}", r"\boxed{2}"]),
         ("5a/b", [r"\boxed{\frac{5a}{b}}"], [r"\boxed{5}"]),

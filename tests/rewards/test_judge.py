@@ -21,10 +21,11 @@ from lit_async_rl.errors import RewardError, RewardSetupError
 from lit_async_rl.report import write_report
 from lit_async_rl.rewards.hooks import metrics_of, num_threads
 from lit_async_rl.rewards.judge import BudgetError
-from lit_async_rl.rewards.judge_models import Places, retry_after_s
+from lit_async_rl.rewards.judge_models import Places, Turn, retry_after_s
 from lit_async_rl.rewards.scorer import Scorer, reward_identity, score, score_all
 from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.waiting import clock
 
 PROMPT = Prompt(text="2 + 2 = ?", answer="4")
 KEY = "sk-planted-3141592653589793"
@@ -81,6 +82,7 @@ def test_a_thousand_calls_are_each_scored_once_and_leave_nothing(serve):
         limited = 429, {"Retry-After": rng.choice(["0", "0.02", "Wed, 21 Oct 2015 07:28:00 GMT"])}, "slow down"
         return rng.choice([limited, (500, {}, ""), (503, {}, "<html>"), (200, {}, "no JSON"), "drop"])
 
+    clock.now()  # its thread lasts as long as the process
     threads, process = set(threading.enumerate()), psutil.Process()
     sockets = len(process.net_connections())
     server = serve(
@@ -145,6 +147,75 @@ def test_retry_after_is_kept(judge, serve):
     assert times[1] - times[0] >= 1.0
 
 
+def test_a_rate_limit_is_kept_by_all_questions_and_uses_up_no_tries(judge, serve):
+    """Three requests are admitted each second; 12 questions with two tries each are all answered."""
+    admitted, refused = [], []
+
+    def fault(asked):
+        now = time.monotonic()
+        if sum(now - then < 1.0 for then in admitted) < 3:
+            admitted.append(now)
+            return None
+        refused.append(now)
+        return 429, {"Retry-After": "1"}, ""
+
+    reward = judge(serve(fault=fault), limits=rl.JudgeLimits(max_concurrent=8, tries=2, backoff_s=0.01))
+    assert scores(reward, map(str, range(12))) == [0.7] * 12
+    assert len(refused) >= 4
+    assert len(refused) < 60, "without a common pause each refusal is followed by the next question's at once"
+
+
+def test_a_failure_of_one_question_does_not_lengthen_its_pauses_while_others_are_answered(judge, serve, monkeypatch):
+    """The pauses of a question that fails five times: as long as the first, unless all fail."""
+    pauses = []
+    pause = Turn.pause
+
+    async def noted(turn, seconds):
+        pauses.append(seconds)
+        await pause(turn, 0.0)
+
+    monkeypatch.setattr(Turn, "pause", noted)
+
+    def run(fails, number):
+        pauses.clear()
+        failing = Counter()
+
+        def fault(asked):
+            failing[asked.responses[0]] += 1
+            return (500, {}, "") if fails(asked.responses[0], failing) else None
+
+        limits = rl.JudgeLimits(max_concurrent=1, tries=8, backoff_s=1.0)
+        assert scores(judge(serve(fault=fault), limits=limits), map(str, range(number))) == [0.7] * number
+        return max(pauses)
+
+    assert run(lambda text, failing: failing[text] <= 5, 1) > 8, "nothing was answered meanwhile"
+    assert run(lambda text, failing: failing[text] <= (5 if text == "3" else 0), 30) <= 2.0
+
+
+def test_no_place_is_given_out_while_they_are_closed():
+    async def run():
+        places, taken = Places(2), []
+
+        async def take(order):
+            await places.take(order)
+            taken.append(order)
+
+        await take(0)
+        places.close_for(0.05)
+        places.close_for(0.01)  # shorter than what was said before
+        tasks = [asyncio.ensure_future(take(order)) for order in (2, 1)]
+        await asyncio.sleep(0.02)
+        places.give_back()
+        await asyncio.sleep(0)
+        before = list(taken)
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        return before, taken
+
+    before, taken = asyncio.run(run())
+    assert before == [0]
+    assert taken == [0, 1, 2]
+
+
 def test_retry_after_is_a_number_or_a_date():
     assert retry_after_s("2.5") == 2.5
     assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0
@@ -198,7 +269,7 @@ def test_a_dead_endpoint_is_named_or_gives_what_was_chosen(judge):
     with socket.socket() as taken:  # bound, and not listening
         taken.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        with pytest.raises(RewardError, match=rf"{dead}/chat/completions gave no answer in 4 of JudgeLimits\.tries=4"):
+        with pytest.raises(RewardError, match=rf"{dead}/chat/completions gave no answer in 4 requests \(JudgeLimits\.tries=4"):
             scores(judge(base_url=dead), ["4"])
         assert scores(judge(base_url=dead, on_failure=0.1), ["4", "5"]) == [0.1, 0.1]
 

@@ -1,6 +1,7 @@
 """A sequence classifier as the reward: batches of what waits, the same logit as alone, and limits with a name."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError, RewardSetupError
+from lit_async_rl.rewards import model as model_module
 from lit_async_rl.rewards.scorer import Scorer, reward_identity, score_all
 from lit_async_rl.types import Prompt
 
@@ -133,3 +135,23 @@ def test_a_run_trains_with_it_and_closes_it(tmp_path):
     fit(make_module(), make_data(reward=reward, groups_per_step=2, group_size=2), 2)
     assert reward.metrics()["reward_model/num_scored"] >= 8
     assert not [t for t in set(threading.enumerate()) - others if t.name in ("reward-model", "async-reward")]
+
+
+def test_on_a_gpu_it_has_a_stream_of_its_own(tmp_path, monkeypatch):
+    """The context is a stand-in: it notes the thread, and what ran within it."""
+    log = []
+
+    @contextlib.contextmanager
+    def stream(device):
+        log.append(("begin", threading.current_thread().name))
+        yield
+        log.append(("end", threading.current_thread().name))
+
+    monkeypatch.setattr("lit_async_rl.rewards.model.own_stream", stream)
+    logits = model_module._logits
+    monkeypatch.setattr(model_module, "_logits", lambda *args: log.append(("score", "")) or logits(*args))
+    reward = rl.RewardModel(classifier(tmp_path))
+    scores(reward, [(Prompt(text="q: "), "a")])
+    reward.close()
+    assert [what for what, _ in log] == ["begin", "score", "end"]
+    assert {thread for what, thread in log if what != "score"} == {"reward-model"}

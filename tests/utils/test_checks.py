@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_range, meant
 
 CASES = [
     (">= 0", [0, 3, math.inf], [-1, -0.1, math.nan]),
@@ -38,3 +38,22 @@ def test_message_names_setting_rule_and_value() -> None:
 def test_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown rule 'small'"):
         check_range("data", "small", setting=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("temp", "; did you mean temperature?"),  # not stop, which has more letters in common with it
+        ("top", "; did you mean top_p or top_k?"),
+        ("temprature", "; did you mean temperature?"),
+        ("t", ""),  # too short for an abbreviation
+        ("xyz", ""),
+    ],
+)
+def test_names_that_may_have_been_meant(name, says):
+    assert meant(name, ["stop", "temperature", "top_p", "top_k", "tokens"]) == says
+
+
+def test_four_names_are_too_many_to_be_suggested():
+    assert meant("max", ["max_a", "max_b", "max_c"]) == "; did you mean max_a, max_b or max_c?"
+    assert meant("max", ["max_long_a", "max_long_b", "max_long_c", "max_long_d"]) == ""

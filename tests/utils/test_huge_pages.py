@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_async_rl.utils.huge_pages import HUGE_PAGE_BYTES, host_copy
+from lit_async_rl.utils.device_memory import host_copy
+from lit_async_rl.utils.huge_pages import HUGE_PAGE_BYTES
 
 
 def resident_bytes() -> int:

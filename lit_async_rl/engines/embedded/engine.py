@@ -17,6 +17,8 @@ none waits for the longest completion of a batch. Each prompt is prefilled once;
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +30,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, check_request, set_up
 from lit_async_rl.engines.completion_check import run_requests
+from lit_async_rl.engines.embedded.cuda_stream import EngineStream
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import DecodeProcess
@@ -37,13 +40,16 @@ from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.architecture import context_length, stored_buffers
 from lit_async_rl.models.end_tokens import eos_token_ids
-from lit_async_rl.models.loading import build_policy, evaluation_mode
-from lit_async_rl.models.weights import apply_weights, receive_weights
+from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
+from lit_async_rl.models.weights import apply_weights, receive_weights, tensors_of
 from lit_async_rl.types import Completion, GenerationRequest
+from lit_async_rl.utils.device_memory import has_streams
 from lit_async_rl.utils.spans import ENGINE, Lane, recorder
 from lit_async_rl.utils.waiting import FairLock, Wait
 
 MAX_PENDING_UPDATES = 2
+VLLM_PARAMETERS = 200_000_000  # from about this size on vLLM's start, a minute, is soon made up for
+log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -214,6 +220,7 @@ class DecodeLoop(RolloutEngine):
         self._cache_class = cache_class
         self._max_model_len = settings.max_model_len
         self._slots: Slots | None = None
+        self._stream = EngineStream(None)
         self._queue = RequestQueue()
         self._record = WorkRecord()
         self._version = 0  # of the weights in use
@@ -235,7 +242,12 @@ class DecodeLoop(RolloutEngine):
 
     def setup(self, model: str) -> None:
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
-        self.adopt(build_policy(model, self.dtype, self.settings.device), owns_weights=True)
+        device = find_device(self.settings.device)
+        self._stream = EngineStream(device)
+        with self._stream.use():
+            self.adopt(build_policy(model, self.dtype, self.settings.device), owns_weights=True)
+        if has_streams(device):
+            recommend_vllm(self.slots.lm)
         self._record.lane = recorder().lane(ENGINE)
         self._has_weights = False
 
@@ -299,7 +311,7 @@ class DecodeLoop(RolloutEngine):
             raise SetupError("the engine was used before load_weights")
         for request in requests:
             check_request(request, self.max_model_len, self.slots.vocab_size)
-        with self._lock.hold():
+        with self._exclusive():
             self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.settings.seed)
             self._work.set()
 
@@ -312,7 +324,7 @@ class DecodeLoop(RolloutEngine):
         while not self._closed:
             # Held for one step, so that other threads with requests or weights wait for one token at most. An error of
             # the step also ends a wait of `load_weights` for room in the queue: no further step would use an update.
-            with self._lock.hold():
+            with self._exclusive():
                 try:
                     finished = [] if self._closed else self.step()
                 except BaseException as error:
@@ -354,12 +366,12 @@ class DecodeLoop(RolloutEngine):
 
     def abort(self, request_ids: Sequence[int]) -> None:
         gone = set(request_ids)
-        with self._lock.hold():
+        with self._exclusive():
             self._queue.drop(gone)
             self.slots.drop(gone)
 
     def partial_completions(self) -> list[Completion]:
-        with self._lock.hold():
+        with self._exclusive():
             return self.slots.partial_completions()
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
@@ -384,11 +396,12 @@ class DecodeLoop(RolloutEngine):
             wait.until(lambda seconds: self._closed or self._has_room.wait(seconds))
             if self._error is not None:
                 raise RuntimeError(f"the embedded engine broke: {self._error}") from self._error
-        update = Update(version, receive_weights(self.slots.lm, weights))
+        received = receive_weights(self.slots.lm, weights)
+        update = Update(version, received, self._stream.mark())
         if self.in_flight_weight_updates and self._has_weights:
             self._newest.put(update)  # not `_use`: the trainer must not wait for the lock or the merging of adapters
             return
-        with self._lock.hold():
+        with self._exclusive():
             if not self.in_flight_weight_updates and (self._queue or self.slots.num_active):
                 self._queue.push_barrier(update)
                 if self._queue.num_updates >= MAX_PENDING_UPDATES and self._error is None:
@@ -400,6 +413,7 @@ class DecodeLoop(RolloutEngine):
     def _use(self, update: Update) -> None:
         """Applies an update. The caller holds the lock."""
         slots = self.slots
+        self._stream.receive(update.ready, tensors_of(update.weights))
         apply_weights(slots.lm, update.weights, {name: linear.write for name, linear in slots.packed.items()})
         if self.self_check and not self._has_weights:
             check_decoding(slots)
@@ -429,6 +443,12 @@ class DecodeLoop(RolloutEngine):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Context of a thread that reads or changes slots or queue: it has the lock, and uses the loop's stream."""
+        with self._lock.hold(), self._stream.use():
+            yield
+
+    @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
         """Context of decoding with a model of another object, which may have trained it since the last time."""
         self.slots.invalidate_prompts()  # their keys and values may have been computed with other weights
@@ -447,6 +467,19 @@ class DecodeLoop(RolloutEngine):
             self._newest.take()
 
 
+def recommend_vllm(lm: PreTrainedModel) -> None:
+    """Says that vLLM decodes a model of this size faster on a GPU; see docs/gpus.md for why it is not the default."""
+    num_parameters = sum(parameter.numel() for parameter in lm.parameters())
+    if num_parameters < VLLM_PARAMETERS:
+        return
+    is_installed = importlib.util.find_spec("vllm") is not None
+    log.warning(
+        "sampling with EmbeddedEngine on a GPU: it starts each kernel from Python, and vLLM, which does not, samples "
+        "from %.1f billion parameters faster: data.engine=VLLMEngine%s",
+        *(num_parameters / 1e9, "" if is_installed else ' (pip install "lit-async-rl[vllm]")'),
+    )
+
+
 class NewestUpdate:
     """Hands the newest weights from the trainer's thread (`put`) to the decode loop (`take`). Thread-safe.
 
@@ -462,7 +495,8 @@ class NewestUpdate:
         """Replaces the weights of an earlier update; weights that are only in the earlier one remain."""
         with self._lock:
             earlier = {} if self._update is None else self._update.weights
-            self._update = Update(update.version, earlier | update.weights)
+            # the later event is enough: both were recorded by the trainer's thread
+            self._update = Update(update.version, earlier | update.weights, update.ready)
 
     def take(self) -> Update | None:
         """Removes and returns the update; None if there is none."""

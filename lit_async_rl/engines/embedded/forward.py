@@ -199,21 +199,22 @@ class LlamaForward:
         return not length_dependent and all(type(linear) is nn.Linear for linear in _linears(model))
 
     def __call__(
-        self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor, cache: SlotCache
+        self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor | None, cache: SlotCache
     ) -> Float[Tensor, "n T H"]:
         """Last hidden states.
 
         Args:
             input_ids: new tokens.
             position_ids: their positions.
-            mask: added to the scores, broadcastable to [n, 1, T, keys].
+            mask: of one token per row, added to the scores, broadcastable to [n, 1, 1, keys]; None for prompts, which
+                are causal: padding is behind them.
             cache: KV cache; new keys and values are written to it.
         """
         x = F.embedding(input_ids, self._model.embed_tokens.weight)
         self._reserve(x, max(cache.max_len, input_ids.shape[1]))
         cos = self._cos[position_ids]  # [n, T, 1, D]
         sin = self._sin[position_ids]
-        if input_ids.shape[1] == 1:
+        if mask is not None:
             mask = mask.expand(-1, self._num_keys, 1, -1).flatten(0, 1)  # [n Hk, 1, M]
         for index, (layer, products) in enumerate(zip(self._model.layers, self._products, strict=True)):
             heads = products.qkv(self._norm(layer.input_layernorm, x))
@@ -234,7 +235,7 @@ class LlamaForward:
         self._sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)[0, :, None]
 
     def _attention(
-        self, module: Any, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: SlotCache, index: int
+        self, module: Any, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: SlotCache, index: int
     ) -> Tensor:
         n, num_tokens = heads.shape[:2]
         size = self._head_size
@@ -246,7 +247,7 @@ class LlamaForward:
             rotated = torch.cat([self._norm(module.q_norm, query), self._norm(module.k_norm, key)], 2)
         torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin, out=heads[:, :, :both])
         query = heads[:, :, : self._num_queries]
-        if num_tokens == 1:  # queries that share a key-value head are one matrix, instead of repeated keys and values
+        if mask is not None:  # queries that share a key-value head are one matrix, instead of repeated keys and values
             keys, values = cache.write(heads[:, 0, self._num_queries :], index)
             query = query.reshape(n, self._num_keys, -1, size)
             h = self._num_keys
@@ -258,8 +259,7 @@ class LlamaForward:
         else:
             key, value = heads[:, :, self._num_queries :].transpose(1, 2).chunk(2, 1)
             cache.update(key, value, index)
-            query = query.transpose(1, 2)
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+            out = _attend_causally(query.transpose(1, 2), key, value).transpose(1, 2)
         return out.reshape(n, num_tokens, -1)
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
@@ -269,6 +269,26 @@ class LlamaForward:
         squares = torch.linalg.vecdot(wide, wide)[..., None]
         scale = torch.add(self._epsilon, squares, alpha=1 / x.shape[-1]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(module.weight)
+
+
+def _attend_causally(
+    query: Float[Tensor, "n Hq T D"], key: Float[Tensor, "n Hk T D"], value: Float[Tensor, "n Hk T D"]
+) -> Float[Tensor, "n Hq T D"]:
+    """Attention of whole prompts, by a kernel that does not hold all scores in memory.
+
+    On CUDA, kernels with groups of heads (`enable_gqa`) take no mask, and none of them takes float32; torch would fall
+    back to products that write n Hq T T scores. Hence no mask, and repeated heads where groups are not possible.
+    """
+    if not _takes_groups(query):
+        repeats = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+
+
+def _takes_groups(x: Tensor) -> bool:
+    """Whether attention has a kernel in which several queries share keys and values."""
+    return x.device.type == "cpu" or x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _attend(
@@ -349,10 +369,21 @@ class CachedForward:
         return self._llama is not None
 
     def __call__(
-        self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 q p"]
+        self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 1 p"] | None
     ) -> Float[Tensor, "n t H"]:
-        """Last hidden states; positions and mask (True where a token attends) broadcast over the rows."""
+        """Last hidden states; positions and mask broadcast over the rows.
+
+        Args:
+            input_ids: new tokens.
+            position_ids: their positions.
+            mask: True where a token attends; None for prompts, which are causal.
+        """
         position_ids = position_ids.expand(len(input_ids), -1)
+        if mask is None and self._llama is not None:
+            return self._llama(input_ids, position_ids, None, self._cache)
+        if mask is None:
+            width = input_ids.shape[1]
+            mask = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()[None, None]
         # additive: eager attention needs that, and the other kernels would convert a boolean mask in every layer
         mask = torch.where(mask, self._zero, -torch.inf)
         if self._llama is not None:
@@ -389,7 +420,9 @@ class RowwiseForward:
         """Applies the output head."""
         return self._policy.logits(features)
 
-    def __call__(self, input_ids: Int[Tensor, "n t"], position_ids: Tensor, mask: Tensor) -> Float[Tensor, "n t H"]:
+    def __call__(
+        self, input_ids: Int[Tensor, "n t"], position_ids: Tensor, mask: Tensor | None
+    ) -> Float[Tensor, "n t H"]:
         """Last hidden states; 0 for padding and free rows. Positions and mask follow from the caches."""
         lengths = self._caches.prompt_lengths
         caches = self._caches.caches

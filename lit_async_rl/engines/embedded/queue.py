@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -30,10 +31,17 @@ class Pending:
 
 @dataclass(frozen=True)
 class Update:
-    """Barrier: new weights, applied when all earlier requests are finished."""
+    """Barrier: new weights, applied when all earlier requests are finished.
+
+    Attributes:
+        version: version of the weights.
+        weights: result of `receive_weights`.
+        ready: CUDA event behind the copies; None without streams.
+    """
 
     version: int
     weights: dict[str, Tensor | LowRankSum]
+    ready: Any = None
 
 
 @dataclass(frozen=True)

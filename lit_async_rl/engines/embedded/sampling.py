@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lit_async_rl.types import SamplerHead, SamplingParams
+from lit_async_rl.utils.device_memory import to_device
 
 # -- Heads of the sampling distributions: S slots, C columns, k likeliest tokens --------------------------------------
 
@@ -196,6 +197,7 @@ def _split_mix(z: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
 
 
 NO_TOKEN = NO_STREAM = -1
+REACHED_LIMIT, AT_STOP = 1, 2  # outcomes of a token; it continues the completion otherwise
 Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 
 
@@ -270,7 +272,7 @@ class RowState:
         self.stream[rows] = NO_STREAM if stream is None else stream + self.all_rows[: len(rows)]
         self._has_streams |= stream is not None
         self.stops[rows] = NO_TOKEN
-        self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
+        self.stops[rows, : len(stops)] = to_device(stops, rows.device)
 
     def sample(self, rows: slice | Tensor, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Samples the next token of each row, with its log-probability, and records heads for requests with `head`."""
@@ -291,8 +293,8 @@ class RowState:
             uniform = torch.where(stream == NO_STREAM, uniform, stream_uniform(stream, self.position[rows]))
         return uniform[:, None]
 
-    def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Appends one token per row; returns masks of the finished rows, and of the rows at a stop token."""
+    def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> Int[Tensor, " n"]:
+        """Appends one token per row; returns `REACHED_LIMIT`, `AT_STOP` or 0 for each row, and 0 for free ones."""
         index = self.all_rows[rows]
         column = self.count[rows]
         alive = self.alive[rows]
@@ -303,19 +305,28 @@ class RowState:
         self.position[rows] += alive
         self.last[rows] = tokens
         stopped = (tokens[:, None] == self.stops[rows]).any(1)
-        return (stopped | (count >= self.max_tokens[rows])) & (alive > 0), stopped
+        return torch.where(stopped, AT_STOP, (count >= self.max_tokens[rows]).long()) * alive
 
-    def completions(self, rows: Sequence[int]) -> list[Tokens]:
-        """Tokens, log-probabilities and versions of `rows`, in one transfer from the device."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.count.device)
-        counts = self.count[index].tolist()
-        width = max(counts, default=0)
-        all_tokens = self.tokens[index, :width].tolist()
-        all_logprobs = self.logprobs[index, :width].tolist()
-        all_versions = self.versions[index, :width].tolist()
+    def completions(self, rows: Sequence[int], lengths: Sequence[int]) -> list[Tokens]:
+        """Tokens, log-probabilities and versions of `rows`, in one transfer from the device.
+
+        Args:
+            rows: slots.
+            lengths: number of tokens of each.
+        """
+        width = max(lengths, default=0)
+        if not width:
+            return [((), (), ()) for _ in rows]
+        index = to_device(rows, self.count.device)
+        bits = self.logprobs.view(torch.int32)  # the same type for all, so that one transfer takes them
+        packed = torch.stack([self.tokens[index, :width], self.versions[index, :width], bits[index, :width].long()])
+        tokens, versions, bits = packed.cpu()
+        logprobs = bits.to(torch.int32).view(torch.float32)
         return [
-            (tuple(tokens[:n]), tuple(logprobs[:n]), tuple(versions[:n]))
-            for n, tokens, logprobs, versions in zip(counts, all_tokens, all_logprobs, all_versions, strict=True)
+            (tuple(row_tokens[:n]), tuple(row_logprobs[:n]), tuple(row_versions[:n]))
+            for n, row_tokens, row_logprobs, row_versions in zip(
+                lengths, tokens.tolist(), logprobs.tolist(), versions.tolist(), strict=True
+            )
         ]
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
@@ -340,14 +351,6 @@ class RowState:
         self.heads.move(sources, targets)
         self.alive[sources] = 0
         self.alive[targets] = alive
-
-    def longest(self) -> int:
-        """Highest position of any active row."""
-        return int((self.position * self.alive).max())
-
-    def positions(self, num_rows: int) -> list[int]:
-        """Positions of the first rows, 0 for free ones."""
-        return (self.position[:num_rows] * self.alive[:num_rows]).tolist()
 
     def reset_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""

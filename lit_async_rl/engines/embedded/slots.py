@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.embedded.forward import cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.sampling import RowState
+from lit_async_rl.engines.embedded.sampling import AT_STOP, RowState, Tokens
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.routers import check_routers, record_in, routers_of
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.types import Completion, ExpertChoices, FinishReason, GenerationRequest
+from lit_async_rl.utils.device_memory import to_device
 
 # -- Experts chosen for the tokens of the embedded engine's rows: S slots, P positions, n routers, k experts ----------
 
@@ -213,31 +214,43 @@ class StopCheck:
         """Unregisters all rows."""
         self._candidates = None
 
-    def stopped(
-        self, rows: slice | Tensor, tokens: Int[Tensor, " n"], owners: Sequence[tuple[GenerationRequest, int] | None]
-    ) -> Bool[Tensor, " n"] | None:
-        """Mask of the rows that their newest token ends with a stop string; None if there are none.
+    def candidates(self, rows: slice | Tensor, tokens: Int[Tensor, " n"]) -> Bool[Tensor, " n"] | None:
+        """Mask of the rows with a newest token that can end a stop string; None without stop strings.
 
         Args:
             rows: slots.
-            tokens: newest token of each row, appended to `RowState` already.
-            owners: request and sample of each slot.
+            tokens: newest token of each row.
         """
-        if self._candidates is None:
-            return None
-        is_stopped = self._candidates[tokens] & (self._rows.alive[rows] > 0)
-        if not is_stopped.any():
-            return None
-        indices = is_stopped.nonzero()[:, 0]
-        slots = self._rows.all_rows[rows][indices].tolist()
-        for index, slot, (sampled, _, _) in zip(indices.tolist(), slots, self._rows.completions(slots), strict=True):
-            owner = owners[slot]
-            if owner is None or self._finder is None:
-                raise InvariantError("a free slot gave a token")
-            stops = owner[0].sampling.stop
-            before = owner[0].resumed_ids
-            is_stopped[index] = bool(stops) and self._finder.is_at_end(before + sampled, stops)
-        return is_stopped
+        return None if self._candidates is None else self._candidates[tokens] & (self._rows.alive[rows] > 0)
+
+    def is_at_end(self, request: GenerationRequest, sampled: tuple[int, ...]) -> bool:
+        """Whether the tokens sampled so far end with a stop string of the request."""
+        stops = request.sampling.stop
+        if not stops or self._finder is None:
+            return False
+        return self._finder.is_at_end(request.resumed_ids + sampled, stops)
+
+
+# -- Prompts that are read together -----------------------------------------------------------------------------------
+
+
+MAX_PREFILL_TOKENS = 2**14  # with padding; more would not be faster, and activations take memory in proportion
+
+
+def prefill_parts(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Splits prompts into parts of at most `MAX_PREFILL_TOKENS` tokens with padding, or of one longer prompt.
+
+    Several parts hold prompts of similar lengths. Resumed completions and turns of episodes, which are long and differ
+    in length, are read as prompts, too.
+    """
+    if len(prompts) * max(map(len, prompts)) <= MAX_PREFILL_TOKENS:
+        return [list(prompts)]
+    parts: list[list[tuple[int, ...]]] = []
+    for prompt in sorted(prompts, key=len):  # so that each is the longest of its part
+        if not parts or (len(parts[-1]) + 1) * len(prompt) > MAX_PREFILL_TOKENS:
+            parts.append([])
+        parts[-1].append(prompt)
+    return parts
 
 
 class Slots:
@@ -278,7 +291,11 @@ class Slots:
         self._num_active = 0
         self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # prompt at the beginning of each slot's cache
         self._order = RowOrder(self._forward.reads_ranges)
-        self._longest = 0  # upper bound on the positions of active rows, known without synchronising with the device
+        # Positions are counted here, too, because reading them would wait for the device: that of a row is its offset
+        # plus the number of decode steps so far.
+        self._offsets = [0] * num_slots
+        self._num_steps = 0
+        self._longest = 0  # upper bound on the positions of active rows
 
     @property
     def vocab_size(self) -> int:
@@ -326,30 +343,43 @@ class Slots:
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
         if known:
             sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
-            targets = self._index(free[: len(sources)])
+            targets = free[: len(sources)]
             free = free[len(sources) :]
-            self._copy(self._index(sources), targets)
+            self._copy(self._index(sources), self._index(targets))
             self._open_rows(known, targets)
-        finished = self._read(fresh, self._index(free), version) if fresh else []
+        finished = self._read(fresh, free, version) if fresh else []
         return finished + self.decode(version) if known else finished
 
-    def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
+    def _read(self, pending: Sequence[Pending], slots: Sequence[int], version: int) -> list[Completion]:
         """Prefills each distinct prompt once, copies its cache to all its samples, and samples their first tokens."""
-        prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))
-        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        prompts = [item.request.prompt_ids for item in pending for _ in range(item.num_samples)]
+        for prompt, slot in zip(prompts, slots, strict=True):
+            slots_of.setdefault(prompt, []).append(slot)
+        features: dict[tuple[int, ...], Tensor] = {}
+        for part in prefill_parts(list(slots_of)):
+            features |= zip(part, self._prefill(part, [slots_of[prompt] for prompt in part]), strict=True)
+        self._open_rows(pending, slots)
+        number = {prompt: n for n, prompt in enumerate(features)}
+        logits = self._forward.logits(torch.stack(list(features.values())))
+        self.num_tokens += len(slots)
+        source = self._index([number[prompt] for prompt in prompts])
+        return self._commit(logits[source], self._index(slots), slots, version=version)
+
+    def _prefill(
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "prompts H"]:
+        """Hidden states of the last tokens of prompts, whose cache is copied to `slots[j]` for prompt j."""
         width = max(2, *(len(ids) for ids in prompts))  # the forward pass takes a single column for a decode step
-        input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
-        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
+        input_ids = to_device([ids + (0,) * (width - len(ids)) for ids in prompts], self.device)
         self._cache.begin_prefill([len(ids) for ids in prompts])
-        hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
-        number = {prompt: n for n, prompt in enumerate(prompts)}
-        source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
+        hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], None)
+        source = self._index([number for number, part in enumerate(slots) for _ in part])
+        rows = self._index([slot for part in slots for slot in part])
         self._cache.end_prefill(source, rows)
         self._experts.add_prompts((len(prompts), width), source, rows)
-        self._open_rows(pending, rows)
-        logits = self._forward.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
-        self.num_tokens += len(rows)
-        return self._commit(logits[source], rows, version)
+        last = self._index([len(ids) - 1 for ids in prompts])
+        return hidden[torch.arange(len(prompts), device=self.device), last]
 
     @torch.no_grad()
     def decode(self, version: int) -> list[Completion]:
@@ -360,7 +390,8 @@ class Slots:
         if self._cache.fit(self._longest + 1):  # free rows are written to, too, now inside of longer cached prompts
             self.invalidate_prompts(longer_than=self._cache.max_len)
         if self._order.is_due:
-            sources, targets = self._order.sort(self._rows.positions(n), self._cache.max_len)
+            lengths = [0 if owner is None else self._position(row) for row, owner in enumerate(self._owners)]
+            sources, targets = self._order.sort(lengths, self._cache.max_len)
             self._move(sources, targets)
         # clamped: a free row that ended at the cache's last position would otherwise write into the next slot
         positions = self._rows.position[:n].clamp(max=self._cache.max_len - 1)
@@ -369,31 +400,72 @@ class Slots:
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self._experts.add_tokens(positions, self._longest)
         self.num_tokens += self._num_active
-        return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), version)
+        return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), range(n), version=version)
 
-    def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
-        """Samples a token for each of `rows`, appends it, and closes the finished rows."""
+    def _commit(self, logits: Tensor, rows: slice | Tensor, slots: Sequence[int], version: int) -> list[Completion]:
+        """Samples a token for each of `rows`, appends it, and closes the finished rows.
+
+        Waits once for the device, for the outcomes of all rows; for completions and possible stop strings once more.
+
+        Args:
+            logits: of each row.
+            rows: indices of the rows in tensors.
+            slots: the same on the CPU.
+            version: version of the weights.
+        """
         tokens, logprobs = self._rows.sample(rows, logits, self.generator)
-        done, stopped = self._rows.append(rows, tokens, logprobs, version)
-        if (at_stop := self._stop_check.stopped(rows, tokens, self._owners)) is not None:
-            done = done | at_stop
-            stopped = stopped | at_stop
+        outcomes = self._rows.append(rows, tokens, logprobs, version)
+        if isinstance(rows, slice):  # all rows: a decode step
+            self._num_steps += 1
+        else:
+            for slot in slots:
+                self._offsets[slot] += 1
         self._longest += 1
-        if not done.any():
+        if (candidates := self._stop_check.candidates(rows, tokens)) is None:
+            found = outcomes.tolist()
+        else:
+            found, may_stop = torch.stack([outcomes, candidates]).tolist()
+            self._find_stop_strings(found, may_stop, slots)
+        if not any(found):
             return []
-        closing = self._rows.all_rows[rows][done].tolist()
-        finished = self._completions(closing, ["stop" if stop else "length" for stop in stopped[done].tolist()])
+        closing = [slot for slot, outcome in zip(slots, found, strict=True) if outcome]
+        reasons: list[FinishReason] = ["stop" if outcome == AT_STOP else "length" for outcome in found if outcome]
+        finished = self._completions(closing, reasons)
         self._close_rows(closing)
         return finished
+
+    def _find_stop_strings(self, outcomes: list[int], may_stop: Sequence[int], slots: Sequence[int]) -> None:
+        """Sets the outcomes of rows at a stop string to `AT_STOP`, among those that may be at one."""
+        indices = [index for index, candidate in enumerate(may_stop) if candidate]
+        rows = [slots[index] for index in indices]
+        for index, row, (sampled, _, _) in zip(indices, rows, self._sampled(rows), strict=True):
+            if self._stop_check.is_at_end(self._owner(row)[0], sampled):
+                outcomes[index] = AT_STOP
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _index(self, rows: Sequence[int]) -> Int[Tensor, " n"]:
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
+        return to_device(rows, self.device)
 
-    def _open_rows(self, pending: Sequence[Pending], rows: Int[Tensor, " n"]) -> None:
+    def _position(self, row: int) -> int:
+        """Position of the last token of an active row."""
+        return self._offsets[row] + self._num_steps
+
+    def _owner(self, row: int) -> tuple[GenerationRequest, int]:
+        """Request and sample of an active row."""
+        owner = self._owners[row]
+        if owner is None:
+            raise InvariantError("a free slot gave a token")
+        return owner
+
+    def _sampled(self, rows: Sequence[int]) -> list[Tokens]:
+        """Tokens, log-probabilities and versions of active rows."""
+        lengths = [self._position(row) - len(self._owner(row)[0].prompt_ids) + 1 for row in rows]
+        return self._rows.completions(rows, lengths)
+
+    def _open_rows(self, pending: Sequence[Pending], slots: Sequence[int]) -> None:
         begin = 0
-        slots = rows.tolist()
+        rows = self._index(slots)
         for item in pending:
             prompt = item.request.prompt_ids
             part = slice(begin, begin + item.num_samples)
@@ -403,6 +475,7 @@ class Slots:
             for sample, slot in enumerate(slots[part], start=item.first_sample):
                 self._owners[slot] = (item.request, sample)
                 self._prompts[slot] = prompt
+                self._offsets[slot] = len(prompt) - 1 - self._num_steps
             self._longest = max(self._longest, len(prompt) - 1)
             self._stop_check.begin(item.request.sampling.stop, self.vocab_size)
         self._num_active += begin
@@ -415,11 +488,8 @@ class Slots:
 
     def _completions(self, rows: Sequence[int], reasons: Sequence[FinishReason]) -> list[Completion]:
         completions = []
-        for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._rows.completions(rows), strict=True):
-            owner = self._owners[row]
-            if owner is None:
-                raise InvariantError("a free slot gave a token")
-            request, sample = owner
+        for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._sampled(rows), strict=True):
+            request, sample = self._owner(row)
             recorded: dict[str, Any] = {}
             if (width := request.sampling.head) is not None:
                 recorded["head"] = self._rows.heads.of(row, len(tokens), width)
@@ -446,7 +516,8 @@ class Slots:
         self._num_active -= len(rows)
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
-        self._longest = self._rows.longest()
+        active = (self._position(row) for row, owner in enumerate(self._owners) if owner is not None)
+        self._longest = max(active, default=0)
         if not self._num_active:
             self._rows.reset_settings()
             self._stop_check.end()
@@ -466,10 +537,11 @@ class Slots:
         after = self._index(targets)
         self._copy(before, after)
         self._rows.move(before, after)
-        moved = [(self._owners[row], self._prompts[row]) for row in sources]
-        for row, (owner, prompt) in zip(targets, moved, strict=True):
+        moved = [(self._owners[row], self._prompts[row], self._offsets[row]) for row in sources]
+        for row, (owner, prompt, offset) in zip(targets, moved, strict=True):
             self._owners[row] = owner
             self._prompts[row] = prompt
+            self._offsets[row] = offset
 
     def _copy(self, sources: Tensor, targets: Tensor) -> None:
         self._cache.copy(sources, targets)

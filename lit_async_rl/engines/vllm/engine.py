@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, set_up
@@ -27,7 +28,7 @@ from lit_async_rl.engines.vllm.background import (
     check_sleep_level,
     default_memory_share,
 )
-from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
+from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments, engine_gpus
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
 from lit_async_rl.engines.vllm.requests import RequestRunner
@@ -146,6 +147,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         )
         check_engine_arguments(engine_args or {}, self._arguments)
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
+        self.transfer.check_gpus(engine_gpus(self._arguments), trainer_gpu=None)
         self._process: VLLMProcess | None = None
         self._gate = Gate(self._start)
         self._sleep = Sleep(sleep_level, self._gate)
@@ -156,6 +158,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         check_can_sleep(self.sleep_level)
+        if torch.cuda.is_available():
+            self.transfer.check_gpus(engine_gpus(self._arguments), torch.cuda.current_device())
         # the base of an adapter, with which vLLM cannot start; the first weight update brings the adapter's changes
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": base_of(model)}
         arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)

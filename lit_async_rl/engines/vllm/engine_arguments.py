@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -57,6 +58,12 @@ def check_engine_arguments(engine_args: Mapping[str, Any], settings: Mapping[str
         why = REFUSED.get(name) or (f"see data.engine.{name}" if name in settings else "")
         if why:
             raise ValueError(f"data.engine.engine_args.{name}={value!r} cannot be set: {why}")
+
+
+def engine_gpus(arguments: Mapping[str, Any]) -> list[int]:
+    """Numbers of the GPUs of an engine with these arguments: `device_ids`, or else the first ones."""
+    sizes = [arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data")]
+    return list(arguments.get("device_ids") or range(math.prod(sizes)))
 
 
 def unusable_settings(config: Any) -> list[str]:

@@ -1,7 +1,10 @@
 """GPU-to-GPU weight transfer through vLLM's own backends, see `lit_async_rl.engines.vllm.weight_transfer`.
 
-Written against the interface of vLLM 0.32; neither class has been run on GPUs yet. `SharedMemoryTransfer` and
-`FileTransfer` are tested, and support GPU engines, too.
+Both use the packed trainer sides of vLLM 0.32 and 0.33: the tensors of a chunk travel as one buffer of bytes, because
+a handle or a broadcast for each parameter takes longer than the copies. Ours are the chunks, which bound memory, the
+time limits, and the check that all weights arrived. On a CPU, tests pass the chunks through vLLM's real senders and
+receivers with stand-ins for streams, handles and NCCL; neither class has been run on GPUs yet. `SharedMemoryTransfer`
+and `FileTransfer` are tested, and support GPU engines, too.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import pickle
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -26,6 +29,8 @@ from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.ports import free_port
 from lit_async_rl.utils.waiting import Wait
 
+NUM_BUFFERS = 2  # of a sender of NCCL: one is packed while the other is sent
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INSECURE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
@@ -34,7 +39,6 @@ class _VLLMBackend(WeightTransfer):
 
     backend: str
     device = "cuda"
-    keeps_chunks = False  # whether chunks stay in memory until the update ends, because vLLM reads them layer by layer
 
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
         check_range("transfer", "positive", chunk_gb=chunk_gb)
@@ -71,19 +75,26 @@ class _VLLMBackend(WeightTransfer):
             self._is_open = True
         control.collective_rpc("record_loaded_weights", {})
         control.collective_rpc("start_weight_update", {})
-        sent = []
         self.staged_bytes = 0
-        for chunk in chunks(weights, int(self.chunk_gb * 2**30), self.device, dtype=self.dtype):
+        for chunk in chunks(weights, self._chunk_bytes, self.device, dtype=self.dtype):
+            # wide elements first: in a buffer of bytes each tensor must begin at a multiple of its element's size
+            chunk.sort(key=lambda item: -item[1].dtype.itemsize)
             self._send(chunk, control)
-            sent += chunk if self.keeps_chunks else []
             self.staged_bytes += sum(tensor.nbytes for _, tensor in chunk)
         control.collective_rpc("finish_weight_update", {})
         control.collective_rpc("check_loaded_weights", {})  # vLLM itself only logs missing weights
-        del sent
+        self._clean_up()
 
     def release(self) -> None:
         """Drops weights that were not delivered."""
         self._weights = None
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return int(self.chunk_gb * 2**30)
+
+    def _clean_up(self) -> None:
+        """Frees what the workers have read to the end."""
 
     @abstractmethod
     def _open(self, control: EngineControl) -> None: ...
@@ -102,13 +113,11 @@ class IpcTransfer(_VLLMBackend):
     Not run on a GPU yet.
 
     Args:
-        chunk_gb: GiB announced to the workers at a time. All chunks stay until the update ends, which takes a copy of
-            the weights in the trainer's GPU memory.
+        chunk_gb: GiB sent at a time. Trainer and worker hold two copies of a chunk each; a larger tensor is a chunk.
         dtype: as in `FileTransfer`.
     """
 
     backend = "ipc"
-    keeps_chunks = True
 
     def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
@@ -117,6 +126,23 @@ class IpcTransfer(_VLLMBackend):
     def environment(self) -> dict[str, str]:
         """Allows vLLM to unpickle memory handles."""
         return {INSECURE_VARIABLE: "1"}
+
+    def check_gpus(self, gpus: Sequence[int], trainer_gpu: int | None) -> None:
+        """Refuses engines with another GPU than the trainer's.
+
+        Raises:
+            ValueError: names the GPUs.
+        """
+        if len(gpus) != 1:
+            raise ValueError(
+                f"data.engine.transfer=IpcTransfer is for an engine with one GPU, the trainer's own; this one has "
+                f"{len(gpus)}: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
+            )
+        if trainer_gpu is not None and gpus[0] != trainer_gpu:
+            raise ValueError(
+                f"data.engine.transfer=IpcTransfer needs trainer and engine on one GPU: the trainer is on "
+                f"{trainer_gpu}, data.engine.device_ids=[{gpus[0]}]; use NcclTransfer or SharedMemoryTransfer"
+            )
 
     def close(self) -> None:
         """Withdraws that permission in the trainer."""
@@ -127,28 +153,39 @@ class IpcTransfer(_VLLMBackend):
     def _open(self, control: EngineControl) -> None:
         self._has_allowed = INSECURE_VARIABLE not in os.environ
         os.environ[INSECURE_VARIABLE] = "1"
-        control.collective_rpc("init_weight_transfer_engine", {"init_info": {"packed": False}})
+        control.collective_rpc("init_weight_transfer_engine", {"init_info": {"packed": True}})
 
     def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
+        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in chunk]
-        torch.cuda.synchronize()  # reads of the worker's process are not ordered after our stream
-        pickled = base64.b64encode(pickle.dumps(handles)).decode()
-        info = {**_describe(chunk), "ipc_handles_pickled": pickled}
-        control.collective_rpc("update_weights", {"update_info": info})
+        size = sum(tensor.nbytes for _, tensor in chunk)
+        for packed in packed_ipc_producer(iter(chunk), gpu, _flat, size):  # waits for its copies before it yields
+            pickled = base64.b64encode(pickle.dumps(packed.ipc_handle)).decode()
+            info = {
+                "names": packed.names,
+                "dtype_names": packed.dtype_names,
+                "shapes": packed.shapes,
+                "tensor_sizes": packed.tensor_sizes,
+                "ipc_handles_pickled": pickled,
+            }
+            control.collective_rpc("update_weights", {"update_info": info})
+
+    def _clean_up(self) -> None:
+        torch.cuda.ipc_collect()  # memory that a worker had mapped stays allocated without it
 
 
 class NcclTransfer(_VLLMBackend):
     """vLLM's `nccl` backend: broadcast from the trainer's first GPU to all workers, on this or other machines.
+
+    NCCL has no group with two members on one GPU: the engine needs other GPUs than the trainer's.
 
     Not run on GPUs yet.
 
     Args:
         host: address of this machine for the workers.
         port: port of the rendezvous; 0 takes a free one.
-        chunk_gb: GiB announced to the workers at a time.
+        chunk_gb: GiB sent at a time. Trainer and workers hold two copies of a chunk each; a larger tensor is a chunk.
         dtype: as in `FileTransfer`.
     """
 
@@ -161,6 +198,18 @@ class NcclTransfer(_VLLMBackend):
         self.port = port
         self._group: Any = None
 
+    def check_gpus(self, gpus: Sequence[int], trainer_gpu: int | None) -> None:
+        """Refuses an engine on the trainer's GPU.
+
+        Raises:
+            ValueError: names the GPU.
+        """
+        if trainer_gpu is not None and self.host in LOOPBACK and trainer_gpu in gpus:
+            raise ValueError(
+                f"data.engine.transfer=NcclTransfer needs GPUs for the engine alone, and GPU {trainer_gpu} is the "
+                "trainer's, too: set data.engine.device_ids, or use IpcTransfer or SharedMemoryTransfer"
+            )
+
     def _open(self, control: EngineControl) -> None:
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
@@ -171,6 +220,9 @@ class NcclTransfer(_VLLMBackend):
             "master_port": port,
             "world_size": world_size,
             "rank_offset": 1,
+            "packed": True,
+            "packed_buffer_size_bytes": self._chunk_bytes,
+            "packed_num_buffers": NUM_BUFFERS,
         }
         gpu = torch.cuda.current_device()
 
@@ -181,13 +233,21 @@ class NcclTransfer(_VLLMBackend):
         run_together(control.update_timeout_s, "forming NCCL's group with vLLM", invite, join)
 
     def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
-        stream = torch.cuda.current_stream()
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        gpu = torch.cuda.current_device()
+        torch.cuda.current_stream().synchronize()  # the sender packs on streams of its own, which wait for nothing
 
         def broadcast() -> None:
-            with torch.cuda.stream(stream):
-                for _, tensor in chunk:
-                    self._group.broadcast(tensor, src=0, stream=stream)
-                stream.synchronize()
+            torch.cuda.set_device(gpu)  # each thread has a current device
+            packed_nccl_broadcast_producer(
+                iterator=iter(chunk),
+                group=self._group,
+                src=0,
+                post_iter_func=_flat,
+                buffer_size_bytes=self._chunk_bytes,
+                num_buffers=NUM_BUFFERS,
+            )
 
         receive = partial(control.collective_rpc, "update_weights", {"update_info": _describe(chunk)})
         try:
@@ -231,6 +291,11 @@ def run_together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None
     for _ in calls:
         if (error := wait.get(results)) is not None:
             raise error
+
+
+def _flat(item: tuple[str, Tensor]) -> Tensor:
+    """The tensor with one dimension: newer senders cannot read a scalar as bytes."""
+    return item[1].reshape(-1)
 
 
 def _describe(chunk: list[tuple[str, Tensor]]) -> dict[str, Any]:

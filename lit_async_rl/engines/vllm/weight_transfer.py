@@ -14,7 +14,7 @@ error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,17 @@ class WeightTransfer(ABC):
 
     def check_room(self, model: str) -> None:  # noqa: B027  (most need none)
         """Checks, before the engine starts, that the weights of `model` fit."""
+
+    def check_gpus(self, gpus: Sequence[int], trainer_gpu: int | None) -> None:  # noqa: B027  (most take any)
+        """Checks, before the engine starts, that the transfer can reach its GPUs.
+
+        Args:
+            gpus: numbers of the engine's GPUs.
+            trainer_gpu: number of the trainer's; None before that is known.
+
+        Raises:
+            ValueError: names the setting and its value.
+        """
 
     @abstractmethod
     def engine_arguments(self) -> dict[str, Any]:

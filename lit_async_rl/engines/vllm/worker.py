@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lit_async_rl.engines.vllm.engine_arguments import describe_config, unusable_settings
 from lit_async_rl.engines.vllm.weight_deltas import IncomingWeights, LoadedWeights
+from lit_async_rl.utils.device_memory import PinnedArena
 from lit_async_rl.utils.processes import die_with_parent
 
 # -- Double buffering of a vLLM model's layers: weights are loaded into a second set while the first generates --------
@@ -239,6 +240,7 @@ class WorkerExtension:
     _recorded: set[str]
     _buffer: LayerBuffer | None = None
     _is_in_host_memory = False
+    _arena = PinnedArena()  # a process has one worker
     _read: list[tuple[str, Tensor]] = []  # noqa: RUF012  (replaced, never changed)
 
     def describe_policy(self) -> dict[str, Any]:
@@ -329,8 +331,10 @@ class WorkerExtension:
 
     def _read_into_host_memory(self, twin: nn.Module) -> None:
         """Reads weights into pinned memory, because a second set of layers would double the memory on the GPU."""
-        copy = Tensor.pin_memory if torch.cuda.is_available() else Tensor.clone
-        self._read = [(name, copy(weight)) for name, weight in self._incoming.weights()]
+        weights = dict(
+            self._incoming.weights()
+        )  # mapped files, and copies that are kept anyway: no memory of their own
+        self._read = list(zip(weights, self._arena.copies(list(weights.values())), strict=True))
 
     def _load_twin(self, twin: nn.Module) -> None:
         from vllm.config import set_current_vllm_config

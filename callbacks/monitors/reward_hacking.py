@@ -1,0 +1,245 @@
+"""Names signs of reward hacking while a run goes on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+
+from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
+from lit_async_rl.rewards.references import references_of
+from lit_async_rl.rewards.scorer import Scorer, check_reward
+from lit_async_rl.rewards.success import Success
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+MAX_COMPLETIONS = 64  # of a step, whose repetition is counted
+MAX_WAITING = 256  # completions for the second grader; a slower one gets fewer
+CHECK_TIMEOUT_S = 60.0
+log = logging.getLogger(__name__)
+
+
+class RewardHackingMonitor(pl.Callback):
+    """Warns of signs that the policy earns rewards in a way that was not meant, and logs their numbers.
+
+    Longer completions that are not more accurate; repetition; special tokens within completions; a part of the reward
+    that is full while the answer's part falls; groups whose rewards have become equal although they are not right; and
+    a second grader that calls right completions wrong. See `HackingWatch` for the thresholds. A sign is logged as a
+    warning when it begins, and stands in the progress line, in the verdict and in the summary while it holds. Nothing
+    of the training is changed.
+
+    Logs `hacking/{length_growth,repetition,special_tokens,group_std,disagreement,num_signs}`.
+
+    Example:
+        ```yaml
+        trainer:
+          callbacks+:
+            - class_path: RewardHackingMonitor
+              init_args: {check: lit_async_rl.exact_match, num_checked: 4}
+        ```
+
+    Attributes:
+        signs: signs that hold, with the words for them.
+        begun: signs that have held at some time, with the step in which they last began.
+
+    Args:
+        check: second grader, `check(prompt, completion) -> float`, called in a thread of its own on completions that
+            the reward calls right; such as a stricter grader or a judge. Failed calls are left out.
+        num_checked: completions of a step that it is called on.
+        check_success: its reward from which it calls a completion right; None is full marks of a grader, else 0.5.
+        length_growth: see `HackingWatch`; likewise the other thresholds, `window` and `patience`. None disables a sign.
+
+    Raises:
+        ValueError: a setting is out of range, or `check` cannot be called.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[Prompt, str], Any] | None = None,
+        num_checked: int = 4,
+        check_success: float | None = None,
+        length_growth: float | None = 1.5,
+        repetition: float | None = 0.5,
+        special_tokens: float | None = 0.2,
+        answer_drop: float | None = 0.1,
+        group_std: float | None = 0.1,
+        disagreement: float | None = 0.2,
+        window: int = 20,
+        patience: int = 3,
+    ) -> None:
+        check_range("RewardHackingMonitor", "integer >= 1", num_checked=num_checked)
+        check_range("RewardHackingMonitor", "finite", check_success=check_success)
+        if check is not None:
+            try:
+                check_reward(check)
+            except ValueError as error:
+                raise ValueError(str(error).replace("data.reward", "RewardHackingMonitor.check", 1)) from None
+        self.check = check
+        self.num_checked = num_checked
+        self.watch = HackingWatch(
+            length_growth=length_growth,
+            repetition=repetition,
+            special_tokens=special_tokens,
+            answer_drop=answer_drop,
+            group_std=group_std,
+            disagreement=disagreement,
+            window=window,
+            patience=patience,
+        )
+        self.begun: dict[str, int] = {}
+        self._success = Success.by(check_success, check)
+        self._scorer: Scorer | None = None
+        self._verdicts: deque[bool] = deque()  # of the second grader, from its thread
+        self._num_waiting = 0
+        self._step = -1
+
+    @property
+    def signs(self) -> dict[str, str]:
+        return self.watch.found
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        rollout_data(trainer, "RewardHackingMonitor")
+        self._step = trainer.global_step
+        if not trainer.ckpt_path:
+            self.watch.reset()
+            self.begun = {}
+        self._verdicts.clear()
+        self._num_waiting = 0
+        if self.check is not None and trainer.is_global_zero:
+            self._scorer = Scorer(self.check, timeout_s=CHECK_TIMEOUT_S, max_tries=1, records_spans=False)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        data = rollout_data(trainer, "RewardHackingMonitor")
+        groups = data.last_step_groups
+        if not groups:  # a rank without the producer
+            return
+        self._compare(data, groups)
+        seen = observed(groups, data)
+        for name in self.watch.observe(seen):
+            self.begun[name] = self._step
+            log.warning("a sign of reward hacking at step %d: %s", self._step, self.signs[name])
+        numbers = {
+            "length_growth": self.watch.growth(),
+            "repetition": seen.repetition,
+            "special_tokens": seen.special_tokens,
+            "group_std": seen.group_std,
+            "disagreement": self.watch.disagreement,
+            "num_signs": float(len(self.signs)),
+        }
+        for name, value in numbers.items():
+            if value is not None:
+                pl_module.log(f"hacking/{name}", value)
+
+    def _compare(self, data: RolloutDataModule, groups: Sequence[RolloutGroup]) -> None:
+        """Takes what the second grader has found, and gives it some more completions."""
+        if self._scorer is None:
+            return
+        self._scorer.check()
+        while self._verdicts:
+            self.watch.compare(self._verdicts.popleft())
+            self._num_waiting -= 1
+        success = data.held_out.success
+        right = [(group.prompt, one) for group in groups for one in group.rollouts if success.is_reached(one.score)]
+        chosen = random.Random(self._step).sample(right, min(self.num_checked, len(right)))
+        for prompt, rollout in chosen[: max(0, MAX_WAITING - self._num_waiting)]:
+            self._num_waiting += 1
+            self._scorer.submit(prompt, rollout.text, done=self._file, give_up=self._fail, token_ids=rollout.token_ids)
+
+    def _file(self, reward: float) -> None:
+        self._verdicts.append(self._success.is_reached(reward))
+
+    def _fail(self) -> None:
+        self._num_waiting -= 1
+
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"watch": self.watch.state_dict(), "begun": dict(self.begun)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.watch.load_state_dict(state_dict["watch"])
+        self.begun = dict(state_dict["begun"])
+
+
+def signs_of(trainer: AnyTrainer) -> dict[str, str]:
+    """Signs of reward hacking that hold now; none without a `RewardHackingMonitor`."""
+    monitors = [one for one in trainer.callbacks if isinstance(one, RewardHackingMonitor)]  # type: ignore[attr-defined]
+    return {name: words for monitor in monitors for name, words in monitor.signs.items()}
+
+
+def observed(groups: Sequence[RolloutGroup], data: RolloutDataModule) -> Seen:
+    """What the watch sees of the groups of a step."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    success = data.held_out.success
+    part = success.part
+    is_grader = references_of(data.reward) is not None or part is not None
+    special = frozenset(data.codec.tokenizer.all_special_ids)
+    shares = [share for one in rollouts[:MAX_COMPLETIONS] if (share := repetition(_own_ids(one))) is not None]
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in (rollout.reward_parts or {}).items():
+            parts.setdefault(name, []).append(value)
+    means = {name: math.fsum(values) / len(values) for name, values in parts.items()}
+    answer = means.pop(part, None) if part is not None else None
+    return Seen(
+        length=statistics.fmean(one.num_policy_tokens for one in rollouts),
+        reward=statistics.fmean(one.reward for one in rollouts),
+        accuracy=success.number(one.score for one in rollouts) / len(rollouts) if is_grader else None,
+        length_pay=length_pay(groups),
+        repetition=statistics.fmean(shares) if shares else None,
+        special_tokens=statistics.fmean(float(_has_special(one, special)) for one in rollouts),
+        group_std=statistics.fmean(statistics.pstdev(one.reward for one in group.rollouts) for group in groups),
+        answer=answer,
+        parts=means if answer is not None else {},
+    )
+
+
+def length_pay(groups: Sequence[RolloutGroup]) -> float | None:
+    """Correlation of reward and length within groups; None if one of them does not vary."""
+    rewards = np.concatenate([_centred([one.reward for one in group.rollouts]) for group in groups])
+    lengths = np.concatenate([_centred([one.num_policy_tokens for one in group.rollouts]) for group in groups])
+    norm = float(np.linalg.norm(rewards) * np.linalg.norm(lengths))
+    return float(rewards @ lengths) / norm if norm > 0 and math.isfinite(norm) else None
+
+
+def _centred(values: Sequence[float]) -> Any:
+    array = np.asarray(values, dtype=np.float64)
+    return array - array.mean()
+
+
+def _own_ids(rollout: Rollout) -> Sequence[int]:
+    """Tokens that the policy wrote."""
+    if rollout.loss_mask is None or not any(rollout.loss_mask):
+        return rollout.token_ids
+    return [token for token, is_own in zip(rollout.token_ids, rollout.loss_mask, strict=True) if is_own]
+
+
+def _has_special(rollout: Rollout, special: frozenset[int]) -> bool:
+    """Whether a special token stands before the last one of a turn."""
+    ids = _own_ids(rollout)
+    ends = 1 if rollout.turns is None else len(rollout.turns)
+    return sum(token in special for token in ids) > (ends if ids and ids[-1] in special else ends - 1)

@@ -1,0 +1,50 @@
+"""What a run cannot go on with from a checkpoint: refused before anything is sampled or written.
+
+Lightning restores weights in the validation ahead of training, and optimizers and rollouts after it, by which time
+tables in the run's folder have been cut at the checkpoint's step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from lit_async_rl.data.module import RolloutDataModule, saved_state
+from lit_async_rl.rollouts.resume import START_ANEW
+from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.files import read_safely
+
+OPTIMIZERS = "optimizer_states"
+
+
+def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None) -> None:
+    """Refuses a checkpoint that this run cannot go on from; reads no values of weights.
+
+    Args:
+        trainer: that has not run yet.
+        module: to be trained.
+        data: of the run.
+        ckpt_path: has passed `check_checkpoint`; one at an address such as `s3://` is checked when it is loaded.
+
+    Raises:
+        ValueError: it has no state of an optimizer or that of another kind, is of another model, of a schedule of
+            another length, or of prompts in another order.
+    """
+    if ckpt_path is None or "://" in ckpt_path:
+        return
+    path = Path(ckpt_path)
+    if path.is_dir():
+        checkpoint = read_safely(path / "meta.pt", f"ckpt_path={ckpt_path!r}")  # without weights
+    else:
+        checkpoint = read_safely(path, f"ckpt_path={ckpt_path!r}")
+        if OPTIMIZERS not in checkpoint:
+            raise ValueError(
+                f"ckpt_path={ckpt_path!r} holds weights and no state of an optimizer (save_weights_only), so that no "
+                f"run can go on from it. {START_ANEW}"
+            )
+        module.saved_weights.check_names(checkpoint, module.policy)
+    module.trainer = trainer
+    module.check_resumable(checkpoint)
+    if (state := saved_state(data, checkpoint)) is not None:
+        data.check_resumable(state)

@@ -1,0 +1,252 @@
+"""`lit-async-rl plan`: how to divide devices between trainer and engines, from a run or from a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lit_async_rl.simulation.plan import (
+    DEVICES,
+    ModelSize,
+    Prediction,
+    StepCost,
+    cost_by_formula,
+    fastest,
+    lowest_bound,
+    splits,
+)
+from lit_async_rl.utils.checks import OneLineParser
+from lit_async_rl.utils.config_files import load_config
+
+DEFAULT_SLOTS = {"EmbeddedEngine": 64, "VLLMEngine": 256}
+COLUMNS = ("perf/step_s", "perf/rollout_wait_s", "perf/weight_sync_s", "perf/engine_idle_share", "rollout/length_mean")
+EXAMPLES = """\
+examples:
+  lit-async-rl plan runs/quickstart/version_0 --devices 8
+  lit-async-rl plan configs/gsm8k_grpo_vllm.yaml --devices 8 --device h100 --completion_tokens 300
+"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Command line of the plan command."""
+    parser = OneLineParser(
+        prog="lit-async-rl plan",
+        description="Predicts the best split of devices between trainer and engines, in virtual time. A run's folder "
+        "gives measured times; a configuration needs --device and is calculated from the size of its model.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="folder of a run, or a configuration file")
+    parser.add_argument("--devices", type=int, required=True, help="number of devices to divide")
+    parser.add_argument("--replica_devices", type=int, default=1, help="devices of one engine (default: %(default)s)")
+    parser.add_argument("--max_staleness", type=int, help="bound to plan for (default: that of the configuration)")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=1.0,
+        help="standard deviation of the logarithm of the lengths (default: %(default)s, long tails)",
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        default=0.9,
+        help="speed that trainer devices keep at each doubling (default: %(default)s)",
+    )
+    parser.add_argument("--device", choices=sorted(DEVICES), help="of a configuration: its kind of device")
+    parser.add_argument("--prompt_tokens", type=int, default=256, help="of a configuration (default: %(default)s)")
+    parser.add_argument("--completion_tokens", type=int, help="of a configuration (default: half of max_tokens)")
+    arguments = parser.parse_args(args)
+    try:
+        print("\n".join(plan(arguments)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def plan(arguments: argparse.Namespace) -> list[str]:
+    """Lines of the answer.
+
+    Raises:
+        ValueError: an argument is out of range, or the source does not say enough.
+        OSError: the source cannot be read.
+    """
+    if arguments.source.is_dir():
+        settings = _settings(arguments.source / "config.yaml")
+        cost = measured_cost(arguments.source, settings, spread=arguments.spread, efficiency=arguments.efficiency)
+        origin = f"measured in {arguments.source}"
+    else:
+        settings = _settings(arguments.source)
+        cost = _calculated_cost(arguments, settings)
+        origin = f"calculated for {arguments.device}, not measured"
+    bound = arguments.max_staleness
+    if bound is None:
+        bound = int(_of(settings, "data.max_staleness", 1))
+    if bound < 0:
+        raise ValueError(f"--max_staleness must be >= 0, got {bound}")
+    predictions = splits(
+        cost, devices=arguments.devices, replica_devices=arguments.replica_devices, max_staleness=bound
+    )
+    best = fastest(predictions)
+    low = lowest_bound(cost, trainer_devices=best.trainer_devices, replicas=best.replicas)
+    return [
+        f"an optimizer step, {origin}:",
+        f"  training     {_seconds(cost.train_s)} on one device, publishing {_seconds(cost.sync_s)}",
+        f"  sampling     {cost.groups_per_step} groups of {cost.group_size}, {_seconds(cost.sample_s)} a sample, "
+        f"{_seconds(cost.longest * cost.sample_s)} at most",
+        f"  an engine    {cost.num_slots} slots",
+        "",
+        *_table(predictions, best),
+        "",
+        *_advice(best, low, bound),
+    ]
+
+
+def measured_cost(folder: Path, settings: Mapping[str, Any], *, spread: float, efficiency: float) -> StepCost:
+    """Cost of a step by the second half of a run's steps, when compiling and filling the queue are over.
+
+    Raises:
+        ValueError: the run has logged too little.
+        OSError: its metrics cannot be read.
+    """
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if all(row.get(name) for name in COLUMNS)]
+    if len(rows) < 4:
+        raise ValueError(f"{folder}: {len(rows)} steps with {', '.join(COLUMNS)} are too few, at least 4 are needed")
+    half = rows[len(rows) // 2 :]
+    median = {name: statistics.median(float(row[name]) for row in half) for name in COLUMNS}
+    step_s = median["perf/step_s"]
+    sync_s = median["perf/weight_sync_s"]
+    num_ranks = _num_ranks(settings)
+    groups_per_step = int(_of(settings, "data.groups_per_step", 1))
+    group_size = int(_of(settings, "data.group_size", 1))
+    num_slots = _num_slots(settings)
+    num_replicas = int(_of(settings, "cluster.init_args.engines.replicas", 1))
+    busy_s = (1 - median["perf/engine_idle_share"]) * step_s * num_replicas
+    max_tokens = float(_of(settings, "data.sampling.max_tokens", 1024))
+    on_one = StepCost(
+        train_s=max(1e-6, step_s - median["perf/rollout_wait_s"] - sync_s),
+        sample_s=max(1e-6, busy_s * num_slots / (groups_per_step * group_size)),
+        num_slots=num_slots,
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        sync_s=sync_s,
+        spread=spread,
+        longest=max(1.01, max_tokens / median["rollout/length_mean"]),
+        efficiency=efficiency,
+    )
+    if num_ranks == 1:
+        return on_one
+    ratio = on_one.train_s / (on_one.training_s(num_ranks) - sync_s)
+    return replace(on_one, train_s=on_one.train_s * ratio)
+
+
+def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> StepCost:
+    if arguments.device is None:
+        raise ValueError(
+            f"{arguments.source} is a configuration, which says nothing about time: add --device, one of "
+            f"{', '.join(sorted(DEVICES))}, or name the folder of a run"
+        )
+    model = _of(settings, "model.model", None)
+    if model is None:
+        raise ValueError(f"{arguments.source}: model.model is not set, so its size is not known")
+    max_tokens = int(_of(settings, "data.sampling.max_tokens", 1024))
+    completion_tokens = arguments.completion_tokens
+    if completion_tokens is None:
+        completion_tokens = max(1, max_tokens // 2)
+    if not 0 < completion_tokens < max_tokens:
+        raise ValueError(
+            f"--completion_tokens must be below data.sampling.max_tokens={max_tokens}, got {completion_tokens}"
+        )
+    if arguments.prompt_tokens < 1:
+        raise ValueError(f"--prompt_tokens must be >= 1, got {arguments.prompt_tokens}")
+    return cost_by_formula(
+        model_size(model),
+        DEVICES[arguments.device],
+        prompt_tokens=arguments.prompt_tokens,
+        completion_tokens=completion_tokens,
+        max_tokens=max_tokens,
+        num_slots=_num_slots(settings),
+        groups_per_step=int(_of(settings, "data.groups_per_step", 1)),
+        group_size=int(_of(settings, "data.group_size", 1)),
+        replica_devices=arguments.replica_devices,
+        spread=arguments.spread,
+        efficiency=arguments.efficiency,
+    )
+
+
+def model_size(model: str) -> ModelSize:
+    """Size of a model by its configuration; its weights are not read. All experts of a layer count."""
+    from transformers import AutoModelForCausalLM
+
+    from lit_async_rl.models.loading import load_config as load_model_config
+    from lit_async_rl.models.loading import parameters_on_meta
+
+    config = load_model_config(model)
+    with parameters_on_meta():
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelSize(parameters=parameters, cache_bytes=2 * 2 * text.num_hidden_layers * heads * width)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    return load_config(file)
+
+
+def _of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A setting by its dotted name; the default where it is not set."""
+    value: Any = settings
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return default if value is None else value
+
+
+def _num_slots(settings: Mapping[str, Any]) -> int:
+    engine = _of(settings, "data.engine", {})
+    kind = engine if isinstance(engine, str) else _of(engine, "class_path", "EmbeddedEngine")
+    found = next((_of(settings, f"data.engine.init_args.{name}", None) for name in ("num_slots", "max_num_seqs")), None)
+    return int(found or DEFAULT_SLOTS.get(kind.rpartition(".")[2], 64))
+
+
+def _num_ranks(settings: Mapping[str, Any]) -> int:
+    ranks = int(_of(settings, "cluster.init_args.trainer_ranks", 1))
+    devices = _of(settings, "trainer.devices", 1)
+    local = devices if isinstance(devices, int) and devices > 0 else 1
+    return max(ranks, local * int(_of(settings, "trainer.num_nodes", 1)))
+
+
+def _table(predictions: Sequence[Prediction], best: Prediction) -> list[str]:
+    lines = [f"{'trainer devices':>17}{'engines':>9}{'step':>10}{'trainer waits':>15}{'engines idle':>14}"]
+    for found in predictions:
+        steps = found.steps
+        mark = "  <- fastest" if found is best else ""
+        lines.append(
+            f"{found.trainer_devices:>17}{found.replicas:>9}{_seconds(found.step_s):>10}"
+            f"{steps.wait_s / steps.wall_s:>15.0%}{max(0.0, 1 - steps.engine_busy_s / steps.wall_s):>14.0%}{mark}"
+        )
+    return lines
+
+
+def _advice(best: Prediction, low: Prediction, bound: int) -> list[str]:
+    lines = []
+    if low.max_staleness < bound:
+        lines.append(f"data.max_staleness {low.max_staleness} instead of {bound} would be as fast, with fresher data")
+    elif low.step_s < best.step_s / 1.1:
+        lines.append(f"data.max_staleness {low.max_staleness} instead of {bound}: {_seconds(low.step_s)} a step")
+    return [
+        *lines,
+        "add to the run's command: --cluster.class_path RayCluster",
+        f"  --cluster.trainer_ranks {best.trainer_devices} --cluster.engines.replicas {best.replicas}",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"

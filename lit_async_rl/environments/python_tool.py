@@ -1,0 +1,184 @@
+"""A tool for environments: the policy writes a Python program, and reads what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.rewards.functions import exact_match
+from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, signal_name
+from lit_async_rl.sandbox.sandbox import Sandbox
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
+
+CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
+
+
+class PythonTool(Environment):
+    r"""Runs the program that a turn ends with, and answers with what it printed; any other turn is the final answer.
+
+    Each program starts anew, in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
+    expression is printed, as in a notebook.
+
+    Example:
+        ```python
+        import asyncio
+
+        import lit_async_rl as rl
+
+
+        async def play() -> tuple[str, float]:
+            tool = rl.PythonTool(allow_unsandboxed=True)
+            episode = await tool.start(rl.Prompt(text="What is 12 factorial?", answer="479001600"))
+            said = await episode.step("```python\nimport math\nmath.factorial(12)\n```")
+            end = await episode.step("479001600")
+            await tool.close()
+            return said.text, end.reward
+
+
+        assert asyncio.run(play()) == ("\n```output\n479001600\n```\n", 1.0)
+        ```
+
+    Args:
+        reward: of the final answer, `reward(prompt, completion)`; None is `exact_match`.
+        max_calls: programs of an episode; a further one ends it with reward 0.
+        max_chars: of an answer; of a longer one the middle is left out.
+        pattern: regular expression with a group `code`, by which a turn is recognised as a call.
+        template: text around the answer, with `{output}`.
+        max_concurrent: programs that run at a time, of all episodes.
+        limits: of each program.
+        level: of isolation, see `Sandbox`.
+        allow_unsandboxed: see `Sandbox`.
+        python_path: see `Sandbox`.
+        preload: see `Sandbox`.
+
+    Raises:
+        SetupError: there is no sandbox on this machine, and `allow_unsandboxed` is false.
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        reward: Reward | None = None,
+        max_calls: int = 4,
+        max_chars: int = 2000,
+        pattern: str = CALL,
+        template: str = "\n```output\n{output}\n```\n",
+        max_concurrent: int = 16,
+        limits: SandboxLimits = SandboxLimits(),  # noqa: B008  frozen
+        level: Literal["auto", "bubblewrap", "namespace", "limits"] = "auto",
+        allow_unsandboxed: bool = False,
+        python_path: Sequence[str] = (),
+        preload: Sequence[str] = (),
+    ) -> None:
+        check_range("PythonTool", "integer positive", max_calls=max_calls, max_concurrent=max_concurrent)
+        check_range("PythonTool", "integer >= 20", max_chars=max_chars)
+        if "code" not in re.compile(pattern).groupindex:
+            raise ValueError(f"PythonTool.pattern must have a group named code, got {pattern!r}")
+        if "{output}" not in template:
+            raise ValueError(f"PythonTool.template must have {{output}}, got {template!r}")
+        self.reward = reward or exact_match
+        check_reward(self.reward)
+        self.max_calls = max_calls
+        self.max_chars = max_chars
+        self.pattern = pattern
+        self.template = template
+        self.limits = dataclasses.asdict(limits)
+        self.python_path = list(python_path)
+        self.preload = list(preload)
+        self._max_concurrent = max_concurrent
+        self._sandbox = Sandbox(
+            level=level,
+            allow_unsandboxed=allow_unsandboxed,
+            limits=limits,
+            python_path=python_path,
+            preload=preload,
+        )
+        self._sandbox.announce("PythonTool")
+        self._threads: ThreadPoolExecutor | None = None
+        self._awaiter = Awaiter(60.0)
+
+    async def start(self, prompt: Prompt) -> PythonEpisode:
+        """Starts an episode for one prompt."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="python-tool")
+        return PythonEpisode(self, prompt)
+
+    async def run(self, code: str) -> str:
+        """What a program prints and how it fails, at most `max_chars` of it.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        result = await self._in_thread(functools.partial(self._sandbox.run, Program(source=code, shows_last=True)))
+        return shortened(described(result), self.max_chars)
+
+    async def final_reward(self, prompt: Prompt, completion: str) -> float:
+        """Reward of the last turn."""
+        return await self._in_thread(functools.partial(score, self.reward, prompt, completion, wait=self._awaiter.wait))
+
+    async def _in_thread(self, call: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def close(self) -> None:
+        """Ends the processes of the sandbox; a later episode starts new ones."""
+        threads = self._threads
+        self._threads = None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._sandbox.close)
+
+
+class PythonEpisode(Episode):
+    """An episode with a Python tool.
+
+    Args:
+        tool: that it uses.
+        prompt: of the episode.
+    """
+
+    def __init__(self, tool: PythonTool, prompt: Prompt) -> None:
+        self._tool = tool
+        self._prompt = prompt
+        self._calls_left = tool.max_calls
+
+    async def step(self, completion: str) -> Observation:
+        """Runs the program of a turn, or scores the final answer."""
+        call = re.search(self._tool.pattern, completion, re.DOTALL)
+        if call is None:
+            return Observation(reward=await self._tool.final_reward(self._prompt, completion), done=True)
+        if not self._calls_left:
+            return Observation(done=True)
+        self._calls_left -= 1
+        return Observation(text=self._tool.template.replace("{output}", await self._tool.run(call["code"])))
+
+    async def step_cut(self, completion: str) -> Observation:
+        """Half a program is not run: a turn that was cut is no answer."""
+        return Observation(done=True)
+
+
+def described(result: ProgramResult) -> str:
+    """Output of a program for the policy: what it printed, the last line of its error, and what ended it."""
+    parts = [result.stdout.rstrip()]
+    if result.verdict != "ended":
+        parts.append(f"(ended: too much {'time' if result.verdict == 'time' else result.verdict})")
+    elif result.status:
+        error = result.stderr.strip().rpartition("\n")[2]
+        parts.append(error or f"({signal_name(result.status)})")
+    return "\n".join(part for part in parts if part)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """A text without its middle, if it is longer than that."""
+    if len(text) <= max_chars:
+        return text
+    mark = "\n...\n"
+    half = (max_chars - len(mark)) // 2
+    return text[:half] + mark + text[len(text) - half :]

@@ -1,0 +1,359 @@
+"""`CodeReward`: runs the code of a completion on test cases, in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import logging
+import re
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from lit_async_rl.errors import FinalRewardError, RewardError
+from lit_async_rl.rewards.code_cases import Block, Cases, agrees, last_block, read_cases
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.sandbox import Sandbox
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range, meant
+
+PYTHON = "python"
+LANGUAGES = {
+    "javascript": "node main.js",
+    "bash": "bash main.sh",
+    "perl": "perl main.pl",
+    "ruby": "ruby main.rb",
+    "c": "gcc -O1 -o program main.c -lm && exec ./program",
+    "cpp": "g++ -O1 -std=c++17 -o program main.cpp && exec ./program",
+}
+RECENT = 1000  # completions whose time is logged
+OUTCOMES = ("right", "wrong", "no_code", "time", "memory", "output", "failed")
+log = logging.getLogger(__name__)
+
+
+class CodeReward:
+    r"""1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
+
+    The code is the last fenced block (three backticks or tildes) of the completion that is closed; without one the
+    reward is 0. The cases are in the fields of the prompt's record or in its answer, see `read_cases`; where there are
+    none, the reward does not apply (None, for one of several rewards).
+
+    Standard output is compared in the trainer, which the program cannot reach. Unit tests run in a sandbox of their own
+    and call the program's functions in another one, so that a program has neither the tests nor a way to say that
+    they hold, see `lit_async_rl.sandbox.tests`.
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        reward = rl.CodeReward(allow_unsandboxed=True)
+        prompt = rl.Prompt(text="Write double(x).", metadata={"test_list": ["assert double(2) == 4"]})
+        assert reward(prompt, "```python\ndef double(x):\n    return 2 * x\n```") == 1.0
+        reward.close()
+        ```
+
+    Args:
+        language: of a block without one, and of completions as a whole.
+        languages: command for `/bin/sh` by the name of a language that a fence has, in addition to `LANGUAGES`; it
+            names the file of the code, `main.` and the language's suffix. Only cases of standard input and output can
+            be run in other languages than Python.
+        extract: `fence`, or `whole`: the whole completion is code, for models that continue one.
+        partial_credit: whether the reward is the share of cases passed. Without it the first failed case ends the rest.
+        tests: `apart`; or `together`: unit tests run in the process of the program and get its objects as they are,
+            such as arrays. A program that searches its own memory can then say that it has passed.
+        compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for
+            word) or `exact`.
+        tolerance: with `lines` and `tokens`, greatest difference of numbers, absolute or relative; 0 compares texts.
+        max_cases: of a prompt, the first ones; None is all.
+        timeout_s: of all cases of a completion together; must be less than `data.scoring.timeout_s`.
+        limits: of each program.
+        level: of isolation, see `Sandbox`.
+        allow_unsandboxed: whether programs may run where no namespace can be made, with resource limits only.
+        readable: see `Sandbox`.
+        python_path: see `Sandbox`.
+        preload: see `Sandbox`.
+        name: first part of the names of its metrics.
+
+    Raises:
+        SetupError: there is no sandbox on this machine, and `allow_unsandboxed` is false.
+        ValueError: a setting is out of range, or a language's command is not installed.
+    """
+
+    def __init__(
+        self,
+        language: str = PYTHON,
+        languages: Mapping[str, str] | None = None,
+        extract: Literal["fence", "whole"] = "fence",
+        partial_credit: bool = False,
+        tests: Literal["apart", "together"] = "apart",
+        compare: Literal["lines", "tokens", "exact"] = "lines",
+        tolerance: float = 0.0,
+        max_cases: int | None = None,
+        timeout_s: float = 30.0,
+        limits: SandboxLimits = SandboxLimits(),  # noqa: B008  frozen
+        level: Literal["auto", "bubblewrap", "namespace", "limits"] = "auto",
+        allow_unsandboxed: bool = False,
+        readable: Sequence[str] = (),
+        python_path: Sequence[str] = (),
+        preload: Sequence[str] = (),
+        name: str = "code",
+    ) -> None:
+        for setting, value, known in (
+            ("extract", extract, ("fence", "whole")),
+            ("tests", tests, ("apart", "together")),
+            ("compare", compare, ("lines", "tokens", "exact")),
+        ):
+            if value not in known:
+                raise ValueError(f"CodeReward.{setting} must be {' or '.join(known)}, got {value!r}")
+        check_range("CodeReward", ">= 0 and finite", tolerance=tolerance)
+        check_range("CodeReward", "integer positive", max_cases=max_cases)
+        check_range("CodeReward", "positive", timeout_s=timeout_s)
+        if not name.isidentifier():
+            raise ValueError(f"CodeReward.name must be letters, digits and underscores, got {name!r}")
+        # What rewards depend on is public under the argument's name, for `reward_identity`; all else is private.
+        self.language = language
+        self.languages = dict(languages or {})
+        self.extract = extract
+        self.partial_credit = partial_credit
+        self.tests = tests
+        self.compare = compare
+        self.tolerance = tolerance
+        self.max_cases = max_cases
+        self.limits = dataclasses.asdict(limits)
+        self.python_path = list(python_path)
+        self.preload = list(preload)
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._name = name
+        self._sandbox = Sandbox(
+            level=level,
+            allow_unsandboxed=allow_unsandboxed,
+            limits=limits,
+            readable=readable,
+            python_path=python_path,
+            preload=preload,
+        )
+        self._commands = {**LANGUAGES, **self.languages}
+        try:
+            self._check_languages()
+        except ValueError:
+            self._sandbox.close()
+            raise
+        self._lock = threading.Lock()  # guards the next five
+        self._counts: Counter[str] = Counter()
+        self._num_programs = 0
+        self._cpu_s = 0.0
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._has_warned = False
+        self._sandbox.announce("CodeReward")
+
+    def _check_languages(self) -> None:
+        for language in {*self.languages, self.language} - {PYTHON}:
+            if language not in self._commands:
+                known = [PYTHON, *self._commands]
+                raise ValueError(f"CodeReward.language={language!r} is not known{meant(language, known)}")
+            command = self._commands[language]
+            if "main." not in command:
+                raise ValueError(f"CodeReward.languages.{language}={command!r} must name the file, main.SUFFIX")
+            if not self._sandbox.has_command(program := command.split()[0]):
+                raise ValueError(
+                    f"CodeReward: {language} needs {program}, which is not in the folders that programs see; "
+                    "CodeReward.readable names further ones"
+                )
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Time limit of a call."""
+        return self._timeout_s
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """Where programs run."""
+        return self._sandbox
+
+    def __call__(self, prompt: Prompt, completion: str) -> float | None:
+        """Reward of a completion; None for a prompt without test cases.
+
+        Raises:
+            RewardError: the sandbox failed.
+            FinalRewardError: the cases of the prompt cannot be read.
+        """
+        began = time.monotonic()
+        try:
+            cases = read_cases(prompt)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise FinalRewardError(f"CodeReward cannot read the test cases of the prompt: {error}") from error
+        if not cases:
+            return None
+        block = Block("", completion) if self.extract == "whole" else last_block(completion)
+        if block is None:
+            self._count("no_code", began)
+            return 0.0
+        language = block.language or self.language
+        try:
+            value, outcome = self._score(prompt, cases, replace(block, language=language), began=began)
+        except SandboxError as error:
+            raise RewardError(str(error)) from error
+        self._count(outcome, began)
+        return value
+
+    def metrics(self) -> dict[str, float]:
+        """Totals so far, and times of recent completions."""
+        with self._lock:
+            found = {f"{self._name}/num_{outcome}": float(self._counts[outcome]) for outcome in OUTCOMES}
+            found[f"{self._name}/num_programs"] = float(self._num_programs)
+            if self._num_programs:
+                found[f"{self._name}/cpu_s"] = self._cpu_s / self._num_programs
+            if self._seconds:
+                found[f"{self._name}/latency_s"] = sum(self._seconds) / len(self._seconds)
+        return found
+
+    def close(self) -> None:
+        """Ends the processes of the sandbox; a later call starts new ones."""
+        self._sandbox.close()
+
+    # -- scoring ------------------------------------------------------------------------------------------------------
+
+    def _score(self, prompt: Prompt, cases: Cases, block: Block, began: float) -> tuple[float, str]:
+        """Reward, and the outcome that is counted."""
+        if cases.streams:
+            return self._score_streams(cases.streams[: self.max_cases], block, began)
+        if block.language != PYTHON:
+            return 0.0, "failed"
+        head, code = with_head(block.code, prompt, cases.function)
+        # also before the tests: helpers of the problem that they use must not be the program's
+        return self._score_tests(replace(cases, setup=f"{head}\n{cases.setup}"), code, began)
+
+    def _score_streams(self, streams: Sequence[tuple[str, str]], block: Block, began: float) -> tuple[float, str]:
+        command = None
+        file = "main.py"
+        if block.language != PYTHON:
+            command = self._commands.get(block.language)
+            if command is None:
+                return 0.0, "failed"
+            file = next(word for word in command.replace(";", " ").split() if word.startswith("main."))
+        num_passed = 0
+        outcome = "right"
+        for stdin, expected in streams:
+            if (limits := self._limits_now(began)) is None:
+                outcome = "time"
+                break
+            program = Program(source=block.code, stdin=stdin, command=command, file=file)
+            result = self._note(self._sandbox.run(program, limits))
+            if result.is_ok and agrees(result.stdout, expected, compare=self.compare, tolerance=self.tolerance):
+                num_passed += 1
+                continue
+            outcome = _outcome(result)
+            if not self.partial_credit:
+                break
+        return self._value(num_passed, len(streams)), outcome
+
+    def _score_tests(self, cases: Cases, code: str, began: float) -> tuple[float, str]:
+        asserts = list(cases.asserts[: self.max_cases])
+        calls = [[list(arguments), expected] for arguments, expected in cases.calls[: self.max_cases]]
+        doc: dict[str, Any] = {
+            "setup": cases.setup,
+            "cases": asserts,
+            "check": cases.check,
+            "calls": calls,
+            "function": cases.function,
+            "stops": not self.partial_credit,
+        }
+        if (limits := self._limits_now(began)) is None:
+            return 0.0, "time"
+        if self.tests == "together":
+            mark = secrets.token_hex(16)
+            source = json.dumps(doc | {"mark": mark, "program": code})
+            program = self._note(self._sandbox.run(Program(source=source, kind="together"), limits))
+            said = program.channel.decode(errors="replace")
+            verdict = _verdict(said)
+            if verdict.get("mark") != mark:
+                verdict = {}
+        else:
+            pair = [Program(source=json.dumps(doc), kind="tests"), Program(source=code, kind="functions")]
+            tests, program = map(self._note, self._sandbox.run_together(pair, limits))
+            verdict = _verdict(tests.stdout) if tests.is_ok else {}
+            if tests.verdict != "ended":
+                program = replace(program, verdict=tests.verdict)
+        passed = verdict.get("passed", [])
+        if verdict.get("num_not_plain"):
+            self._warn_of_objects(verdict)
+        number = max(len(passed), len(asserts) + len(calls), 1)
+        num_passed = sum(one is True for one in passed)
+        is_right = bool(passed) and num_passed == number
+        return self._value(num_passed, number), "right" if is_right else _outcome(program)
+
+    def _value(self, num_passed: int, number: int) -> float:
+        return num_passed / number if self.partial_credit else float(num_passed == number)
+
+    def _limits_now(self, began: float) -> SandboxLimits | None:
+        """Limits of a program that starts now; None if the time of the completion is over."""
+        left_s = self._timeout_s - (time.monotonic() - began)
+        return replace(self._limits, wall_s=min(self._limits.wall_s, left_s)) if left_s > 0 else None
+
+    def _note(self, result: ProgramResult) -> ProgramResult:
+        with self._lock:
+            self._num_programs += 1
+            self._cpu_s += result.cpu_s
+        return result
+
+    def _count(self, outcome: str, began: float) -> None:
+        with self._lock:
+            self._counts[outcome] += 1
+            self._seconds.append(time.monotonic() - began)
+
+    def _warn_of_objects(self, verdict: Mapping[str, Any]) -> None:
+        with self._lock:
+            has_warned = self._has_warned
+            self._has_warned = True
+        if not has_warned:
+            log.warning(
+                "tests hand objects to the program that are no plain data, and fail (%s): CodeReward.tests=together "
+                "runs both in one process",
+                str(verdict.get("failure"))[:200],
+            )
+
+
+def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
+    """What stands in the prompt before a function, and the program behind it, as HumanEval puts them together.
+
+    Code that has the function comes behind the prompt's imports and helpers, code that has not behind the function's
+    beginning, as its body. A prompt that is no code before the function is left out.
+    """
+    if function is None or "class Solution" in code:
+        return "", code
+    start = re.search(rf"^(async )?def {re.escape(function)}\(", prompt.text, re.MULTILINE)
+    if start is None:
+        return "", code
+    head = prompt.text[: start.start()]
+    try:
+        ast.parse(head)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "", code
+    if re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE):
+        return head, f"{head}\n{code}"
+    body = code if code[:1].isspace() else "".join(f"    {line}" for line in code.splitlines(keepends=True))
+    return head, f"{prompt.text.rstrip()}\n{body}"
+
+
+def _verdict(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("passed"), list) else {}
+
+
+def _outcome(result: ProgramResult) -> str:
+    """How the failure of a program is counted."""
+    if result.verdict in ("time", "output"):
+        return result.verdict
+    if result.verdict in ("memory", "processes") or "MemoryError" in result.stderr[-200:]:
+        return "memory"
+    is_failed = result.status != 0 and result.verdict == "ended"
+    return "failed" if is_failed else "wrong"

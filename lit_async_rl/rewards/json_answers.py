@@ -1,0 +1,115 @@
+"""A grader of answers in JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from lit_async_rl.rewards.functions import reference_answer
+from lit_async_rl.rewards.references import any_accepted, explained, grades
+from lit_async_rl.types import Prompt
+
+TOLERANCE = 1e-9  # relative, of numbers
+MAX_STARTS = 10_000  # brackets of a completion that are tried as the beginning of JSON
+_MISSING = object()
+
+
+def last_json(completion: str) -> Any:
+    """The last JSON object or array of a completion, else the whole of it as JSON.
+
+    Raises:
+        ValueError: there is none.
+    """
+    decoder = json.JSONDecoder(parse_constant=_refuse)
+    found = _MISSING
+    end = 0
+    for number, match in enumerate(re.finditer(r"[\[{]", completion)):
+        if match.start() < end:
+            continue  # within the last one
+        if number >= MAX_STARTS:
+            break
+        try:
+            found, end = decoder.raw_decode(completion, match.start())
+        except (ValueError, RecursionError):
+            continue
+    if found is _MISSING:
+        try:
+            found = json.loads(completion, parse_constant=_refuse)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+    return found
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def shares(reference: Any, given: Any) -> tuple[int, int]:
+    """Number of equal values, and of all values of either side. A value is a text, a number, a bool, null or empty."""
+    if isinstance(reference, dict) and isinstance(given, dict) and (reference or given):
+        pairs = [(reference.get(key, _MISSING), given.get(key, _MISSING)) for key in {**reference, **given}]
+    elif isinstance(reference, list) and isinstance(given, list) and (reference or given):
+        longer = max(len(reference), len(given))
+        pairs = [(_item(reference, n), _item(given, n)) for n in range(longer)]
+    else:
+        return int(_is_equal(reference, given)), max(len(list(_values(reference))), len(list(_values(given))))
+    counts = [shares(one, other) for one, other in pairs]
+    return sum(right for right, _ in counts), sum(number for _, number in counts)
+
+
+def _item(items: list[Any], number: int) -> Any:
+    return items[number] if number < len(items) else _MISSING
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        try:
+            return math.isclose(one, other, rel_tol=TOLERANCE)
+        except OverflowError:
+            return one == other
+    return type(one) is type(other) and one == other
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list) and value:
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _values(inner)
+    else:
+        yield value
+
+
+def _explain(prompt: Prompt, completion: str) -> tuple[str, str]:
+    try:
+        given = last_json(completion)
+    except ValueError as error:
+        return "", f"no JSON was found: {error}"
+    right, number = shares(last_json(reference_answer(prompt)), given)
+    return json.dumps(given, ensure_ascii=False), f"{right} of {number} values are equal"
+
+
+@explained(_explain)
+@grades(lambda prompt: prompt.answer, partial_credit=True)
+@any_accepted
+def json_match(prompt: Prompt, completion: str) -> float:
+    """Share of the values of a JSON answer that are equal, at the same keys and positions; 1 only if all are.
+
+    The last object or array of the completion counts, also in a block of code; the order of keys does not. Values that
+    only one side has are wrong ones. `1` and `1.0` are equal, `"1"` and `1` are not.
+
+    Raises:
+        ValueError: the prompt has no answer, or one that is not JSON.
+    """
+    try:
+        reference = last_json(reference_answer(prompt))
+    except ValueError as error:
+        raise ValueError(f"json_match needs JSON as the reference answer, got {prompt.answer!r:.100}: {error}") from None
+    try:
+        right, number = shares(reference, last_json(completion))
+    except ValueError:
+        return 0.0
+    return right / number

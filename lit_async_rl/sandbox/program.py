@@ -1,0 +1,106 @@
+"""A program to run in a sandbox, what it may use, and what it has done."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_async_rl.utils.checks import check_range
+
+
+class SandboxError(RuntimeError):
+    """A sandbox could not run a program, which says nothing about the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """What one program may use. A program that passes a limit is ended, or its call fails.
+
+    Args:
+        wall_s: seconds until it is killed.
+        cpu_s: processor seconds of each of its processes.
+        memory_mb: MB of all of its processes together.
+        processes: number of processes and threads.
+        output_kb: KB of each of standard output and standard error; a program that writes more is ended.
+        file_mb: MB of a file.
+        scratch_mb: MB of its folder.
+
+    Raises:
+        ValueError: a limit is out of range.
+    """
+
+    wall_s: float = 5.0
+    cpu_s: int = 5
+    memory_mb: int = 512
+    processes: int = 32
+    output_kb: int = 1024
+    file_mb: int = 16
+    scratch_mb: int = 64
+
+    def __post_init__(self) -> None:
+        check_range("SandboxLimits", "positive", wall_s=self.wall_s)
+        check_range("SandboxLimits", "integer positive", cpu_s=self.cpu_s, memory_mb=self.memory_mb)
+        check_range("SandboxLimits", "integer positive", output_kb=self.output_kb, file_mb=self.file_mb)
+        check_range("SandboxLimits", "integer positive", scratch_mb=self.scratch_mb)
+        check_range("SandboxLimits", "integer >= 4", processes=self.processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program to run, once.
+
+    Attributes:
+        source: its text.
+        stdin: its standard input.
+        command: for `/bin/sh -c` in a folder that has the source as `file`; None runs it as Python, in the fork.
+        file: name of the source for a command.
+        shows_last: whether Python prints the value of a last line that is an expression, as a notebook does.
+        kind: `python`, or a role in a test, see `tests`.
+    """
+
+    source: str
+    stdin: str = ""
+    command: str | None = None
+    file: str = "main.py"
+    shows_last: bool = False
+    kind: Literal["python", "functions", "tests", "together"] = "python"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramResult:
+    """What a program has done.
+
+    Attributes:
+        verdict: `ended` by itself, or what ended it: `time`, `memory` or `processes`, `output`, `stopped` because it
+            was not needed any more.
+        status: exit status, or the negative number of the signal that ended it.
+        stdout: what it wrote, up to the limit; bytes that are no text are replaced.
+        stderr: likewise.
+        wall_s: seconds from the fork to its end.
+        cpu_s: processor seconds of all of its processes.
+        channel: what a test in one process wrote to the trainer.
+    """
+
+    verdict: Literal["ended", "time", "memory", "processes", "output", "stopped"]
+    status: int
+    stdout: str
+    stderr: str
+    wall_s: float
+    cpu_s: float
+    channel: bytes = b""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it ended by itself, with exit status 0."""
+        return self.verdict == "ended" and self.status == 0
+
+
+def signal_name(status: int) -> str:
+    """`exit status 1`, or the name of the signal."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"

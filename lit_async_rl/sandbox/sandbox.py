@@ -1,0 +1,262 @@
+"""Runs programs of models behind guards: no network, no files of the machine, nothing of the trainer, and limits.
+
+| who | waits for | woken by |
+|---|---|---|
+| caller of `run` | its program, at most its limits and `ANSWER_S` | the warden |
+| keeper thread | wardens to start | callers, `close` |
+| warden (a process, see `warden`) | requests | callers; the end of the trainer |
+
+A warden is warm: it has imported what programs often import, and forks for each. Each caller has one for itself while
+its program runs. The keeper starts them all, because the kernel ends a process with the *thread* that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lit_async_rl.errors import SetupError
+from lit_async_rl.sandbox import room
+from lit_async_rl.sandbox.processes import GuardError, Keeper, Runs, WardenProcess
+from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
+from lit_async_rl.sandbox.programs import PATHS
+
+NUM_TRIES = 2  # of a program whose warden ends
+MAX_IDLE = 16  # wardens that wait for programs
+LEVELS = ("bubblewrap", "namespace", "limits")
+PRELOADED = (
+    *("abc", "ast", "bisect", "collections", "copy", "datetime", "decimal", "enum", "fractions", "functools"),
+    *("heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string"),
+    *("threading", "time", "traceback", "typing", "dataclasses", "unittest"),
+)
+
+
+class Sandbox:
+    r"""Runs programs, each in a fork of its own, of which nothing is left for the next one.
+
+    | `level` | programs are kept in by |
+    |---|---|
+    | `bubblewrap` | namespaces made by `bwrap`; seccomp, Landlock and resource limits |
+    | `namespace` | user, mount, pid, network, ipc and uts namespaces; seccomp, Landlock and resource limits |
+    | `limits` | resource limits; seccomp and Landlock where the kernel has them. This is no sandbox |
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        with rl.Sandbox(allow_unsandboxed=True) as sandbox:
+            result = sandbox.run("print(6 * 7)")
+        assert (result.verdict, result.stdout) == ("ended", "42\n")
+        ```
+
+    Args:
+        level: one of them, or `auto`: the first that works here.
+        allow_unsandboxed: whether `limits` will do where no namespace can be made.
+        limits: of each program.
+        readable: further folders and files that programs may read, such as that of a compiler; their subfolders `bin`
+            are on the path.
+        python_path: folders of modules for Python programs, such as `site-packages`; they may be read.
+        preload: modules that are imported once, before the forks; what they hold is in every program.
+
+    Raises:
+        SetupError: no level that is allowed works on this machine; says why.
+        ValueError: a setting is out of range, or a folder does not exist.
+    """
+
+    def __init__(
+        self,
+        level: Literal["auto", "bubblewrap", "namespace", "limits"] = "auto",
+        allow_unsandboxed: bool = False,
+        limits: SandboxLimits = SandboxLimits(),  # noqa: B008  frozen
+        readable: Sequence[str] = (),
+        python_path: Sequence[str] = (),
+        preload: Sequence[str] = (),
+    ) -> None:
+        if level not in ("auto", *LEVELS):
+            raise ValueError(f"Sandbox.level must be auto, {', '.join(LEVELS)}, got {level!r}")
+        self.limits = limits
+        self._readable = _folders("readable", readable)
+        python_folders = _folders("python_path", python_path)
+        self._settings: dict[str, Any] = {
+            "readable": [*_python_folders(), *self._readable, *python_folders],
+            "python_path": python_folders,
+            "preload": [*PRELOADED, *preload],
+            "scratch_bytes": limits.scratch_mb * 2**20,
+            "parent": os.getpid(),
+        }
+        self._lock = threading.Lock()  # guards the next two
+        self._idle: list[WardenProcess] = []
+        self._keeper: Keeper | None = None
+        self._keepers: list[Keeper] = []  # the present one, for the end of an object that nobody closes
+        self._end = weakref.finalize(self, _close_all, self._idle, self._keepers)
+        self.level, self.guards = self._choose(level, allow_unsandboxed)
+
+    def _choose(self, level: str, allow_unsandboxed: bool) -> tuple[room.Level, tuple[str, ...]]:
+        """The first level that works; its first warden waits for a program."""
+        candidates: list[room.Level] = []
+        problems = []
+        for one in LEVELS if level == "auto" else (level,):
+            if one == "bubblewrap" and shutil.which("bwrap") is None:
+                problems.append("bubblewrap: bwrap is not installed")
+            elif one == "namespace" and sys.platform != "linux":
+                problems.append("namespace: Linux only")
+            elif one == "limits" and not allow_unsandboxed:
+                problems.append("limits: needs allow_unsandboxed")
+            else:
+                candidates.append(one)  # type: ignore[arg-type]
+        for candidate in candidates:
+            self._settings["level"] = candidate
+            try:
+                warden = self._start()
+            except SandboxError as error:
+                problems.append(f"{candidate}: {error}")
+                continue
+            self._idle.append(warden)
+            return candidate, warden.guards
+        raise SetupError(
+            f"code cannot be run in a sandbox on this machine ({'; '.join(problems)}). Install bubblewrap, allow user "
+            "namespaces, or set allow_unsandboxed: true, with which programs of the policy have your files, and are "
+            "only limited in time and memory"
+        )
+
+    @property
+    def description(self) -> str:
+        """What is active, in one line."""
+        limits = self.limits
+        return (
+            f"{self.level}: {', '.join(self.guards)}; {limits.wall_s:g} s, {limits.memory_mb} MB, "
+            f"{limits.processes} processes, {limits.output_kb} KB of output"
+        )
+
+    def announce(self, owner: str) -> None:
+        """Says at the start of a run, in one line, what keeps programs in.
+
+        Args:
+            owner: who runs them.
+        """
+        from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+        say = rank_zero_warn if self.level == "limits" else rank_zero_info
+        say(f"{owner} runs programs in a sandbox, {self.description}")
+
+    def run(self, program: str | Program, limits: SandboxLimits | None = None) -> ProgramResult:
+        """Runs a program, a text as Python. Blocks; any number of threads may call it at a time.
+
+        Args:
+            program: source, or more than that.
+            limits: of this program, in place of the sandbox's own.
+
+        Raises:
+            SandboxError: it could not be run, also not by another warden.
+        """
+        given = Program(source=program) if isinstance(program, str) else program
+        return self.run_together([given], limits)[0]
+
+    def run_together(self, programs: Sequence[Program], limits: SandboxLimits | None = None) -> list[ProgramResult]:
+        """Runs programs at the same time, each in a warden of its own; two share a channel.
+
+        The end of the first one ends all.
+
+        Raises:
+            SandboxError: they could not be run.
+        """
+        for attempt in range(NUM_TRIES):
+            wardens: list[WardenProcess] = []
+            try:
+                wardens = [self._take() for _ in programs]
+                results = Runs(wardens, programs, limits=limits or self.limits, paths=self._paths).results()
+            except (SandboxError, OSError) as error:
+                for warden in wardens:
+                    warden.kill()
+                if attempt + 1 == NUM_TRIES or isinstance(error, GuardError):
+                    raise SandboxError(f"a program could not be run ({self.level}): {error}") from error
+                continue
+            except BaseException:
+                for warden in wardens:
+                    warden.kill()
+                raise
+            self._give_back(wardens)
+            return results
+        raise SandboxError("no try was made")
+
+    def has_command(self, name: str) -> bool:
+        """Whether programs find a command."""
+        return shutil.which(name, path=":".join([PATHS, *self._paths])) is not None
+
+    @property
+    def _paths(self) -> list[str]:
+        return [os.path.join(folder, "bin") for folder in self._readable]
+
+    def close(self) -> None:
+        """Ends the wardens, and what they run. A later `run` starts new ones."""
+        with self._lock:
+            self._keeper = None
+            idle = list(self._idle)
+            keepers = list(self._keepers)
+            self._idle.clear()
+            self._keepers.clear()
+        _close_all(idle, keepers)
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- wardens ------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> WardenProcess:
+        """A warden that waits, or a new one."""
+        while True:
+            with self._lock:
+                warden = self._idle.pop() if self._idle else None
+            if warden is None:
+                return self._start()
+            if warden.is_there:
+                return warden
+            warden.kill()
+
+    def _start(self) -> WardenProcess:
+        with self._lock:
+            if self._keeper is None or self._keeper.pid != os.getpid():  # a fork has no threads
+                self._keeper = Keeper()
+                self._keepers[:] = [self._keeper]
+            keeper = self._keeper
+        return keeper.start(self._settings | {"parent": os.getpid()})
+
+    def _give_back(self, wardens: Sequence[WardenProcess]) -> None:
+        with self._lock:
+            room_for = MAX_IDLE - len(self._idle) if self._keeper is not None else 0
+            self._idle.extend(wardens[: max(0, room_for)])
+        for warden in wardens[max(0, room_for) :]:
+            warden.close()
+
+
+def _close_all(idle: list[WardenProcess], keepers: list[Keeper]) -> None:
+    for warden in idle:
+        warden.close()
+    for keeper in keepers:
+        keeper.close()
+
+
+def _folders(setting: str, paths: Sequence[str]) -> list[str]:
+    found = []
+    for path in paths:
+        real = os.path.realpath(os.path.expanduser(path))
+        if not os.path.exists(real):
+            raise ValueError(f"Sandbox.{setting}: there is no {path!r}")
+        if real == "/" or (real + "/").startswith(room.SCRATCH + "/"):
+            raise ValueError(f"Sandbox.{setting}={path!r} cannot be shown: it is the root, or in {room.SCRATCH}")
+        found.append(real)
+    return found
+
+
+def _python_folders() -> list[str]:
+    """Where the interpreter and its standard library are."""
+    prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
+    return sorted(prefix for prefix in prefixes if prefix not in ("/", "/usr"))

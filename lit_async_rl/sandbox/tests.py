@@ -1,0 +1,453 @@
+"""Unit tests in two processes: one has the tests and the verdict, the other one the program and neither of them.
+
+    tests     (T) --- calls of the program's functions, with values as JSON ---> functions (F)
+    trainer <-- verdict --- (T)
+
+A program that prints, ends its process, patches the interpreter or searches its memory finds no test, no expected value
+and no way to the verdict: it can but answer calls. Values that travel are plain data, so that no object of the program
+compares itself with an expected value. Other objects of the program stay with it: the tests hold a `Remote`, which
+calls and reads attributes there, and is equal to no plain value.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+import importlib
+import json
+import math
+import socket
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lit_async_rl.sandbox.interpreter import execute
+from lit_async_rl.sandbox.values import Channel, Closed, NotPlain, RemoteError, as_exception, decode, encode
+
+MAX_FAILURE_CHARS = 300
+TOLERANCE = 1e-9  # of expected floats that a set of calls states
+NAME = "tests.py"
+# Known to tests without an import of their own: published tests use what their program imports
+OFTEN_USED = (
+    "import math, re, collections, itertools, functools, heapq, bisect, string, random, operator, copy, json\n"
+    "import datetime\n"
+    "from collections import *\nfrom itertools import *\nfrom functools import *\nfrom typing import *\n"
+    "from math import inf\nfrom heapq import *\nfrom bisect import *\nfrom fractions import Fraction\n"
+    "from decimal import Decimal\n"
+)
+
+
+class Tests:
+    """The program as its tests see it.
+
+    Args:
+        channel: to the process with the program.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._callbacks: list[Any] = []
+        self._exceptions: dict[str, type[Exception]] = {}
+        self.num_not_plain = 0
+
+    def names(self) -> dict[str, Any] | None:
+        """The program's global names, or what stands for them; None for a program that failed."""
+        message = self._channel.receive()
+        if message[0] != "ready":
+            return None
+        found: dict[str, Any] = {}
+        for name, value in message[1].items():
+            kind = value[0] if isinstance(value, list) else ""
+            if kind == "module":
+                with contextlib.suppress(ImportError):
+                    if str(value[1]).split(".")[0] in sys.stdlib_module_names:
+                        found[name] = importlib.import_module(value[1])
+            elif kind == "exception":
+                base = type(as_exception(value[1][1:], ""))
+                found[name] = self._exceptions[str(value[1][0])] = type(name, (base,), {})
+            else:
+                with contextlib.suppress(NotPlain):
+                    found[name] = decode(value, self.refer)
+        return found
+
+    def refer(self, found: list[Any]) -> Any:
+        kind, number = found
+        if kind != "object" or type(number) is not int:
+            raise NotPlain(f"no value of the kind {kind!r}")
+        return Remote(self, number)
+
+    def export(self, value: Any) -> list[Any]:
+        if isinstance(value, Remote):
+            return ["object", object.__getattribute__(value, "_number")]
+        if callable(value) and not isinstance(value, type):
+            self._callbacks.append(value)
+            return ["callback", len(self._callbacks) - 1]
+        self.num_not_plain += 1
+        raise NotPlain(f"a test hands over an object of the class {type(value).__name__}")
+
+    def ask(self, what: str, number: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Does something with an object of the program; returns its value or raises its exception."""
+        given = [encode(one, self.export) for one in args]
+        named = {name: encode(one, self.export) for name, one in (kwargs or {}).items()}
+        self._channel.send([what, number, given, named])
+        while True:
+            message = self._channel.receive()
+            try:
+                kind, first, second = message
+                if kind == "callback":
+                    self._answer(first, second)
+                    continue
+                if kind == "returned":
+                    value = decode(first, self.refer)
+                    for place, changed in second:
+                        _replace(args[place], decode(changed, self.refer))
+                    return value
+                kinds = [str(one) for one in first]
+            except (TypeError, ValueError, LookupError) as error:
+                raise RemoteError(f"the program has answered what is no answer: {str(error)[:100]}") from None
+            if kinds and kinds[0] in self._exceptions:
+                raise self._exceptions[kinds[0]](str(second))
+            raise as_exception(kinds, str(second), may_stop=what == "next")
+
+    def _answer(self, number: int, args: Sequence[Any]) -> None:
+        try:
+            value = self._callbacks[number](*[decode(one, self.refer) for one in args])
+            answer = ["returned", encode(value, self.export)]
+        except Closed:
+            raise
+        except Exception as error:
+            answer = ["raised", [one.__name__ for one in type(error).__mro__], str(error)[:1000]]
+        self._channel.send(answer)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Changes an argument of a test as the program has changed it."""
+    if isinstance(old, (list, bytearray)) and type(new) is type(old):
+        old[:] = new
+    elif isinstance(old, (dict, set)) and type(new) is type(old):
+        old.clear()
+        old.update(new)
+
+
+class Remote:
+    """An object of the program. Operators take other objects of the program only, and it is equal to no plain value."""
+
+    def __init__(self, tests: Tests, number: int) -> None:
+        object.__setattr__(self, "_ask", tests.ask)
+        object.__setattr__(self, "_number", number)
+
+    def _do(self, what: str, *args: Any) -> Any:
+        ask: Callable[..., Any] = object.__getattribute__(self, "_ask")
+        return ask(what, object.__getattribute__(self, "_number"), args)
+
+    def _with(self, what: str, other: Any) -> Any:
+        return self._do(what, other) if isinstance(other, Remote) else NotImplemented
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
+            raise AttributeError(name)
+        return self._do("getattr", name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ask: Callable[..., Any] = object.__getattribute__(self, "_ask")
+        return ask("call", object.__getattribute__(self, "_number"), args, kwargs)
+
+    def __eq__(self, other: object) -> Any:
+        return self._with("eq", other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._with("lt", other)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with("add", other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with("sub", other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with("mul", other)
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __len__(self) -> int:
+        return int(self._do("len"))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_Items(self._do("iter")))
+
+    def __next__(self) -> Any:
+        return self._do("next")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._do("getitem", key)
+
+    def __str__(self) -> str:
+        return str(self._do("str"))
+
+    def __repr__(self) -> str:
+        return str(self._do("repr"))
+
+    def __instancecheck__(self, other: Any) -> bool:
+        # asked of the object's own class, over there: `isinstance(stack, Stack)`
+        return isinstance(other, Remote) and other._do("isinstance", self) is True
+
+
+class _Items:
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __iter__(self) -> _Items:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._source)
+
+
+class _CountedAsserts(ast.NodeTransformer):
+    """Lets tests go on behind a failed assertion, and notes which ones held."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """Replaces `assert` by a call that notes its number."""
+        source = (
+            "try:\n    assert 0\nexcept AssertionError as __error:\n    __failed__(N, __error)\nelse:\n    __held__(N)"
+        )
+        made = ast.parse(source.replace("N", str(self.number))).body[0]
+        self.number += 1
+        if isinstance(made, ast.Try):
+            made.body = [node]
+        return ast.fix_missing_locations(ast.copy_location(made, node))
+
+
+def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
+    """Runs tests, and writes which of them hold to the standard output, for the trainer.
+
+    Args:
+        doc: `setup`, code before the tests; `cases`, each a piece of code; `check`, code that defines `check(function)`
+            or asserts by itself; `calls`, pairs of arguments and expected value; `function`, the name of what is
+            tested; `stops`, whether the first failure ends the rest.
+        connection: to the process with the program.
+    """
+    verdict = sys.stdout
+    sys.stdout = sys.stderr  # what tests print is no verdict
+    result: dict[str, Any] = {"passed": [], "failure": None, "num_not_plain": 0}
+    tests = Tests(Channel(connection))
+    try:
+        result["passed"], result["failure"] = _passed(doc, tests)
+    except Closed:
+        result["failure"] = "the program has ended"
+    result["num_not_plain"] = tests.num_not_plain
+    verdict.write(json.dumps(result))
+    verdict.flush()
+    return 0
+
+
+def run_together(doc: dict[str, Any], program: str) -> dict[str, Any]:
+    """Runs tests in the process of the program, whose objects they get as they are.
+
+    Args:
+        doc: see `run_tests`.
+        program: source of the program.
+    """
+    names: dict[str, Any] = {"__name__": "program"}
+    if execute(program, names):
+        return {"passed": [], "failure": "the program fails by itself", "num_not_plain": 0}
+    passed, failure = _run_cases(doc, names)
+    return {"passed": passed, "failure": failure, "num_not_plain": 0}
+
+
+def _passed(doc: dict[str, Any], tests: Tests) -> tuple[list[bool], str | None]:
+    found = tests.names()
+    if found is None:
+        return [], "the program fails by itself"
+    names: dict[str, Any] = {"__name__": "tests"}
+    exec(OFTEN_USED, names)
+    own = set(names) | set(dir(builtins))
+    code = "\n".join([doc["setup"], *doc["cases"], doc["check"]])
+    used, bound = _names_in(code)
+    tested = used - bound - own
+    if not tested and not doc["function"]:  # the function under test is called `sum`
+        tested = used - bound
+    # A program may define `all` or `abs`, too, and its tests must not be run with those
+    names |= {name: value for name, value in found.items() if name in tested or name not in own}
+    names = {name: value for name, value in names.items() if not name.startswith("__")} | {"__name__": "tests"}
+    names["__program__"] = found
+    return _run_cases(doc, names)
+
+
+def _names_in(code: str) -> tuple[set[str], set[str]]:
+    """Names that code reads, and those that it binds."""
+    used: set[str] = set()
+    bound: set[str] = set()
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                bound.add(node.name)
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.alias):
+                bound.add((node.asname or node.name).split(".")[0])
+    return used, bound
+
+
+def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], str | None]:
+    failure: str | None = None
+
+    def fails(error: BaseException, what: str) -> None:
+        nonlocal failure
+        failure = failure or f"{what}: {type(error).__name__}: {error}"[:MAX_FAILURE_CHARS]
+
+    try:
+        exec(compile(doc["setup"], NAME, "exec"), names)
+    except Closed:
+        raise
+    except Exception as error:
+        fails(error, "setup")
+        return [], failure
+    passed = []
+    for code in doc["cases"]:
+        try:
+            exec(compile(code, NAME, "exec"), names)
+            passed.append(True)
+        except Closed:
+            fails(Exception("the program has ended"), code)
+            break
+        except Exception as error:
+            fails(error, code)
+            passed.append(False)
+        if not passed[-1] and doc["stops"]:
+            return passed, failure
+    if doc["calls"]:
+        passed += _run_calls(doc, names, fails)
+    if doc["check"]:
+        passed += _run_check(doc, names, fails)
+    return passed, failure
+
+
+def _function(doc: dict[str, Any], names: dict[str, Any]) -> Any:
+    """What is tested: a function, or the method of that name of a class `Solution`, as LeetCode has it."""
+    name = doc["function"]
+    program = names.get("__program__", names)
+    if name not in program and "Solution" in program:
+        return getattr(program["Solution"](), name)
+    if name not in program:
+        raise NameError(f"the program has no {name}")
+    return program[name]
+
+
+def _run_calls(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
+    passed = []
+    for arguments, expected in doc["calls"]:
+        shown = f"{doc['function']}({', '.join(map(repr, arguments))})"
+        try:
+            found = _function(doc, names)(*arguments)
+            # published sets wrap some expected values in a list of one
+            is_right = _agree(found, expected) or (
+                isinstance(expected, list) and len(expected) == 1 and _agree(found, expected[0])
+            )
+            passed.append(is_right)
+            if not is_right:
+                fails(AssertionError(f"{found!r:.100} is not {expected!r:.100}"), shown)
+        except Closed:
+            fails(Exception("the program has ended"), shown)
+            break
+        except Exception as error:
+            fails(error, shown)
+            passed.append(False)
+        if not passed[-1] and doc["stops"]:
+            break
+    return passed
+
+
+def _agree(found: Any, expected: Any) -> bool:
+    """Whether a value is the expected one, as JSON states it: tuples are lists there, and floats are rounded."""
+    if isinstance(expected, bool) or isinstance(found, bool):
+        return type(found) is type(expected) and found == expected
+    if isinstance(expected, float) and isinstance(found, (int, float)):
+        return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(expected, list):
+        is_list = isinstance(found, (list, tuple)) and len(found) == len(expected)
+        return is_list and all(map(_agree, found, expected))
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or len(found) != len(expected):
+            return False
+        by_text = {str(key): value for key, value in found.items()}
+        return all(key in by_text and _agree(by_text[key], value) for key, value in expected.items())
+    return bool(found == expected) and type(found) in (type(expected), int, float)
+
+
+def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
+    """Runs code with `check(function)`; a case is each of its `assert` statements, or all of it without any."""
+    counter = _CountedAsserts()
+    held: dict[int, bool] = {}
+    names["__held__"] = lambda number: held.setdefault(number, True)
+
+    def failed(number: int, error: BaseException) -> None:
+        held[number] = False
+        fails(error, f"assertion {number + 1}")
+        if doc["stops"]:
+            raise error
+
+    names["__failed__"] = failed
+    has_ended = True
+    more: list[bool] = []
+    try:
+        tree = counter.visit(ast.parse(doc["check"], NAME))
+        exec(compile(ast.fix_missing_locations(tree), NAME, "exec"), names)
+        defined = {node.name: names[node.name] for node in tree.body if hasattr(node, "name") and node.name in names}
+        if doc["function"] and "check" in defined:
+            defined["check"](_function(doc, names))
+        more = [_holds(name, test, fails) for name, test in _tests_among(defined)]
+    except Closed:
+        has_ended = False
+        fails(Exception("the program has ended"), "check")
+    except Exception as error:
+        has_ended = False
+        fails(error, "check")
+    passed = [held.get(number, False) for number in range(counter.number)] + more
+    return passed if has_ended and passed else [*passed, has_ended]
+
+
+def _tests_among(defined: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Tests as pytest and unittest name them."""
+    for name, one in defined.items():
+        if isinstance(one, types.FunctionType) and name.startswith("test") and not one.__code__.co_argcount:
+            yield name, one
+        if isinstance(one, type) and any(base.__name__ == "TestCase" for base in one.__mro__):
+            for method in dir(one):
+                if method.startswith("test"):
+                    yield f"{name}.{method}", functools.partial(_run_method, one, method)
+
+
+def _run_method(case: Any, method: str) -> None:
+    import unittest
+
+    result = unittest.TestResult()
+    suite = unittest.TestSuite([case(method)])
+    suite.run(result)  # with the class's own preparations
+    for _, problem in [*result.errors, *result.failures]:
+        raise AssertionError(problem.strip().rpartition("\n")[2])
+    if result.unexpectedSuccesses or not result.testsRun:
+        raise AssertionError("it did not fail as expected")
+
+
+def _holds(name: str, test: Callable[[], Any], fails: Callable[[BaseException, str], None]) -> bool:
+    try:
+        test()
+    except Closed:
+        raise
+    except Exception as error:
+        fails(error, name)
+        return False
+    return True

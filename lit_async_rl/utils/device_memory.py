@@ -1,0 +1,188 @@
+"""Transfers between CPU memory and a GPU that do not wait for other work on it.
+
+Only copies from and to pinned memory run beside kernels. Torch's own pinned allocations are rounded up to powers of
+two, and never shrink: a model of 15 GB pinned tensor by tensor takes 27. Hence large memory is pinned here as one
+mapping (`PinnedArena`), or passed through two small buffers (`StagedCopies`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_async_rl.utils.huge_pages import HUGE_PAGE_BYTES, mapped_memory
+
+ALIGNMENT = 512  # bytes; that of torch's own allocations
+BUFFER_BYTES = 2**26  # of a staging buffer: 64 MiB take 3 ms of PCIe 4, much longer than it takes to start a copy
+log = logging.getLogger(__name__)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on the device is queued in streams, and copies from pinned memory do not wait for it."""
+    return device.type == "cuda"
+
+
+def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """The values as a tensor on `device`; does not wait for work that is queued there.
+
+    `torch.tensor(values, device="cuda")` copies from pageable memory, and waits for the stream.
+
+    Args:
+        values: numbers, or a tensor, which keeps its dtype.
+        device: target.
+        dtype: of the tensor made of numbers.
+    """
+    if isinstance(values, Tensor):
+        is_far = has_streams(device) and values.device.type == "cpu"
+        return values.pin_memory().to(device, non_blocking=True) if is_far else values.to(device)
+    if not has_streams(device):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which this thread queues its work in a stream of its own, beside that of other threads."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if has_streams(device) else contextlib.nullcontext()
+
+
+# -- Many tensors in one mapping of pinned memory ---------------------------------------------------------------------
+
+
+class PinnedArena:
+    """Pinned memory for sets of tensors of about the same size, such as the weights of each update.
+
+    The memory is used again by the next set, whose tensors replace those of the last one.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._is_registered = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the mapping."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of these tensors; valid until the next call."""
+        places = [0]
+        for tensor in tensors:
+            places.append(places[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        if places[-1] > self.num_bytes:
+            self.close()
+            self._memory = mapped_memory(places[-1])
+            self._is_registered = _register(self._memory)
+        copied = []
+        for begin, tensor in zip(places, tensors, strict=False):
+            if not tensor.nbytes or self._memory is None:
+                copied.append(tensor.clone())
+                continue
+            part = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copied.append(part.copy_(tensor))
+        return copied
+
+    def close(self) -> None:
+        """Unpins the memory; it is freed with the last tensor in it."""
+        if self._is_registered and self._memory is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._is_registered = False
+        self._memory = None
+
+
+def _register(memory: Tensor) -> bool:
+    """Pins memory; whether that was possible. Without, copies are correct, and slower."""
+    if not torch.cuda.is_available():
+        return False
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        log.warning(
+            "%.1f GiB of CPU memory could not be pinned (CUDA error %d): copies of weights to the GPU are slower",
+            *(memory.nbytes / 2**30, error),
+        )
+    return not error
+
+
+# -- Copies of a GPU's tensors in ordinary memory, through pinned buffers ---------------------------------------------
+
+
+class StagedCopies:
+    """Copies tensors of a GPU to CPU memory on a stream of its own, while other streams go on.
+
+    Args:
+        device: the GPU.
+
+    It waits for what the creating thread has queued. Copies may be made in another thread; until they are made, nobody
+    may change the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._buffers: list[Tensor] = []  # pinned by the first large copy
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Context in which this thread's other copies are on the same stream."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        """Copies `source` to `target`, both contiguous; returns when it is done."""
+        if not self._buffers:
+            self._buffers = [pinned_bytes(BUFFER_BYTES) for _ in range(2)]
+        read = source.flatten().view(torch.uint8)
+        write = target.flatten().view(torch.uint8)
+        copied: tuple[Any, Tensor, slice] | None = None  # event, buffer, place of the copy before
+        for number, begin in enumerate(range(0, len(read), BUFFER_BYTES)):
+            part = slice(begin, min(begin + BUFFER_BYTES, len(read)))
+            buffer = self._buffers[number % 2][: part.stop - part.start]
+            with self.use():
+                buffer.copy_(read[part], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            if copied is not None:
+                _finish(write, *copied)  # while the next part is on its way
+            copied = event, buffer, part
+        if copied is not None:
+            _finish(write, *copied)
+
+
+def _finish(write: Tensor, event: Any, buffer: Tensor, part: slice) -> None:
+    event.synchronize()
+    write[part] = buffer
+
+
+def pinned_bytes(size: int) -> Tensor:
+    """Pinned memory from torch's allocator; `size` should be a power of two."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def host_copy(tensor: Tensor, staged: StagedCopies | None = None) -> Tensor:
+    """A copy in CPU memory; a large one has memory of its own, outside of the allocator.
+
+    New memory costs one page fault per 4 KB, most of the time of a large copy. Huge pages, where Linux has them, cost
+    one per 2 MB. The allocator would also keep freed memory in the process.
+
+    Args:
+        tensor: on any device.
+        staged: copies large tensors of its GPU; the caller is in its context.
+    """
+    source = tensor.detach()
+    if type(source) is not Tensor or source.nbytes < HUGE_PAGE_BYTES or not source.is_contiguous():
+        return source.to("cpu", copy=True)
+    copied = mapped_memory(source.nbytes).view(source.dtype).view(source.shape)
+    if staged is None or not has_streams(source.device):
+        return copied.copy_(source)
+    staged.fill(copied, source)
+    return copied
+
+
+def staged_copies(tensors: Iterator[Tensor]) -> StagedCopies | None:
+    """`StagedCopies` of the first GPU among the tensors' devices; None if there is none."""
+    device = next((tensor.device for tensor in tensors if has_streams(tensor.device)), None)
+    return None if device is None else StagedCopies(device)

@@ -1,0 +1,127 @@
+"""The Python tool: what the policy reads, and that each program starts anew."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sandboxes import LIMITS, levels
+
+import lit_async_rl as rl
+from lit_async_rl.environments.python_tool import shortened
+
+pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")
+LIMIT = {"limits": LIMITS, "allow_unsandboxed": not levels()}
+
+
+def played(turns, **settings):
+    """Observations of an episode."""
+
+    async def play():
+        tool = rl.PythonTool(**{**LIMIT, **settings})
+        try:
+            episode = await tool.start(rl.Prompt(text="?", answer="42"))
+            return [await episode.step(turn) for turn in turns]
+        finally:
+            await tool.close()
+
+    return asyncio.run(play())
+
+
+def call(code):
+    return f"I think:\n```python\n{code}\n```"
+
+
+def test_the_policy_reads_what_programs_print():
+    turns = [
+        call("x = 6\nprint('hi')\nx * 7"),
+        call("x"),
+        call("import sys; sys.exit('bad')"),
+        call("import os; os.kill(os.getpid(), 11)"),
+    ]
+    texts = [one.text for one in played([*turns, "42"])]
+    assert texts[0] == "\n```output\nhi\n42\n```\n"
+    assert "NameError: name 'x' is not defined" in texts[1]
+    assert "bad" in texts[2]
+    assert "SIGSEGV" in texts[3] or "ended" in texts[3]
+
+
+def test_the_last_turn_is_the_answer():
+    right = played([call("42"), "42"])[-1]
+    assert (right.reward, right.done) == (1.0, True)
+    assert played(["41"])[-1].reward == 0.0
+    own = played(["x"], reward=lambda prompt, completion: 0.25)[-1]
+    assert own.reward == 0.25
+
+
+def test_calls_are_limited():
+    first, second = played([call("1"), call("2")], max_calls=1)
+    assert not first.done
+    assert (second.done, second.reward) == (True, 0.0)
+
+
+def test_long_outputs_and_long_programs_are_cut():
+    found = played([call("print('a' * 10**5)"), call("while True: print('x' * 10**5)")], max_chars=100)
+    assert len(found[0].text) < 130
+    assert "..." in found[0].text
+    assert found[1].text.endswith("(ended: too much output)\n```\n")
+    spin = played([call("while True: pass")], limits=rl.SandboxLimits(wall_s=0.3))[0]
+    assert "too much time" in spin.text
+    assert shortened("abc", 3) == "abc"
+
+
+def test_a_turn_that_was_cut_runs_nothing():
+    async def play():
+        tool = rl.PythonTool(**LIMIT)
+        episode = await tool.start(rl.Prompt(text="?", answer="42"))
+        found = await episode.step_cut(call("1"))
+        await tool.close()
+        return found
+
+    assert asyncio.run(play()) == rl.Observation(done=True)
+
+
+def test_many_episodes_at_a_time():
+    async def play():
+        tool = rl.PythonTool(**LIMIT)
+        episodes = [await tool.start(rl.Prompt(text="?", answer="")) for _ in range(12)]
+        found = await asyncio.gather(*(one.step(call(f"{n} + 1")) for n, one in enumerate(episodes)))
+        await tool.close()
+        return [one.text.split("\n")[2] for one in found]
+
+    assert asyncio.run(play()) == [str(n + 1) for n in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_calls": 0}, "PythonTool.max_calls"),
+        ({"max_chars": 3}, "PythonTool.max_chars"),
+        ({"pattern": "x"}, "PythonTool.pattern must have a group named code"),
+        ({"template": "x"}, "PythonTool.template must have {output}"),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    with pytest.raises(ValueError, match=words):
+        rl.PythonTool(**{**LIMIT, **settings})
+
+
+def test_a_run_in_which_the_policy_calls_it():
+    """Every number that the shipped policy writes is a program."""
+    tool = rl.PythonTool(**LIMIT, pattern="^0*(?P<code>[1-9][0-9]*)$", template="{output}=", max_calls=1)
+    rows = [{"prompt": f"{n}=", "answer": "".join(sorted(str(n)))} for n in range(10, 30)]
+    trainer = rl.fit(
+        rl.asset("small_sort_policy"),
+        rows,
+        None,
+        engine=rl.EpisodeEngine(rl.EmbeddedEngine(), tool, max_turns=3),
+        max_steps=2,
+        groups_per_step=2,
+        group_size=2,
+        sampling={"max_tokens": 4},
+        accelerator="cpu",
+        devices=1,
+        enable_progress_bar=False,
+        logger=False,
+    )
+    assert trainer.global_step == 2

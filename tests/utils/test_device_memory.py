@@ -1,0 +1,131 @@
+"""Pinned memory as one mapping, and copies from a GPU through two buffers.
+
+There is no GPU: streams, events and the calls that pin memory are stand-ins that record, and `has_streams` is forced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_async_rl.training import checkpoint_io
+from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
+from lit_async_rl.utils import device_memory
+from lit_async_rl.utils.device_memory import PinnedArena, StagedCopies, host_copy
+
+
+class Cuda:
+    """Stand-in of `torch.cuda` that records calls."""
+
+    def __init__(self, monkeypatch, error: int = 0) -> None:
+        self.log: list[str] = []
+        log = self.log
+
+        class Stream:
+            def __init__(self, device=None):
+                log.append("stream")
+
+            def wait_stream(self, other):
+                log.append("wait for the trainer's stream")
+
+        class Event:
+            def record(self, stream):
+                log.append("record")
+
+            def synchronize(self):
+                log.append("synchronize")
+
+        @contextlib.contextmanager
+        def stream(chosen):
+            log.append("begin")
+            yield
+            log.append("end")
+
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda place, size, flags: log.append(f"register {size}") or error,
+            cudaHostUnregister=lambda place: log.append("unregister"),
+        )
+        monkeypatch.setattr(device_memory, "has_streams", lambda device: True)
+        monkeypatch.setattr(device_memory, "pinned_bytes", lambda size: torch.zeros(size, dtype=torch.uint8))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+
+
+def weights(seed: int, scale: int = 1) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    sizes = [(3, 5), (1000 * scale, 7), (), (0, 4), (129,)]
+    return [torch.randn(size).to(torch.bfloat16 if n % 2 else torch.float32) for n, size in enumerate(sizes)]
+
+
+def test_weights_of_all_updates_are_in_one_registered_mapping(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    arena = PinnedArena()
+    for seed in range(3):
+        expected = weights(seed)
+        copies = arena.copies(expected)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(copies, expected, strict=True))
+    assert arena.num_bytes < sum(w.nbytes for w in expected) + 512 * len(expected)  # no powers of two
+    assert cuda.log == [f"register {arena.num_bytes}"]
+    assert torch.equal(arena.copies(weights(5, scale=2))[1], weights(5, scale=2)[1])
+    assert cuda.log[1:] == ["unregister", f"register {arena.num_bytes}"]
+    arena.close()
+    arena.close()
+    assert cuda.log[3:] == ["unregister"]
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(monkeypatch, caplog):
+    cuda = Cuda(monkeypatch, error=2)
+    arena = PinnedArena()
+    assert torch.equal(arena.copies(weights(0))[1], weights(0)[1])
+    arena.close()
+    assert "could not be pinned (CUDA error 2)" in caplog.text
+    assert "unregister" not in cuda.log
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 5])
+def test_a_large_tensor_passes_through_two_buffers(num_buffers, monkeypatch):
+    monkeypatch.setattr(device_memory, "BUFFER_BYTES", 2**20)
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr(device_memory, "HUGE_PAGE_BYTES", 2**10)
+    source = torch.randn(2**18 * num_buffers - 5)
+    staged = StagedCopies(source.device)
+    assert cuda.log == ["stream", "wait for the trainer's stream"]
+    cuda.log.clear()
+    copied = host_copy(source, staged)
+    assert torch.equal(copied, source)
+    assert copied.data_ptr() != source.data_ptr()
+    queued = ["begin", "end", "record"]
+    assert cuda.log == queued + [*queued, "synchronize"] * (num_buffers - 1) + ["synchronize"]
+
+
+def test_a_checkpoint_is_copied_on_a_stream_beside_training(monkeypatch, tmp_path):
+    monkeypatch.setattr(device_memory, "HUGE_PAGE_BYTES", 2**10)
+    cuda = Cuda(monkeypatch)
+    copies = []
+    copy = checkpoint_io.host_copy
+    monkeypatch.setattr(
+        checkpoint_io, "host_copy", lambda value, staged: copies.append((staged, cuda.log[-1])) or copy(value, staged)
+    )
+    weight, moment = torch.randn(100, 100), torch.randn(100, 100)
+    saved = {
+        "state_dict": {"weight": weight},
+        "optimizer_states": [{"state": {0: {"exp_avg": moment}}}],
+        "global_step": 1,
+    }
+    io = BackgroundCheckpointIO()
+    io.save_checkpoint(saved, tmp_path / "a.ckpt")
+    io.teardown()
+    assert len(copies) == 2
+    assert all(isinstance(staged, StagedCopies) and before == "begin" for staged, before in copies)
+    assert cuda.log[:2] == ["stream", "wait for the trainer's stream"]  # in the trainer's thread, before both copies
+    assert cuda.log.count("synchronize") == 2
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert torch.equal(loaded["state_dict"]["weight"], weight)
+    assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], moment)
