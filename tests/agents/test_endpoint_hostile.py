@@ -236,6 +236,15 @@ def test_a_million_messages_are_refused(pair):
     ],
     ids=["no_text", "deep", "role", "schema", "n", "unknown_characters", "wrong_path"],
 )
+def test_each_broken_body_gets_the_error_of_the_api(pair, data):
+    _, good, bad = pair
+    response = send(bad, data)
+    assert response.status_code == 400
+    checked(response)
+    well(good)
+    well(bad)
+
+
 def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
     """Tokenising them takes tens of seconds, in which no episode would get an answer."""
     episodes, good, bad = pair
@@ -256,15 +265,6 @@ def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
         assert error["param"] == param
     well(good)
     assert not episodes.errors
-
-
-def test_each_broken_body_gets_the_error_of_the_api(pair, data):
-    _, good, bad = pair
-    response = send(bad, data)
-    assert response.status_code == 400
-    checked(response)
-    well(good)
-    well(bad)
 
 
 def test_keys_that_are_wrong_get_401(pair):
