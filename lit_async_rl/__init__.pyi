@@ -24,12 +24,16 @@ from .agents.credit import BranchCredit as BranchCredit
 from .agents.credit import Discount as Discount
 from .agents.credit import MeanByLeaf as MeanByLeaf
 from .agents.credit import Share as Share
+from .agents.endpoint.clients import EndpointClients as EndpointClients
+from .agents.endpoint.command import CommandAgent as CommandAgent
 from .agents.engine import AgentEngine as AgentEngine
 from .agents.episode import AgentCallInfo as AgentCallInfo
 from .agents.episode import AgentEpisode as AgentEpisode
 from .agents.parsing import ReplyParser as ReplyParser
 from .agents.parsing import TaggedParser as TaggedParser
 from .agents.parsing import TextParser as TextParser
+from .agents.template_parser import AutoParser as AutoParser
+from .agents.template_parser import TemplateParser as TemplateParser
 from .api.run import fit as fit
 from .api.trainer import Trainer as Trainer
 from .assets import asset as asset

@@ -12,6 +12,9 @@ from .credit import BranchInfo as BranchInfo
 from .credit import Discount as Discount
 from .credit import MeanByLeaf as MeanByLeaf
 from .credit import Share as Share
+from .endpoint.clients import EndpointClients as EndpointClients
+from .endpoint.command import CommandAgent as CommandAgent
+from .endpoint.command import CommandAgentError as CommandAgentError
 from .engine import AgentEngine as AgentEngine
 from .engine import AgentStats as AgentStats
 from .episode import AgentCallInfo as AgentCallInfo
@@ -19,4 +22,6 @@ from .episode import AgentEpisode as AgentEpisode
 from .parsing import ReplyParser as ReplyParser
 from .parsing import TaggedParser as TaggedParser
 from .parsing import TextParser as TextParser
+from .template_parser import AutoParser as AutoParser
+from .template_parser import TemplateParser as TemplateParser
 from .token_session import TokenSession as TokenSession

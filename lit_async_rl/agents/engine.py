@@ -22,9 +22,10 @@ from lit_async_rl.agents.clients import ClientFactory, InProcessClients
 from lit_async_rl.agents.credit import BranchCredit, Share
 from lit_async_rl.agents.episode import AgentCallInfo, AgentEpisode, EpisodeRules
 from lit_async_rl.agents.graph import DriftCounts
-from lit_async_rl.agents.parsing import ReplyParser, TaggedParser
+from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import ChatRenderer
 from lit_async_rl.agents.rows import trained_turns
+from lit_async_rl.agents.template_parser import AutoParser
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine
@@ -95,7 +96,7 @@ class AgentEngine(MultiRequestEngine):
         engine: engine that samples the replies.
         agent: coroutine function of a prompt and a client, or its name, `module.function`. Returns the reward, or an
             `AgentResult`.
-        clients: makes the clients; None gives each agent an `InProcessClient`.
+        clients: makes the clients; None gives each agent an `InProcessClient`, unless the agent has `clients`.
         timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
         max_calls: calls to the policy in one episode.
         tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
@@ -105,7 +106,7 @@ class AgentEngine(MultiRequestEngine):
         side_calls: tells of a side call, which shares neither the system prompt nor the tools of the first call,
             whether it trains nevertheless; None trains none.
         credit: part of the advantage that each row gets.
-        parser: finds tool calls and reasoning in replies; None is `TaggedParser`.
+        parser: finds tool calls and reasoning in replies; None is the one that fits the model.
         chat_template: file with a chat template to use in place of the tokenizer's, or name of a shipped one.
         forks: train with a template that writes earlier messages differently when a conversation goes on, each call as
             a row of its own; without it such a template is refused.
@@ -139,14 +140,15 @@ class AgentEngine(MultiRequestEngine):
         )
         super().__init__(engine, policy)
         self.agent = _loaded(agent)
-        self.clients = clients or InProcessClients()
+        self.clients = clients or getattr(self.agent, "clients", None) or InProcessClients()
         self.max_calls = max_calls
         self.side_calls = side_calls
         self.credit = credit or Share()
-        self.parser = parser or TaggedParser()
+        self.parser = parser or AutoParser()
         self.chat_template = chat_template
         self.forks = forks
         self.stats = AgentStats()
+        self._trains = True
         self._rules: EpisodeRules | None = None
         self._running: dict[int, list[AgentEpisode]] = {}  # by request; those that are not over
         self._by_key: dict[str, AgentEpisode] = {}
@@ -170,6 +172,7 @@ class AgentEngine(MultiRequestEngine):
             chat_template=self.chat_template,
             forks=self.forks,
         )
+        other._trains = False
         other._use(engine, codec)
         self._share_loop(other)
         return other
@@ -190,10 +193,11 @@ class AgentEngine(MultiRequestEngine):
             )
         self._rules = EpisodeRules(
             renderer=renderer,
-            parser=self.parser,
+            parser=self.parser.for_model(codec),
             credit=self.credit,
             trains_side_call=self.side_calls or (lambda call: False),
             max_calls=self.max_calls,
+            trains=self._trains,
         )
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:

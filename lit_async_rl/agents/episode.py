@@ -25,6 +25,7 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Completion, GenerationRequest, Prompt
 from lit_async_rl.utils.files import LimitedLog
 
@@ -70,6 +71,7 @@ class EpisodeRules:
     credit: BranchCredit
     trains_side_call: Callable[[AgentCallInfo], bool]
     max_calls: int
+    trains: bool = True
     warnings: LimitedLog = field(default_factory=lambda: LimitedLog(log))
 
 
@@ -91,6 +93,7 @@ class _Call:
     turns: list[SampledTurn] = field(default_factory=list)
     replies: Future[list[Reply]] = field(default_factory=Future)
     num_waiting: int = 0
+    parses_tools: bool = True
 
 
 class AgentEpisode:
@@ -157,6 +160,21 @@ class AgentEpisode:
         return self.request.prompt
 
     @property
+    def codec(self) -> TextCodec:
+        """Encodes and decodes with the tokenizer of the model."""
+        return self._rules.renderer.codec
+
+    @property
+    def max_model_len(self) -> int:
+        """Largest number of tokens of a call and its reply."""
+        return self._session.max_model_len
+
+    @property
+    def trains(self) -> bool:
+        """Whether its tokens are trained on, and not only validated."""
+        return self._rules.trains
+
+    @property
     def num_calls(self) -> int:
         """Calls so far, repeated ones once."""
         return len(self._calls)
@@ -172,6 +190,7 @@ class AgentEpisode:
         n: int = 1,
         call_id: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parses_tools: bool = True,
     ) -> list[Reply]:
         """Replies of the policy to a conversation.
 
@@ -183,6 +202,7 @@ class AgentEpisode:
             call_id: name of the call, under which a retry gets the same replies and never a second sample. Without one
                 each call is a sample of its own.
             chat_template_kwargs: further arguments of the chat template.
+            parses_tools: whether tool calls are found in the replies; otherwise they stay text.
 
         Raises:
             AgentCallError: the call cannot be answered.
@@ -192,7 +212,9 @@ class AgentEpisode:
             checked = checked_call_messages(messages)
             given = _checked_tools(tools)
             options = dict(chat_template_kwargs or {})
-            return self._begin_chat(checked, given, options, sampling=sampling, n=n, call_id=call_id)
+            call = self._begin_chat(checked, given, options, sampling=sampling, n=n, call_id=call_id)
+            call.parses_tools = parses_tools  # the lock is held, so no reply has come yet
+            return call
 
         return await self._answer(call_id, begin)
 
@@ -242,6 +264,14 @@ class AgentEpisode:
                 self._note_answered()
         if is_abandoned:
             self._abort([call.tokens.number])
+
+    def withdraw(self, call_id: str) -> None:
+        """Its replies have not reached the agent after all: its connection broke. A retry may still get them."""
+        with self._lock:
+            call = self._by_id.get(call_id)
+            if call is not None and not call.num_waiting:
+                for turn in call.turns:
+                    turn.is_kept = False
 
     def _check_open(self) -> None:
         if self.is_over:
@@ -328,9 +358,15 @@ class AgentEpisode:
 
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it."""
-        begun = [turn for turn in self.graph.turns if (text := self._texts.get(turn)) and prompt.startswith(text)]
+        begun = [turn for turn in self.graph.turns if self._begins(prompt, turn)]
         turn = max(begun, key=lambda one: (len(self._texts[one]), one.is_kept, one.call), default=None)
         return (None, prompt) if turn is None else (turn, prompt[len(self._texts[turn]) :])
+
+    def _begins(self, prompt: str, turn: SampledTurn) -> bool:
+        """Whether a text begins with a turn; what has ended is not continued by the same prompt, asked again."""
+        text = self._texts.get(turn, "")
+        goes_on = len(prompt) > len(text) or turn.completion.finish_reason == "length"
+        return bool(text) and goes_on and prompt.startswith(text)
 
     def _continued_ids(self, ids: tuple[int, ...]) -> tuple[SampledTurn | None, tuple[int, ...]]:
         """The turn that token ids continue, with or without its end token, and the ids behind it."""
@@ -340,13 +376,15 @@ class AgentEpisode:
             whole = turn.ids
             bare = whole[:-1] if whole[-1] in ends else whole
             for known in (whole, bare):
-                if ids[: len(known)] == known:
+                goes_on = len(ids) > len(known) or turn.completion.finish_reason == "length"
+                if goes_on and ids[: len(known)] == known:
                     if best[0] is None or len(ids) - len(known) <= len(best[1]):
                         best = (turn, ids[len(known) :])
                     break
         if best[0] is None and self.graph.turns:
             text = self._spelled(ids)
-            self.graph.drift.tokens += any(text.startswith(self._spelled(turn.ids)) for turn in self.graph.turns)
+            spelled = [self._spelled(turn.ids) for turn in self.graph.turns]
+            self.graph.drift.tokens += any(text != known and text.startswith(known) for known in spelled)
         return best
 
     def _spelled(self, ids: tuple[int, ...]) -> str:
@@ -444,7 +482,7 @@ class AgentEpisode:
             self.graph.record(turn)
             self._texts[turn] = call.given_text + text if call.given_text else ""
         else:
-            message = self._rules.parser.parse(text, call.tools, self._new_tool_id)
+            message = self._rules.parser.parse(text, call.tools if call.parses_tools else (), self._new_tool_id)
             (recorded,) = checked_call_messages([message.as_message()])
             self.graph.add(call.match, call.messages, recorded, turn)
         reason: ReplyReason = "length" if completion.finish_reason == "length" else "stop"

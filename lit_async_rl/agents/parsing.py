@@ -12,12 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_async_rl.agents.calls import ReplyMessage, ToolCall
+from lit_async_rl.models.tokenizer import TextCodec
 
 NewId = Callable[[], str]
 
 
 class ReplyParser(ABC):
     """Splits the text of a reply into content, tool calls and reasoning."""
+
+    def for_model(self, codec: TextCodec) -> ReplyParser:
+        """The parser for a model; itself, if it does not depend on the model."""
+        return self
 
     @abstractmethod
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]], new_id: NewId) -> ReplyMessage:
@@ -82,12 +87,15 @@ class TaggedParser(ReplyParser):
 
 
 def _json_call(text: str, new_id: NewId) -> ToolCall | None:
+    """The call `{"name": ..., "arguments": {...}}`; None if it is none. Arguments may be an object's JSON."""
     try:
         call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"].strip():
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(json.loads(written), dict):
+            return None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(id=new_id(), name=call["name"], arguments=written)

@@ -64,7 +64,7 @@ class TokenSession:
         self.sample_index = sample_index
         self.num_calls = 0
         self._submit = submit
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
 
     def sample(
         self,
@@ -80,12 +80,12 @@ class TokenSession:
             AgentCallError: the ids leave no room in the context.
         """
         prompt_ids = ids_so_far + new_ids
-        room = self._max_model_len - len(prompt_ids)
+        room = self.max_model_len - len(prompt_ids)
         if not prompt_ids:
             raise AgentCallError("a call needs a prompt of at least one token", "invalid_prompt", param="messages")
         if room < 1:
             raise AgentCallError(
-                f"the model's context is {self._max_model_len} tokens, and the messages have {len(prompt_ids)}",
+                f"the model's context is {self.max_model_len} tokens, and the messages have {len(prompt_ids)}",
                 "context_length_exceeded",
                 param="messages",
             )

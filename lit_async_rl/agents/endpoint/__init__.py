@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP endpoint on the loopback interface, through which agents of any kind reach the policy."""

@@ -1,0 +1,150 @@
+"""Routes of the endpoint, and their server. The only file that imports FastAPI and uvicorn."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
+from lit_async_rl.agents.endpoint.errors import INVALID_REQUEST, ApiError
+from lit_async_rl.errors import describe
+
+KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
+SERVER_ERROR = "server_error"
+TOO_MANY = 429
+CLIENT_GONE = 499  # nobody reads it
+log = logging.getLogger(__name__)
+
+
+class Answering(Protocol):
+    """What the routes ask of an endpoint. All methods raise `ApiError`."""
+
+    async def answer(self, request: Request) -> tuple[bytes, bool] | None:
+        """Answer to a call, and whether it is a stream; None if the client has gone."""
+
+    def session(self, authorization: str | None) -> object:
+        """Checks the key of a request."""
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models."""
+
+
+def make_app(endpoint: Answering) -> FastAPI:
+    """The routes of an endpoint."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def complete(request: Request) -> Response:
+        try:
+            answer = await endpoint.answer(request)
+        except ApiError:
+            raise
+        except Exception as error:
+            return _failed(request, error)
+        if answer is None:
+            return Response(status_code=CLIENT_GONE)
+        body, is_stream = answer
+        if is_stream:
+            return Response(body, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return Response(body, media_type="application/json")
+
+    async def models(request: Request) -> Response:
+        endpoint.session(request.headers.get("authorization"))
+        return JSONResponse({"object": "list", "data": endpoint.models()})
+
+    async def model(request: Request) -> Response:
+        endpoint.session(request.headers.get("authorization"))
+        name = request.path_params["name"]
+        for known in endpoint.models():
+            if known["id"] == name:
+                return JSONResponse(known)
+        raise ApiError(404, f"The model {name[:200]!r} does not exist", param="model", code="model_not_found")
+
+    # plain routes: FastAPI would read and check bodies that only this package can refuse in the API's form
+    app.router.add_route(CHAT, complete, methods=["POST"])
+    app.router.add_route(TEXT, complete, methods=["POST"])
+    app.router.add_route("/v1/models", models, methods=["GET"])
+    app.router.add_route("/v1/models/{name:path}", model, methods=["GET"])
+    app.add_exception_handler(ApiError, _refuse)
+    app.add_exception_handler(HTTPException, _not_found)
+    return app
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        raise error
+    # the official client tries 429 again, which would be refused again
+    headers = {"x-should-retry": "false"} if error.status == TOO_MANY else None
+    return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    """404 and 405, which Starlette raises."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    found = ApiError(
+        status,
+        f"Unknown request URL: {request.method} {request.url.path[:200]}; the endpoint has POST {CHAT}, POST {TEXT} "
+        "and GET /v1/models",
+        code="unknown_url",
+        kind=INVALID_REQUEST,
+    )
+    return _refuse(request, found)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """500, which clients try again."""
+    log.warning("the agents' endpoint failed to answer %s: %s", request.url.path, describe(error))
+    return _refuse(request, ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR))
+
+
+class EndpointServer(uvicorn.Server):
+    """A server that can be cancelled.
+
+    Args:
+        config: of uvicorn.
+        report: called when the server listens.
+    """
+
+    def __init__(self, config: uvicorn.Config, report: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._report = report
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._report()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until it is cancelled; then no socket is left open, and no client waits."""
+        try:
+            await super().serve(sockets=sockets)
+        finally:
+            for server in getattr(self, "servers", ()):
+                server.close()
+            for open_socket in sockets or ():
+                open_socket.close()
+            for connection in list(self.server_state.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+
+def make_server(endpoint: Answering, report: Callable[[], None]) -> EndpointServer:
+    """A server of the routes, not started."""
+    config = uvicorn.Config(
+        make_app(endpoint),
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # not of what clients send
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        ws="none",
+    )
+    return EndpointServer(config, report)

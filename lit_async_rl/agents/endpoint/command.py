@@ -1,0 +1,242 @@
+"""Agents that are programs: any process that talks to an OpenAI client, in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.endpoint.clients import EndpointClients
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.processes import PR_SET_PDEATHSIG
+
+MAX_LINE_BYTES = 2**16
+MAX_ERROR_CHARS = 2000
+READ_BYTES = 2**16
+REAP_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 2.0  # from the end of a process to that of its output
+POLL_INTERVAL_S = 0.25  # until a process is noticed that has ended while others hold its output
+MAX_NAME_CHARS = 200
+CONCEALED = "(the episode's key)"
+CANNOT_START = 127  # as a shell has it
+# becomes the command; the kernel kills it when this process is killed
+_START = f"""
+import ctypes, os, signal, sys
+if sys.platform.startswith("linux"):
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        print(f"{{sys.argv[2]}}: {{error}}", file=sys.stderr)
+        sys.exit({CANNOT_START})
+"""
+RewardFrom = Literal["stdout", "exit_status"]
+
+
+class CommandAgentError(RuntimeError):
+    """An agent's process failed; the message has its exit status and the end of what it wrote to stderr."""
+
+
+class CommandAgent:
+    """Runs a command as the agent of each episode.
+
+    The process gets the environment of the run with
+
+    | variable | value |
+    |---|---|
+    | `OPENAI_BASE_URL`, `OPENAI_API_KEY` | address of the endpoint, and the key of this episode |
+    | `NO_PROXY`, `no_proxy` | with the endpoint's host, so that no proxy is asked |
+
+    and on stdin one JSON object with the prompt's `text`, `messages` (null for a text), `answer` and `metadata`. Its
+    reward is the last line that it writes to stdout: a number, or an object `{"reward": 0.5, "parts": {"tests": 0.5}}`.
+    What it writes to stderr is not shown, unless it fails.
+
+    A process that ends with another exit status than 0, by a signal, or without a reward has failed, as an agent in
+    Python that raises. Its whole process group is killed when its episode is over, and on Linux it is killed with the
+    trainer.
+
+    Example:
+        ```yaml
+        agent: {class_path: lit_async_rl.CommandAgent, init_args: {command: [python, my_agent.py]}}
+        ```
+
+    Args:
+        command: program and arguments; no shell reads it.
+        reward: `stdout` as above. `exit_status`: 1 for exit status 0, and 0 for exit status 1, as test runners have it;
+            stdout is ignored then.
+        environment: further environment variables.
+
+    Attributes:
+        clients: makes the endpoint, unless the engine has `clients`.
+
+    Raises:
+        ValueError: the command is empty or no list.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        reward: RewardFrom = "stdout",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
+            raise ValueError(f"CommandAgent.command must be a list of program and arguments, got {command!r}")
+        if reward not in ("stdout", "exit_status"):
+            raise ValueError(f"CommandAgent.reward must be stdout or exit_status, got {reward!r}")
+        self.command = list(command)
+        self.reward = reward
+        self.environment = dict(environment or {})
+        self.clients = EndpointClients()
+
+    async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
+        """Runs the command for one episode.
+
+        Args:
+            prompt: prompt of the episode.
+            client: client of the episode, which has its address and key.
+
+        Returns:
+            The reward, and its parts if it has any.
+
+        Raises:
+            CommandAgentError: it failed, or wrote no reward.
+            OSError: no process can be started.
+        """
+        api_key = str(client.api_key)
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *self.command],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self._variables(str(client.base_url).rstrip("/"), api_key),
+            start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
+        )
+        output = _Tail(process.stdout)
+        errors = _Tail(process.stderr)
+        work = asyncio.gather(_write(process, prompt), output.read(), errors.read())
+        try:
+            await _ended(process, work)
+        finally:
+            work.cancel()
+            await _kill(process)
+        status = process.returncode
+        if status is None:
+            raise CommandAgentError(f"the agent {' '.join(self.command)[:MAX_NAME_CHARS]!r} cannot be killed")
+        lines = output.text.rstrip().splitlines() or [""]
+        return self._result(status, lines[-1].strip(), errors.text.replace(api_key, CONCEALED))
+
+    def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
+        """Environment of the process."""
+        host = urlsplit(base_url).hostname or ""
+        variables = os.environ | self.environment
+        for name in ("NO_PROXY", "no_proxy"):
+            variables[name] = ",".join(part for part in (variables.get(name), host) if part)
+        return variables | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+
+    def _result(self, status: int, line: str, errors: str) -> AgentResult:
+        """Reward of a process that has ended.
+
+        Raises:
+            CommandAgentError: it failed, or wrote no reward.
+        """
+        name = " ".join(self.command)[:MAX_NAME_CHARS]
+        end = f"; it wrote: {errors.strip()[-MAX_ERROR_CHARS:]}" if errors.strip() else ""
+        if status < 0:
+            raise CommandAgentError(f"the agent {name!r} was ended by {signal.Signals(-status).name}{end}")
+        if self.reward == "exit_status" and status in (0, 1):
+            return AgentResult(reward=float(status == 0))
+        if status:
+            raise CommandAgentError(f"the agent {name!r} ended with exit status {status}{end}")
+        result = _reward_of(line)
+        if result is None:
+            raise CommandAgentError(
+                f"the agent {name!r} must write its reward as the last line of stdout, a number or an object like "
+                f'{{"reward": 0.5}}, got {line[:MAX_NAME_CHARS]!r}{end}'
+            )
+        return result
+
+
+def _reward_of(line: str) -> AgentResult | None:
+    """The reward that a line of stdout states; None if it states none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    parts = value.get("parts", {}) if isinstance(value, dict) else {}
+    reward = value.get("reward") if isinstance(value, dict) else value
+    numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):  # True and False are 1 and 0
+        return None
+    return AgentResult(reward=float(reward), parts={name: float(x) for name, x in parts.items()})
+
+
+async def _write(process: asyncio.subprocess.Process, prompt: Prompt) -> None:
+    """Writes the prompt to stdin, which a process need not read."""
+    if process.stdin is None:
+        return
+    text = None if prompt.messages is not None else prompt.text
+    messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
+    sent = {"text": text, "messages": messages, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
+    with contextlib.suppress(ConnectionError):
+        process.stdin.write(json.dumps(sent, default=str).encode() + b"\n")
+        await process.stdin.drain()
+        process.stdin.close()
+        await process.stdin.wait_closed()
+
+
+class _Tail:
+    """The last `MAX_LINE_BYTES` of a stream.
+
+    Args:
+        stream: read to its end by `read`.
+    """
+
+    def __init__(self, stream: asyncio.StreamReader | None) -> None:
+        self._stream = stream
+        self._kept = b""
+
+    async def read(self) -> None:
+        while self._stream is not None and (part := await self._stream.read(READ_BYTES)):
+            self._kept = (self._kept + part)[-MAX_LINE_BYTES:]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
+
+
+async def _ended(process: asyncio.subprocess.Process, work: asyncio.Future[Any]) -> None:
+    """Waits until a process has ended and its output was read.
+
+    Processes that it leaves behind may hold its output open: they are killed, and those that have left its group are
+    not waited for.
+    """
+    while not (await asyncio.wait({work}, timeout=POLL_INTERVAL_S))[0]:
+        if process.returncode is not None:
+            _kill_group(process)
+            await asyncio.wait({work}, timeout=READ_TIMEOUT_S)
+            return
+    work.result()
+    await process.wait()  # it may have closed its output before its end
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kills what is left of a process and its group, and reaps it."""
+    _kill_group(process)  # also children that outlive it
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)

@@ -1,0 +1,114 @@
+"""Which requests of an episode are the same call, repeated by a client that got no answer.
+
+The official client repeats a request after a time-out, a broken connection or a status of 408, 409, 429 or 5xx: the
+same body, with a larger `x-stainless-retry-count`. Clients of other makers do so without saying it. A repeated request
+gets the answer of the call that it repeats, and nothing is sampled twice:
+
+1. an `Idempotency-Key` names the call;
+2. otherwise a call with the same body that nobody waits for, and whose answer nobody got, is continued;
+3. otherwise a request that says that it is a repetition joins the call with the same body and fewer attempts.
+
+Anything else is a new call: an agent that asks twice wants two samples. Used by the server's event loop only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from lit_async_rl.agents.endpoint.errors import ApiError
+
+MAX_KEY_CHARS = 256
+_PERSONS = {"/v1/chat/completions": b"chat", "/v1/completions": b"text"}
+
+
+def digest_of(path: str, body: bytes) -> bytes:
+    """Digest of a request, equal for its repetitions."""
+    return hashlib.blake2b(body, digest_size=16, person=_PERSONS.get(path, b"")).digest()
+
+
+@dataclass(eq=False)
+class RepeatableCall:
+    """One call, and who waits for it.
+
+    Attributes:
+        id: unique within the episode.
+        digest: of path and body.
+        idempotency_key: given by the client; None without.
+        number: unguessable number of the answer.
+        created: seconds since the epoch, as answers have it.
+        attempt: `x-stainless-retry-count` of the last request.
+        num_waiting: requests that wait for the answer.
+        is_delivered: whether a request got the answer.
+    """
+
+    id: str
+    digest: bytes
+    idempotency_key: str | None = None
+    number: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+    attempt: int = 0
+    num_waiting: int = 0
+    is_delivered: bool = False
+
+
+class CallBook:
+    """Calls of one episode."""
+
+    def __init__(self) -> None:
+        self._calls: dict[bytes, list[RepeatableCall]] = {}
+        self._by_key: dict[str, RepeatableCall] = {}
+        self._numbers = itertools.count()
+
+    def join(self, digest: bytes, *, attempt: int = 0, idempotency_key: str | None = None) -> RepeatableCall:
+        """The call of a request, which now waits for it; followed by `leave` or `fail`.
+
+        Args:
+            digest: of the request.
+            attempt: how often the client has tried before.
+            idempotency_key: given by the client.
+
+        Raises:
+            ApiError: the idempotency key belongs to another body.
+        """
+        call = self._known(digest, attempt, idempotency_key)
+        if call is None:
+            call = RepeatableCall(id=f"call-{next(self._numbers)}", digest=digest, idempotency_key=idempotency_key)
+            self._calls.setdefault(digest, []).append(call)
+            if idempotency_key is not None:
+                self._by_key[idempotency_key] = call
+        call.attempt = attempt
+        call.num_waiting += 1
+        return call
+
+    def _known(self, digest: bytes, attempt: int, idempotency_key: str | None) -> RepeatableCall | None:
+        if idempotency_key is not None:
+            named = self._by_key.get(idempotency_key)
+            if named is not None and named.digest != digest:
+                raise ApiError(400, "this Idempotency-Key came with another body before", code="idempotency_key_in_use")
+            return named
+        calls = [call for call in self._calls.get(digest, ()) if call.idempotency_key is None]
+        lost = next((call for call in calls if not call.num_waiting and not call.is_delivered), None)
+        if lost is not None or not attempt:
+            return lost
+        earlier = [call for call in calls if call.attempt < attempt]
+        return max(earlier, key=lambda call: (not call.is_delivered, call.attempt), default=None)
+
+    def leave(self, call: RepeatableCall, *, delivered: bool) -> None:
+        """A request no longer waits: it got the answer, or its client has gone."""
+        call.num_waiting -= 1
+        call.is_delivered |= delivered
+
+    def fail(self, call: RepeatableCall) -> None:
+        """A call got no reply but an error: a request that repeats it is a new call."""
+        call.num_waiting -= 1
+        calls = self._calls.get(call.digest, [])
+        if call in calls:
+            calls.remove(call)
+        if not calls:
+            self._calls.pop(call.digest, None)
+        if call.idempotency_key is not None:
+            self._by_key.pop(call.idempotency_key, None)

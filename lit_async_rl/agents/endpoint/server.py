@@ -1,0 +1,431 @@
+"""The endpoint: episodes by their keys, and the server that answers their agents.
+
+| who | waits for | woken by |
+|---|---|---|
+| the server's thread | requests, and replies of episodes | sockets, and the engine's thread |
+| `Endpoint.start` | the server to listen, at most `START_TIMEOUT_S` | the server's thread |
+| a client | its answer, at most its own time-out | the server's thread |
+
+The listening socket outlives the server: if the server ends by an error, it starts again on the same socket, and
+clients that were cut off get the answers of their calls when they try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
+from lit_async_rl.agents.endpoint.answers import Answer, TokenTexts
+from lit_async_rl.agents.endpoint.bodies import (
+    CHAT,
+    DISTRIBUTION,
+    Call,
+    CallLimits,
+    chat_call,
+    check_length,
+    parse_body,
+    text_call,
+)
+from lit_async_rl.agents.endpoint.errors import ApiError
+from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, digest_of
+from lit_async_rl.agents.episode import AgentEpisode
+from lit_async_rl.errors import EngineError, SetupError, describe
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.waiting import Wait
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+BODY_TIMEOUT_S = 60.0  # from the head of a request to the end of its body
+BACKLOG = 2048
+MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
+RESTART_WINDOW_S = 60.0
+RESTART_PAUSE_S = 0.2
+NUM_ENDED_KEYS = 4096
+MISSING = 'agents that use an OpenAI client need FastAPI, uvicorn and openai: pip install "lit-async-rl[agents]"'
+log = logging.getLogger(__name__)
+MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointSettings:
+    """Settings of the endpoint that agents reach by an OpenAI client.
+
+    Args:
+        host: address to listen on. Others than loopback are reached from other machines: whoever has the key of a
+            running episode can sample from the policy, and texts are not encrypted.
+        port: port; 0 chooses a free one.
+        max_body_mb: largest body of a request, in MiB.
+        max_messages: largest number of messages in a call.
+        ignored_options: options of a call that are accepted and have no effect, where they would be refused because
+            they change the distribution that tokens are sampled from, such as `temperature`, `response_format` or
+            `tool_choice`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_body_mb: float = 8.0
+    max_messages: int = 2000
+    ignored_options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_range("endpoint", "positive", max_body_mb=self.max_body_mb)
+        check_range("endpoint", "integer >= 1", max_messages=self.max_messages)
+        check_range("endpoint", "integer in [0, 65535]", port=self.port)
+        if isinstance(self.ignored_options, str):
+            raise ValueError(f"endpoint.ignored_options must be a list of names, got {self.ignored_options!r}")
+        needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(self.ignored_options))
+        if needed:
+            raise ValueError(
+                f"endpoint.ignored_options must not have {', '.join(needed)}, which every answer depends on"
+            )
+        object.__setattr__(self, "ignored_options", tuple(self.ignored_options))
+
+    @property
+    def limits(self) -> CallLimits:
+        """Limits of a call."""
+        return CallLimits(
+            max_body_bytes=int(self.max_body_mb * 2**20),
+            max_messages=self.max_messages,
+            ignored_options=frozenset(self.ignored_options),
+        )
+
+
+@dataclass(eq=False)
+class _Session:
+    episode: AgentEpisode
+    limits: CallLimits
+    book: CallBook = field(default_factory=CallBook)
+
+
+class Endpoint:
+    """Serves running episodes to OpenAI clients. Thread-safe.
+
+    Args:
+        settings: settings.
+        codec: codec of the model.
+
+    Attributes:
+        limits: limits of calls.
+    """
+
+    def __init__(self, settings: EndpointSettings, codec: TextCodec) -> None:
+        self.settings = settings
+        self.limits = settings.limits
+        self._texts = TokenTexts(codec)
+        self._model = codec.model
+        self._lock = threading.Lock()  # of the two dictionaries: episodes begin and end in other threads
+        self._sessions: dict[str, _Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._serving: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._failure: BaseException | None = None
+        self._is_closing = threading.Event()
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts to listen.
+
+        Raises:
+            ImportError: FastAPI or uvicorn is not installed.
+            OSError: the address cannot be used; names it.
+            StalledError: the server does not start.
+        """
+        try:
+            from lit_async_rl.agents.endpoint.app import make_server
+        except ImportError as error:
+            raise ImportError(f"{MISSING} ({error})") from error
+        self._socket = self._listen()
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(make_server, started), name="agent endpoint", daemon=True
+        )
+        self._thread.start()
+        limit = f"the agents' endpoint did not start within {START_TIMEOUT_S:g} s"
+        Wait(START_TIMEOUT_S, limit, check=self.check).until(started.wait)
+
+    def _listen(self) -> socket.socket:
+        settings = self.settings
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((settings.host, settings.port))
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise OSError(
+                f"the agents' endpoint cannot listen on endpoint.host={settings.host!r}, "
+                f"endpoint.port={settings.port}: {error}"
+            ) from error
+        return listening
+
+    def _run(self, make_server: MakeServer, started: threading.Event) -> None:
+        """Body of the thread: serves until `close`, again if the server ends by itself."""
+        failures: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
+        while not self._is_closing.is_set():
+            error: BaseException
+            try:
+                asyncio.run(self._serve(make_server, started))
+                error = EngineError("its server has stopped")
+            except BaseException as raised:  # SystemExit, too: the agents wait for this thread
+                error = raised
+            self._serving = None
+            if self._is_closing.is_set():
+                return
+            failures.append(time.monotonic())
+            if len(failures) > MAX_RESTARTS and failures[-1] - failures[0] < RESTART_WINDOW_S:
+                self._failure = error
+                self._close_socket()  # so that clients are refused, and do not wait
+                log.error("the agents' endpoint has ended, and is not started again: %s", describe(error))
+                return
+            log.warning("the agents' endpoint has ended, and is started again: %s", describe(error))
+            self._is_closing.wait(RESTART_PAUSE_S)
+
+    async def _serve(self, make_server: MakeServer, started: threading.Event) -> None:
+        task = asyncio.current_task()
+        if self._socket is None or task is None:
+            raise SetupError("the agents' endpoint is not started")
+        self._serving = (asyncio.get_running_loop(), task)
+        if not self._is_closing.is_set():  # else `close` may have come too early to cancel the task
+            await make_server(self, started.set).serve(sockets=[self._socket.dup()])  # it closes the one that it gets
+
+    def check(self) -> None:
+        """Checks that the server runs, or is about to run again.
+
+        Raises:
+            EngineError: it has ended for good.
+        """
+        if self._failure is not None:
+            raise EngineError("the agents' endpoint has ended") from self._failure
+
+    def close(self) -> None:
+        """Ends the server; clients that wait are cut off. Safe to call twice and from any thread."""
+        self._is_closing.set()
+        serving = self._serving
+        if serving is not None:
+            loop, task = serving
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_TIMEOUT_S)
+        self._close_socket()
+        with self._lock:
+            self._sessions.clear()
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    @property
+    def base_url(self) -> str:
+        """Address for clients, as `OPENAI_BASE_URL` has it."""
+        if self._socket is None:
+            raise EngineError("the agents' endpoint is not started")
+        host = self.settings.host
+        port = self._socket.getsockname()[1]
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    # -- episodes ------------------------------------------------------------------------------------------------------
+
+    def open(self, episode: AgentEpisode) -> None:
+        """Accepts calls with the key of an episode.
+
+        Raises:
+            EngineError: the server has ended for good.
+        """
+        self.check()
+        limits = self.limits
+        if not episode.trains:  # an agent that names the distribution of training, which validation may not have
+            limits = replace(limits, ignored_options=limits.ignored_options | set(DISTRIBUTION))
+        with self._lock:
+            self._sessions[episode.key] = _Session(episode, limits)
+
+    def end(self, key: str) -> None:
+        """Refuses further calls with a key."""
+        with self._lock:
+            if self._sessions.pop(key, None) is None:
+                return
+            self._ended[key] = None
+            while len(self._ended) > NUM_ENDED_KEYS:
+                self._ended.popitem(last=False)
+
+    def session(self, authorization: str | None) -> _Session:
+        """The episode of a request's header `Authorization`.
+
+        Raises:
+            ApiError: the key is missing, unknown, or of an episode that has ended.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        key = key.strip()
+        if scheme.lower() != "bearer" or not key:
+            raise ApiError(
+                401,
+                "You didn't provide an API key. Send it in the header Authorization: Bearer KEY; the agent of an "
+                "episode has it in OPENAI_API_KEY.",
+                code="invalid_api_key",
+            )
+        with self._lock:
+            session = self._sessions.get(key)
+            has_ended = key in self._ended
+        if session is not None and hmac.compare_digest(session.episode.key.encode(), key.encode()):
+            return session
+        if has_ended:
+            raise ApiError(401, "The episode of this API key has ended.", code="invalid_api_key")
+        raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+
+    def models(self) -> list[dict[str, Any]]:
+        """The one model, as `/v1/models` lists it."""
+        return [{"id": self._model, "object": "model", "created": 0, "owned_by": "lit-async-rl"}]
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def answer(self, request: Any) -> tuple[bytes, bool] | None:
+        """Answer to a request of either kind, and whether it is a stream; None if the client has gone.
+
+        Args:
+            request: request of Starlette.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        session = self.session(request.headers.get("authorization"))
+        path = request.url.path
+        data = await self._read_body(request)
+        if data is None:
+            return None
+        read = chat_call if path == CHAT else text_call
+        call = read(parse_body(data), session.episode.request.sampling, session.limits)
+        check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
+        known = session.book.join(
+            digest_of(path, data),
+            attempt=_attempt(request.headers.get("x-stainless-retry-count")),
+            idempotency_key=_idempotency_key(request.headers.get("idempotency-key")),
+        )
+        try:
+            replies = await _unless_gone(self._sample(session.episode, call, known.id), request)
+        except AgentCallError as error:
+            session.book.fail(known)
+            raise ApiError(error.status, str(error), param=error.param, code=error.code) from None
+        except asyncio.CancelledError:  # the server ends
+            session.book.leave(known, delivered=False)
+            raise
+        except BaseException:
+            session.book.fail(known)
+            raise
+        session.book.leave(known, delivered=replies is not None)
+        if replies is None:
+            if not known.num_waiting and not known.is_delivered:
+                for call_id in _call_ids(call, known.id):
+                    session.episode.withdraw(call_id)
+            return None
+        answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
+        return answer.events if call.stream else answer.whole, call.stream
+
+    async def _sample(self, episode: AgentEpisode, call: Call, call_id: str) -> list[Reply]:
+        sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
+        ids = _call_ids(call, call_id)
+        if call.messages:
+            return await episode.complete(
+                call.messages,
+                tools=call.tools,
+                sampling=sampling,
+                n=call.n,
+                call_id=ids[0],
+                chat_template_kwargs=call.chat_template_kwargs,
+                parses_tools=call.calls_tools,
+            )
+        tasks = [
+            asyncio.ensure_future(episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=one))
+            for prompt, one in zip(call.prompts, ids, strict=True)
+        ]
+        try:
+            return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+        except BaseException:  # the agent gets an error, and none of the replies to the other prompts
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for one in ids:
+                episode.withdraw(one)
+            raise
+
+    async def _read_body(self, request: Any) -> bytes | None:
+        """The body; None if the client has gone.
+
+        Raises:
+            ApiError: it is too long, or does not come in time.
+        """
+        limit = self.limits.max_body_bytes
+        too_long = ApiError(
+            413,
+            f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={self.settings.max_body_mb:g})",
+            code="request_too_large",
+        )
+        with contextlib.suppress(ValueError):
+            if int(request.headers.get("content-length", 0)) > limit:
+                raise too_long
+        parts: list[bytes] = []
+        length = 0
+        deadline = time.monotonic() + BODY_TIMEOUT_S
+        while True:
+            try:
+                message = await asyncio.wait_for(request.receive(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            length += len(part)
+            if length > limit:
+                raise too_long
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+
+def _call_ids(call: Call, call_id: str) -> list[str]:
+    """Names of a call's parts for the episode: one for each prompt."""
+    return [call_id] if call.messages else [f"{call_id}-{number}" for number in range(len(call.prompts))]
+
+
+async def _unless_gone(replies: Coroutine[Any, Any, list[Reply]], request: Any) -> list[Reply] | None:
+    """The replies, or None if the client goes before they come; the call then goes on without it."""
+    task = asyncio.ensure_future(replies)
+    gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return None if gone.done() else task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        elif not task.cancelled():
+            task.exception()  # was raised above, or nobody waits for it
+
+
+def _attempt(header: str | None) -> int:
+    return int(header) if header is not None and header.isdecimal() and len(header) < 6 else 0
+
+
+def _idempotency_key(header: str | None) -> str | None:
+    if header is None:
+        return None
+    if not 0 < len(header) <= MAX_KEY_CHARS:
+        raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", code="invalid_value")
+    return header
