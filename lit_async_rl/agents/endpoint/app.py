@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,6 +24,7 @@ CLIENT_GONE = 499  # nobody reads it
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Answering(Protocol):
     """What the routes ask of an endpoint. All methods raise `ApiError`."""
 
