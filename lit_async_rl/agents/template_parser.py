@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_async_rl.agents.calls import ReplyMessage, ToolCall
@@ -59,7 +59,7 @@ class TemplateParser(ReplyParser):
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         self.template = None if template is None else dict(template)
-        if template is not None:
+        if self.template is not None:
             load_response_template(self.template)
         self._warnings = LimitedLog(logging.getLogger(__name__))
 
@@ -85,10 +85,11 @@ class TemplateParser(ReplyParser):
 
         # the chat template may have begun the reasoning
         prefix = "<think>\n" if "</think>" in text and "<think>" not in text.partition("</think>")[0] else ""
-        schemas = [dict(tool) for tool in tools]
+        template = self.template or {}  # `for_model` has seen to it that there is one
+        schemas: list[dict[Any, Any] | Callable[..., Any]] = [dict(tool) for tool in tools]
 
         def parsed(whole: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-            parser = ResponseParser(self.template, prefix=prefix, tools=schemas)
+            parser = ResponseParser(template, prefix=prefix, tools=schemas)
             parser.feed(whole)
             return parser.finalize()
 

@@ -125,7 +125,7 @@ class Answer:
     def _choice(self, number: int, reply: Reply) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": number, "finish_reason": reply.finish_reason, "logprobs": None}
         if self._is_chat:
-            choice["message"] = {"refusal": None} | self._message(reply)
+            choice["message"] = {"refusal": None, **self._message(reply)}
         else:
             choice["text"] = reply.text
         if self._call.logprobs:

@@ -176,7 +176,7 @@ def _reward_of(line: str) -> AgentResult | None:
     numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
     if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):  # True and False are 1 and 0
         return None
-    return AgentResult(reward=float(reward), parts={name: float(x) for name, x in parts.items()})
+    return AgentResult(reward=float(reward or 0.0), parts={name: float(x) for name, x in parts.items()})
 
 
 async def _write(process: asyncio.subprocess.Process, prompt: Prompt) -> None:
