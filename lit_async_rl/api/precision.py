@@ -60,6 +60,6 @@ def _has_precision_plugin(settings: Mapping[str, Any]) -> bool:
     return any(isinstance(plugin, Precision) for plugin in plugins)
 
 
+@rank_zero_only
 def _say(what: str) -> None:
-    if getattr(rank_zero_only, "rank", 0) == 0:
-        log.warning("precision: %s (trainer.precision=32-true computes everything in float32)", what)
+    log.warning("precision: %s (trainer.precision=32-true computes everything in float32)", what)
