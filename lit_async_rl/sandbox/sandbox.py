@@ -55,7 +55,7 @@ class Sandbox:
         ```
 
     Args:
-        level: one of them, or `auto`: the first that works here.
+        level: one of them, or `auto`: the first that works here; for root `namespace` comes before `bubblewrap`.
         allow_unsandboxed: whether `limits` will do where no namespace can be made.
         limits: of each program.
         readable: further folders and files that programs may read, such as that of a compiler; their subfolders `bin`
@@ -100,7 +100,9 @@ class Sandbox:
         """The first level that works; its first warden waits for a program."""
         candidates: list[room.Level] = []
         problems = []
-        for one in LEVELS if level == "auto" else (level,):
+        # under bwrap root keeps its uid, so a program could list the descriptors of the process that starts it
+        order = ("namespace", "bubblewrap", "limits") if os.geteuid() == 0 else LEVELS
+        for one in order if level == "auto" else (level,):
             if one == "bubblewrap" and shutil.which("bwrap") is None:
                 problems.append("bubblewrap: bwrap is not installed")
             elif one == "namespace" and sys.platform != "linux":
