@@ -58,7 +58,7 @@ class CallSampling:
             raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
         check_range("call", "integer >= 1", max_tokens=self.max_tokens)
-        check_range("call", "integer", seed=self.seed)
+        check_range("call", "integer", seed=self.seed, top_k=self.top_k)
 
     @property
     def asked(self) -> dict[str, float]:

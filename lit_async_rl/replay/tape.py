@@ -240,7 +240,7 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
         **_recorded_columns(rollout),
         "own_prompt_ids": rollout.prompt_ids,
-        "credit": rollout.credit,
+        "credit": None if rollout.credit == 1 else rollout.credit,  # empty for all that are no agents
         "branches": [_branch_columns(branch) for branch in rollout.branches] or None,
     }
 

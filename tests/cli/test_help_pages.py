@@ -52,7 +52,7 @@ def test_one_setting_is_shown_with_its_classes(parser):
     for name in ("EmbeddedEngine", "VLLMEngine", "RayEngine", "EpisodeEngine"):
         at = page.index(f"  {name}")
         assert page[at + 1].startswith("      ")
-    assert page[-1] == "arguments of one: --data.engine.help EmbeddedEngine"
+    assert page[-1] == "arguments of one: --data.engine.help AgentEngine"
     group = list(help_pages.pages(parser, "data.sampling", 80))
     assert [line.split()[0] for line in group if line.startswith("--")] == [
         f"--{name}" for name in all_settings() if name.startswith("data.sampling.")

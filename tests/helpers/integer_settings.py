@@ -18,6 +18,7 @@ from lit_async_rl.simulation.latency import Constant
 MODEL = asset("sort_policy")
 PROMPTS = rl.SortDigits(4, size=8)
 NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made without
+    "AgentEngine": dict(engine=rl.EmbeddedEngine(), agent=print),
     "AnnealBeta": dict(final=0.1, steps=3),
     "JudgeReward": dict(model="judge", base_url="http://127.0.0.1:1/v1"),
     "RewardModel": dict(model=MODEL),
@@ -44,6 +45,7 @@ VALUES = {
     "GenerationRequest",
     "ProgramResult",
     "PromptBatch",
+    "Reply",
     "Rollout",
     "RolloutBatch",
     "RolloutGroup",

@@ -28,7 +28,9 @@ def _from_the_root(monkeypatch):
 
 def built(path: Path, folder: Path) -> AsyncRLCLI:
     """All parts of GSM8K with this overlay, on as many processes of a CPU, which are not started."""
-    asked = yaml.safe_load(path.read_text())["trainer"].get("devices", 2)
+    settings = yaml.safe_load(path.read_text())
+    ranks = settings.get("cluster", {}).get("init_args", {}).get("trainer_ranks", 2)
+    asked = settings["trainer"].get("devices", ranks)
     devices = {list: len, int: int, str: lambda _: 2}[type(asked)](asked)
     model = str(asset("sort_policy"))
     overlay = [] if path.name == BASE else ["--config", str(path.relative_to(ROOT))]
@@ -63,9 +65,12 @@ def test_all_parts_are_built(path, tmp_path):
         assert type(cli.trainer.strategy).__name__ == asked.rpartition(".")[2]
     if "engine" in settings.get("data", {}):
         engine = settings["data"]["engine"]
-        assert type(cli.datamodule.engine).__name__ == engine["class_path"]
+        found = cli.datamodule.engine
+        if isinstance(found, lit_async_rl.RayEngine):
+            found = found.engine
+        assert type(found).__name__ == engine["class_path"]
         if "transfer" in engine["init_args"]:
-            assert type(cli.datamodule.engine.transfer).__name__ == engine["init_args"]["transfer"]["class_path"]
+            assert type(found.transfer).__name__ == engine["init_args"]["transfer"]["class_path"]
 
 
 @pytest.mark.parametrize("name", ENGINES)

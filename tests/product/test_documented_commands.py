@@ -31,6 +31,7 @@ ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"RayEngine|RayCluster|configs/ray|cluster": "tests/ray",
     r"convert_hf_to_gguf": "llama.cpp's own",
     r"optuna": "tests/product/test_searches.py",
+    r"agent_calculator": "tests/agents/test_guide.py, and benchmarks/agents",
     r"benchmarks/|staleness_bench|plot_bench|bench|time_to_accuracy": "tests/integration: benchmarks",
 }
 UNWANTED = re.compile(r"(?i)\bwarn|deprecat|traceback|\berror\b|not set|instead")

@@ -18,10 +18,10 @@ def test_optimizer_states_are_copied_before_the_next_step_and_not_while_saving(t
     optimizer, begun, may_go_on = torch.optim.AdamW([weight]), threading.Event(), threading.Event()
     copied = background_io._copy_unchanged
 
-    def slow(*args):
+    def slow(*args, **kwargs):
         begun.set()
         assert may_go_on.wait(60)
-        return copied(*args)
+        return copied(*args, **kwargs)
 
     def step():
         weight.grad = torch.randn(1000)
@@ -52,8 +52,8 @@ def test_states_that_something_else_changes_meanwhile_are_not_written(tmp_path, 
     moments = torch.ones(10)
     copied = background_io._copy
 
-    def disturbed(value, known):
-        made = copied(value, known)
+    def disturbed(value, known, staged):
+        made = copied(value, known, staged)
         if isinstance(value, dict) and "optimizer_states" in value:
             moments.mul_(2)
         return made
