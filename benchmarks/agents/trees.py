@@ -48,8 +48,8 @@ from lit_async_rl.utils.files import replacing
 
 MODEL = asset("calculator_policy")
 TEMPLATE = asset("calculator_chat.jinja")
-# absolute and relative, by the precision of the engine, whose log-probabilities are float32 in any case: those of tokens
-# at -100 nats are rounded by 4e-6
+# absolute and relative, by the precision of the engine, whose log-probabilities are float32 in any case: those of
+# tokens at -100 nats are rounded by 4e-6
 TOLERANCES = {"float64": 2e-5, "float32": 5e-5}
 MAX_CONTEXT = 230
 ACTIONS = (
