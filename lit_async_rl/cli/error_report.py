@@ -463,8 +463,9 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
         listed = f"; there are {', '.join(known)}" if not close and 0 < len(known) <= MAX_LISTED_CLASSES else ""
         return f"{rule}{close or listed}"
     top, *names = value.split(".")
-    if Records in bases and len(names) == 1 and importlib.util.find_spec(top) is None:
-        return rule  # a file of another kind, more likely than a class
+    is_file = len(names) == 1 and names[0].islower()  # of another kind, more likely than a class
+    if Records in bases and is_file and importlib.util.find_spec(top) is None:
+        return rule
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         return f"{refusal.setting}={value}: there is no module {top}"
     found: Any = sys.modules.get(top)  # jsonargparse has imported it, unless that failed or is denied

@@ -287,5 +287,5 @@ def test_the_next_engine_gets_the_log_probabilities_that_prove_its_weights():
     data = make_data(engine=engine, max_staleness=1)
     fit(make_module(), data, 4)
     assert data.engine is not engine, "it was restarted"
-    assert len(seen) > 5
+    assert len(seen) >= 5, "five versions; that of the restart twice, unless the engine broke before it had it"
     assert all(version == of_probe and length == 47 for version, of_probe, length in seen)
