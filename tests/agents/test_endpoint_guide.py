@@ -70,7 +70,7 @@ def test_the_program_trains_and_no_key_is_written_anywhere(tmp_path):
     secrets = {PLANTED, *(path.read_text() for path in keys.iterdir())}
     assert len(secrets) >= 1 + 2 * 2 * 2
     metrics = next(runs.rglob("metrics.csv"))
-    report = [sys.executable, "-m", "lit_async_rl.cli.console", "report", str(metrics.parent)]
+    report = [sys.executable, "-c", "from lit_async_rl.cli.console import main; main()", "report", str(metrics.parent)]
     said = subprocess.run(
         report, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=TIMEOUT_S
     )
