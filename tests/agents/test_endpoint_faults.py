@@ -112,7 +112,8 @@ class EndsServers(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         endpoint = self.engine.clients._endpoint
-        if endpoint is not None and endpoint._serving is not None and self.num_ended < server_module.MAX_RESTARTS:
+        if endpoint is not None and self.num_ended < server_module.MAX_RESTARTS:
+            wait_for(lambda: endpoint._serving is not None)  # the next one may still be starting
             exit_thread(endpoint)
             self.num_ended += 1
 
