@@ -109,12 +109,17 @@ class EndsServers(pl.Callback):
     def __init__(self, engine) -> None:
         self.engine = engine
         self.num_ended = 0
+        self._ended = None
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         endpoint = self.engine.clients._endpoint
-        if endpoint is not None and endpoint._serving is not None and self.num_ended < server_module.MAX_RESTARTS:
-            exit_thread(endpoint)
-            self.num_ended += 1
+        if endpoint is None or self.num_ended == server_module.MAX_RESTARTS:
+            return
+        # one that is ended twice, while its loop winds up, may leave connections open that nobody serves
+        wait_for(lambda: endpoint._serving not in (None, self._ended))
+        self._ended = endpoint._serving
+        exit_thread(endpoint)
+        self.num_ended += 1
 
 
 def test_a_run_goes_on_when_its_server_dies_again_and_again():
@@ -138,7 +143,7 @@ def test_a_run_goes_on_when_its_server_dies_again_and_again():
     ends = EndsServers(engine)
     trainer = fit(make_module(model=model), data, 4, callbacks=[ends])
     assert trainer.global_step == 4
-    assert ends.num_ended >= 1  # the next server may still be starting when a step ends
+    assert ends.num_ended >= 3
     assert engine.stats.num_lost == 0
     assert engine.stats.num_episodes >= 4 * 4 * 4
     assert engine.stats.num_orphans == 0
