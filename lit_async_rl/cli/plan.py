@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import inspect
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lit_async_rl
+from lit_async_rl.cli.settings import all_settings
 from lit_async_rl.simulation.plan import (
     DEVICES,
     ModelSize,
@@ -24,7 +27,7 @@ from lit_async_rl.simulation.plan import (
 from lit_async_rl.utils.checks import OneLineParser
 from lit_async_rl.utils.config_files import load_config
 
-DEFAULT_SLOTS = {"EmbeddedEngine": 64, "VLLMEngine": 256}
+SLOTS = ("num_slots", "max_num_seqs")  # argument of an engine
 COLUMNS = ("perf/step_s", "perf/rollout_wait_s", "perf/weight_sync_s", "perf/engine_idle_share", "rollout/length_mean")
 EXAMPLES = """\
 examples:
@@ -58,6 +61,7 @@ def main(args: Sequence[str] | None = None) -> None:
         default=0.9,
         help="speed that trainer devices keep at each doubling (default: %(default)s)",
     )
+    parser.add_argument("--ranks", type=int, help="of a run: devices that trained (default: by its configuration)")
     parser.add_argument("--device", choices=sorted(DEVICES), help="of a configuration: its kind of device")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="of a configuration (default: %(default)s)")
     parser.add_argument("--completion_tokens", type=int, help="of a configuration (default: half of max_tokens)")
@@ -77,7 +81,15 @@ def plan(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.source.is_dir():
         settings = _settings(arguments.source / "config.yaml")
-        cost = measured_cost(arguments.source, settings, spread=arguments.spread, efficiency=arguments.efficiency)
+        if arguments.ranks is not None and arguments.ranks < 1:
+            raise ValueError(f"--ranks must be >= 1, got {arguments.ranks}")
+        cost = measured_cost(
+            arguments.source,
+            settings,
+            spread=arguments.spread,
+            efficiency=arguments.efficiency,
+            num_ranks=arguments.ranks,
+        )
         origin = f"measured in {arguments.source}"
     else:
         settings = _settings(arguments.source)
@@ -85,7 +97,7 @@ def plan(arguments: argparse.Namespace) -> list[str]:
         origin = f"calculated for {arguments.device}, not measured"
     bound = arguments.max_staleness
     if bound is None:
-        bound = int(_of(settings, "data.max_staleness", 1))
+        bound = _count(settings, "data.max_staleness")
     if bound < 0:
         raise ValueError(f"--max_staleness must be >= 0, got {bound}")
     predictions = splits(
@@ -106,8 +118,17 @@ def plan(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def measured_cost(folder: Path, settings: Mapping[str, Any], *, spread: float, efficiency: float) -> StepCost:
+def measured_cost(
+    folder: Path, settings: Mapping[str, Any], *, spread: float, efficiency: float, num_ranks: int | None = None
+) -> StepCost:
     """Cost of a step by the second half of a run's steps, when compiling and filling the queue are over.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+        spread: see `StepCost`.
+        efficiency: see `StepCost`.
+        num_ranks: devices that trained; None is what the settings say.
 
     Raises:
         ValueError: the run has logged too little.
@@ -121,13 +142,13 @@ def measured_cost(folder: Path, settings: Mapping[str, Any], *, spread: float, e
     median = {name: statistics.median(float(row[name]) for row in half) for name in COLUMNS}
     step_s = median["perf/step_s"]
     sync_s = median["perf/weight_sync_s"]
-    num_ranks = _num_ranks(settings)
-    groups_per_step = int(_of(settings, "data.groups_per_step", 1))
-    group_size = int(_of(settings, "data.group_size", 1))
+    num_ranks = _num_ranks(settings) if num_ranks is None else num_ranks
+    groups_per_step = _count(settings, "data.groups_per_step")
+    group_size = _count(settings, "data.group_size")
     num_slots = _num_slots(settings)
     num_replicas = int(_of(settings, "cluster.init_args.engines.replicas", 1))
     busy_s = (1 - median["perf/engine_idle_share"]) * step_s * num_replicas
-    max_tokens = float(_of(settings, "data.sampling.max_tokens", 1024))
+    max_tokens = _count(settings, "data.sampling.max_tokens")
     on_one = StepCost(
         train_s=max(1e-6, step_s - median["perf/rollout_wait_s"] - sync_s),
         sample_s=max(1e-6, busy_s * num_slots / (groups_per_step * group_size)),
@@ -154,7 +175,7 @@ def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any])
     model = _of(settings, "model.model", None)
     if model is None:
         raise ValueError(f"{arguments.source}: model.model is not set, so its size is not known")
-    max_tokens = int(_of(settings, "data.sampling.max_tokens", 1024))
+    max_tokens = _count(settings, "data.sampling.max_tokens")
     completion_tokens = arguments.completion_tokens
     if completion_tokens is None:
         completion_tokens = max(1, max_tokens // 2)
@@ -171,8 +192,8 @@ def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any])
         completion_tokens=completion_tokens,
         max_tokens=max_tokens,
         num_slots=_num_slots(settings),
-        groups_per_step=int(_of(settings, "data.groups_per_step", 1)),
-        group_size=int(_of(settings, "data.group_size", 1)),
+        groups_per_step=_count(settings, "data.groups_per_step"),
+        group_size=_count(settings, "data.group_size"),
         replica_devices=arguments.replica_devices,
         spread=arguments.spread,
         efficiency=arguments.efficiency,
@@ -201,7 +222,7 @@ def _settings(file: Path) -> dict[str, Any]:
     return load_config(file)
 
 
-def _of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+def _of(settings: Any, name: str, default: Any) -> Any:
     """A setting by its dotted name; the default where it is not set."""
     value: Any = settings
     for part in name.split("."):
@@ -209,18 +230,41 @@ def _of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def _count(settings: Mapping[str, Any], name: str) -> int:
+    """A setting that is a number; where the source is silent, the default of a run."""
+    return int(_of(settings, name, all_settings()[name]["default"]))
+
+
 def _num_slots(settings: Mapping[str, Any]) -> int:
-    engine = _of(settings, "data.engine", {})
-    kind = engine if isinstance(engine, str) else _of(engine, "class_path", "EmbeddedEngine")
-    found = next((_of(settings, f"data.engine.init_args.{name}", None) for name in ("num_slots", "max_num_seqs")), None)
-    return int(found or DEFAULT_SLOTS.get(kind.rpartition(".")[2], 64))
+    """Slots of the engine, inside of what wraps it; where the source is silent, the default of its class.
+
+    Raises:
+        ValueError: the engine has no such setting.
+    """
+    engine: Any = _of(settings, "data.engine", {})
+    while isinstance(inner := _of(engine, "init_args.engine", None), str | Mapping):
+        engine = inner
+    name = engine if isinstance(engine, str) else _of(engine, "class_path", "EmbeddedEngine")
+    kind = getattr(lit_async_rl, name.rpartition(".")[2], None)
+    parameters = {} if kind is None else dict(inspect.signature(kind).parameters)
+    for slots in SLOTS:
+        if slots in parameters:
+            return int(_of(engine, f"init_args.{slots}", parameters[slots].default))
+    raise ValueError(f"data.engine={name}: it has none of {', '.join(SLOTS)}, so its slots are not known")
 
 
 def _num_ranks(settings: Mapping[str, Any]) -> int:
     ranks = int(_of(settings, "cluster.init_args.trainer_ranks", 1))
-    devices = _of(settings, "trainer.devices", 1)
-    local = devices if isinstance(devices, int) and devices > 0 else 1
-    return max(ranks, local * int(_of(settings, "trainer.num_nodes", 1)))
+    devices = _of(settings, "trainer.devices", "auto")
+    if isinstance(devices, list):
+        local = len(devices)
+    elif isinstance(devices, int) and devices > 0:
+        local = devices
+    elif ranks > 1 or _of(settings, "trainer.accelerator", "auto") == "cpu":
+        local = 1  # `auto` of CPUs
+    else:
+        raise ValueError(f"trainer.devices={devices} does not say how many devices trained in this run: add --ranks")
+    return max(ranks, local * _count(settings, "trainer.num_nodes"))
 
 
 def _table(predictions: Sequence[Prediction], best: Prediction) -> list[str]:

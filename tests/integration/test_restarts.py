@@ -280,12 +280,13 @@ def test_the_next_engine_gets_the_log_probabilities_that_prove_its_weights():
         failures: ClassVar[list[int]] = [1]
 
         def load_weights(self, version, weights):
-            seen.append((version, self.probe.version, len(self.probe.logprobs)))
+            seen.append((id(self), version, self.probe.version, len(self.probe.logprobs)))
             super().load_weights(version, weights)
 
     engine = Proved(update_timeout_s=20.0)
     data = make_data(engine=engine, max_staleness=1)
     fit(make_module(), data, 4)
     assert data.engine is not engine, "it was restarted"
-    assert len(seen) >= 5, "five versions; that of the restart twice, unless the engine broke before it had it"
-    assert all(version == of_probe and length == 47 for version, of_probe, length in seen)
+    assert {version for _, version, _, _ in seen} == {0, 1, 2, 3, 4}
+    assert {number for number, _, _, _ in seen} == {id(engine), id(data.engine)}, "the second engine gets them, too"
+    assert all(version == of_probe and length == 47 for _, version, of_probe, length in seen)

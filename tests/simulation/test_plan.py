@@ -1,5 +1,6 @@
 """Predicted splits of devices: against an optimum computed otherwise, and in closed loops with `ReplicaScaling`."""
 
+import inspect
 import itertools
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lit_async_rl as rl
 from lit_async_rl.callbacks.run.replica_scaling import wanted_replicas
 from lit_async_rl.cli import plan as command
 from lit_async_rl.simulation.latency import Constant, CutLogNormal
@@ -134,6 +136,20 @@ def test_costs_of_a_run_are_those_of_one_device(run_folder):
     assert cost.longest == 3.0
 
 
+def test_what_a_source_does_not_say_is_as_in_a_run(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {engine: {class_path: RayEngine, init_args: {engine: VLLMEngine}}}\n")
+    settings = command._settings(tmp_path / "config.yaml")
+    data = inspect.signature(rl.RolloutDataModule).parameters
+    assert command._count(settings, "data.groups_per_step") == data["groups_per_step"].default > 1
+    assert command._count(settings, "data.group_size") == data["group_size"].default > 1
+    assert command._count(settings, "data.max_staleness") == data["max_staleness"].default > 1
+    assert command._count(settings, "data.sampling.max_tokens") == rl.SamplingParams().max_tokens
+    assert command._num_slots(settings) == inspect.signature(rl.VLLMEngine).parameters["max_num_seqs"].default
+    assert command._num_slots({}) == inspect.signature(rl.EmbeddedEngine).parameters["num_slots"].default
+    with pytest.raises(ValueError, match=r"data\.engine=my\.Engine: it has none of num_slots, max_num_seqs"):
+        command._num_slots({"data": {"engine": "my.Engine"}})
+
+
 def test_the_command_prints_a_table_that_fits_a_terminal_and_what_to_type(run_folder, capsys, monkeypatch):
     monkeypatch.chdir(run_folder.parent)
     command.main(["run", "--devices", "8"])
@@ -153,6 +169,7 @@ def test_the_command_prints_a_table_that_fits_a_terminal_and_what_to_type(run_fo
         (["RUN", "--devices", "4", "--replica_devices", "4"], "devices must be >= 5, got 4"),
         (["RUN", "--devices", "4", "--efficiency", "0"], "efficiency must be in (0, 1], got 0"),
         (["RUN", "--devices", "4", "--max_staleness", "-1"], "--max_staleness must be >= 0, got -1"),
+        (["RUN", "--devices", "4", "--ranks", "0"], "--ranks must be >= 1, got 0"),
         (["RUN/config.yaml", "--devices", "4"], "add --device, one of a100"),
         (["RUN/config.yaml", "--devices", "4", "--device", "h100"], "model.model is not set"),
     ],
@@ -162,6 +179,20 @@ def test_misuses_are_one_line(run_folder, words, message):
         command.main([word.replace("RUN", str(run_folder)) for word in words])
     assert message in str(ended.value)
     assert "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [({"devices": 3}, 3), ({"devices": [0, 2], "num_nodes": 2}, 4), ({"devices": "auto", "accelerator": "cpu"}, 1)],
+)
+def test_devices_that_trained(trainer, expected):
+    assert command._num_ranks({"trainer": trainer}) == expected
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, None])
+def test_where_a_run_does_not_say_how_many_devices_trained_it_is_asked(devices):
+    with pytest.raises(ValueError, match=r"trainer\.devices=(auto|-1) does not say how many .*: add --ranks"):
+        command._num_ranks({"trainer": {"devices": devices, "accelerator": "gpu"}})
 
 
 def test_a_run_that_has_hardly_begun_is_refused(run_folder):
