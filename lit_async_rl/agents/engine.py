@@ -148,7 +148,6 @@ class AgentEngine(MultiRequestEngine):
         self.chat_template = chat_template
         self.forks = forks
         self.stats = AgentStats()
-        self._trains = True
         self._rules: EpisodeRules | None = None
         self._running: dict[int, list[AgentEpisode]] = {}  # by request; those that are not over
         self._by_key: dict[str, AgentEpisode] = {}
@@ -156,26 +155,9 @@ class AgentEngine(MultiRequestEngine):
         self._num_failed: dict[tuple[int, int], int] = {}  # tries, by request and sample
         self._num_lost: dict[int, int] = {}  # samples, by request
 
-    def around(self, engine: RolloutEngine, codec: TextCodec) -> AgentEngine:
-        """The same agent, in its event loop, with another engine."""
-        other = AgentEngine(
-            engine,
-            self.agent,
-            clients=self.clients,
-            timeout_s=self.policy.timeout_s,
-            max_calls=self.max_calls,
-            tries=self.policy.tries,
-            backoff_s=self.policy.backoff_s,
-            side_calls=self.side_calls,
-            credit=self.credit,
-            parser=self.parser,
-            chat_template=self.chat_template,
-            forks=self.forks,
-        )
-        other._trains = False
-        other._use(engine, codec)
-        self._share_loop(other)
-        return other
+    def with_engine(self, engine: RolloutEngine, **changes: Any) -> AgentEngine:
+        """See `EngineWrapper`; agent and clients are the same objects, also where the agent was given by its name."""
+        return super().with_engine(engine, **({"agent": self.agent, "clients": self.clients} | changes))
 
     @property
     def scoring_identity(self) -> str:

@@ -6,6 +6,7 @@ engine with its own thread (vLLM) generates continuously; the embedded one gener
 
 from __future__ import annotations
 
+import inspect
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -253,6 +254,9 @@ FORWARDED_ATTRIBUTES = (
 )
 
 
+W = TypeVar("W", bound="EngineWrapper")
+
+
 class EngineWrapper(RolloutEngine):
     """Forwards attributes and calls to an inner engine, except those that a subclass overrides.
 
@@ -270,6 +274,13 @@ class EngineWrapper(RolloutEngine):
             if not any(name in vars(kind) for kind in kinds[: kinds.index(EngineWrapper)]):
                 setattr(self, name, getattr(engine, name))
         self.dtype = engine.dtype
+
+    def with_engine(self: W, engine: RolloutEngine, **changes: Any) -> W:
+        """The same wrapper, made with the same arguments but for `changes`, around another engine; not set up."""
+        args, kwargs = self._made_with
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.arguments |= changes | {"engine": engine}
+        return type(self)(*bound.args, **bound.kwargs)
 
     def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
         self.engine.check_sampling(setting, sampling, num_samples)

@@ -23,7 +23,6 @@ from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
-from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import (
     Completion,
@@ -263,22 +262,6 @@ class EpisodeEngine(MultiRequestEngine):
         self._turns_in_engine: dict[int, dict[int, Conversation]] = {}  # by inner request and sample
         self._in_environment: dict[Conversation, float] = {}  # with the time at which the environment was called
         self._environment_spans = Overlap("answer")
-
-    def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
-        """The same environment, in its event loop, with another engine."""
-        policy = self.policy
-        other = EpisodeEngine(
-            engine,
-            self.environment,
-            max_turns=self.max_turns,
-            step_timeout_s=policy.timeout_s,
-            tries=policy.tries,
-            backoff_s=policy.backoff_s,
-            step_cut_turns=self.step_cut_turns,
-        )
-        other._use(engine, codec)
-        self._share_loop(other)
-        return other
 
     def grader(self) -> EnvironmentGrader:
         """The environment as a reward of single turns, to check it against reference answers."""

@@ -14,7 +14,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
@@ -67,6 +66,7 @@ class MultiRequestEngine(EngineWrapper):
         self._warnings = LimitedLog(log)
         self._tasks = EnvironmentTasks(EnvironmentLoop())
         self._is_successor = False  # replaces an engine that has logged its warnings
+        self._trains = True  # not if its samples are of a validation
 
     def _share_loop(self, other: MultiRequestEngine) -> None:
         """Has another engine play in the event loop of this one."""
@@ -77,9 +77,18 @@ class MultiRequestEngine(EngineWrapper):
         self._codec = codec
         self._ledger = RequestLedger(engine, codec.vocab_size)
 
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
+        """What answers the turns of this one answers those of another engine, in the same event loop."""
+        other = self.with_engine(engine)
+        other._trains = False
+        other._use(engine, codec)
+        self._share_loop(other)
+        return other
+
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """See `RolloutEngine`; what answers the turns is the same object and stays in its event loop."""
-        other: Any = super().fresh(out_of_memory)
+        other = self.with_engine(self.engine.fresh(out_of_memory))
+        other.special_tokens = self.special_tokens
         other._is_successor = True
         self._share_loop(other)
         return other

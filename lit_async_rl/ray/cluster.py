@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -168,10 +167,7 @@ class RayCluster:
         if not self.has_replicas:
             return engine
         if isinstance(engine, MultiRequestEngine):
-            args, kwargs = engine._made_with
-            bound = inspect.signature(type(engine)).bind(*args, **kwargs)
-            bound.arguments["engine"] = self.replicate(bound.arguments["engine"])
-            return type(engine)(*bound.args, **bound.kwargs)
+            return engine.with_engine(self.replicate(engine.engine))
         from lit_async_rl.ray.engine import RayEngine
 
         resources = {name: float(amount) for name, amount in (self.engines.resources or {}).items()}

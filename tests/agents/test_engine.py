@@ -557,3 +557,14 @@ def test_a_book_completes_groups_without_lost_samples():
     (again,) = unpack_groups(pack_groups([group]), lambda position: Prompt(text="1+2="))
     assert book.restore(replace(again, index=7)) == []
     assert len(book.groups[7].finished.rollouts) == 1
+
+
+def test_an_agent_that_was_given_by_its_name_is_made_once():
+    engine = AgentEngine(EmbeddedEngine(num_slots=3), "lit_async_rl.CalculatorAgent")
+    successor = engine.fresh()
+    assert successor.agent is engine.agent
+    assert successor.clients is engine.clients
+    assert successor.num_slots == 3
+    other = EmbeddedEngine()
+    again = engine.with_engine(other, max_calls=5)
+    assert (again.engine, again.agent, again.max_calls) == (other, engine.agent, 5)
