@@ -131,9 +131,10 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
         ValueError: see `check_order`.
     """
     _check_format(state)
-    _check_order_settings(state["settings"], _settings(producer))
+    now = _settings(producer)
+    _check_order_settings(state["settings"], now)
     saved = unpack_groups(state["groups"], producer.stream.at)
-    now = _settings(producer) | {_OWN_ANSWERS: _answers_of(saved)}
+    now[_OWN_ANSWERS] = _answers_of(saved)
     changed, has_new_rewards = _changed_settings(state["settings"], now, producer.scorer.keeps_rewards)
     deadlines = {group.index: group.deadline for group in saved}
     kept = producer.admission.restore(state["admission"], {} if changed else deadlines)

@@ -1,5 +1,6 @@
 """Reward hacking is named: each sign by a run that shows it, and no sign by healthy ones."""
 
+import inspect
 import itertools
 import json
 import random
@@ -243,3 +244,11 @@ def test_signs_go_on_after_a_resume(tmp_path):
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         rl.RewardHackingMonitor(**settings)
+
+
+def test_the_monitor_has_the_thresholds_of_the_watch():
+    watch = inspect.signature(HackingWatch).parameters
+    monitor = inspect.signature(rl.RewardHackingMonitor).parameters
+    assert {name: parameter.default for name, parameter in watch.items()}.items() <= {
+        name: parameter.default for name, parameter in monitor.items()
+    }.items()
