@@ -1,6 +1,7 @@
 """One thread for each test process, no time limits inside hypothesis (the machine may be busy), no network."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import jaxtyping
@@ -13,6 +14,9 @@ from preloaded import Preloaded
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for its background jobs, and all inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 jaxtyping.jaxtyped = type_checks.jaxtyped  # before the package is loaded
 settings.register_profile("lit_async_rl", deadline=None)
 settings.load_profile("lit_async_rl")

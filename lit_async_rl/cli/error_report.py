@@ -15,9 +15,11 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jsonargparse._typehints
 import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
 import torch
@@ -56,6 +58,17 @@ SELF_EXPLAINING_ERRORS = (
 MAX_ERROR_CHARS = 600
 NEGATIVE_NUMBER = re.compile(r"^-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # argparse takes `-1e-4` for an option
 COMPARED_TYPES = (str, int, float, bool)
+
+
+# `Trainer(limit_val_batches=1)` is one batch, 1.0 all of them. jsonargparse tries the types of a union in the order in
+# which they are written, but `typing` keeps the order of the first equal union that any module has made.
+def _integers_first(tried: Callable[[Any], float], subtype: Any) -> float:
+    return 0.5 if subtype is float else float(tried(subtype))
+
+
+jsonargparse._typehints.union_subtype_sort_key = partial(  # type: ignore[assignment]
+    _integers_first, jsonargparse._typehints.union_subtype_sort_key
+)
 
 
 @contextmanager

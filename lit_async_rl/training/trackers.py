@@ -298,7 +298,8 @@ def move_into_folder(logger: Logger, log: CSVLogger) -> None:
     """Makes TensorBoard or W&B, before they write anything, use the folder of a CSV log."""
     if isinstance(logger, WandbLogger):
         logger._save_dir = log.log_dir
-        logger._wandb_init["dir"] = log.log_dir
+        # absolute: W&B's service is another process, and stays in the folder in which the first run started it
+        logger._wandb_init["dir"] = os.path.abspath(log.log_dir)
     elif isinstance(logger, TensorBoardLogger):
         logger._root_dir = log.save_dir
         logger._name = log.name

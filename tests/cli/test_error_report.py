@@ -1,11 +1,13 @@
 """Messages of jsonargparse in this package's words: each is provoked, so that another wording of the library shows."""
 
+import typing
 from pathlib import Path
+from typing import Union
 
 import pytest
 
 from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.cli.error_report import explain
+from lit_async_rl.cli.error_report import Parser, explain
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]
@@ -104,3 +106,22 @@ def test_other_words_of_the_library_are_repeated_with_the_setting():
     assert explain(nested, {}) == expected
     assert explain(nested.replace("lit_async_rl.EmbeddedEngine", "no_such.Engine"), {}) == expected
     assert explain("Nothing of this is known", {}) == "Nothing of this is known"
+
+
+@pytest.mark.parametrize("hint", [Union[float, int], Union[int, float], float | int | None, list[Union[float, int]]])
+def test_an_integer_stays_one_however_its_union_was_first_written(hint):
+    """Lightning reads `limit_val_batches=1` as one batch and 1.0 as all of them."""
+
+    def train(limit: hint = 1): ...
+
+    parser = Parser()
+    parser.add_function_arguments(train)
+    given = "[1]" if typing.get_origin(hint) is list else "1"
+    (found,) = flatten(parser.parse_args(["--limit", given]).limit)
+    assert type(found) is int
+    (found,) = flatten(parser.parse_args(["--limit", given.replace("1", "0.5")]).limit)
+    assert found == 0.5
+
+
+def flatten(value):
+    return value if isinstance(value, list) else [value]

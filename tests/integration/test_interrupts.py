@@ -214,6 +214,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_says_so_in_a_file(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]), "OMP_NUM_THREADS": "1"}
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is inherited, and ignored where the tests run under nohup
         os.execve(sys.executable, [sys.executable, "scripts/train.py", *arguments], environment)
     try:
         os.set_blocking(terminal, False)

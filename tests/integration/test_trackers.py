@@ -32,6 +32,9 @@ METRIC = "importance/ess_ratio"
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.finish()  # one that an earlier test of this process has left, which Lightning's logger would go on with
+    yield
+    wandb.finish()
 
 
 def flags(name):
@@ -63,6 +66,15 @@ def test_wandb_gets_tables_of_samples_and_the_report(tmp_path):
     (report,) = tmp_path.rglob("report.html")
     assert report.parent == next(tmp_path.rglob("metrics.csv")).parent
     assert "<!doctype html>" in report.read_text().lower()
+
+
+@pytest.mark.parametrize("folder", ["first", "second"])
+def test_wandb_writes_into_the_folder_of_each_run(folder, tmp_path, monkeypatch):
+    """Its service is started once in a process, and stays where it was."""
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    main(flags("wandb"))
+    assert len(list((tmp_path / folder).rglob("*.wandb"))) == 1
 
 
 def test_mlflow(tmp_path):
