@@ -8,10 +8,16 @@ which runs fit the rule and which test it, was written down and committed before
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
+from scipy.optimize import minimize
+from torchmetrics.functional.classification import binary_auroc
+
+from lit_async_rl.stabilizers.collapse import CollapseForecast, StepHealth
 
 TABLES = Path("docs/results")
 RUN = ["source", "regime", "method", "lag", "learning_rate_scale", "seed"]
@@ -57,3 +63,94 @@ def collapse_step(reward: np.ndarray) -> int | None:
 def is_fitted(steps: pd.DataFrame) -> pd.Series:
     """Which rows are of runs that fit the rule; all others test it."""
     return (steps.regime == FIT_REGIME) & steps.method.isin(FIT_LOSSES)
+
+
+# -- The rule ----------------------------------------------------------------------------------------------------------
+#
+# Chosen on the runs that fit it, each loss predicted by a rule fitted without it: of 18 signals and their combinations
+# these two were best (area under the ROC 0.954; the effective sample size alone 0.942; all of them 0.954).
+
+FALSE_ALARMS = 0.025  # share of the healthy runs that fit the rule of which the threshold lets an alarm be raised
+RIDGE = 1e-6
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one run before its collapse: signals [T, 2], whether it is near (T), and when it is (None: never)."""
+
+    regime: str
+    method: str
+    signals: np.ndarray
+    is_near: np.ndarray
+    collapse: int | None
+
+
+def runs_of(steps: pd.DataFrame) -> list[Run]:
+    """The runs, with the signals that `CollapseForecast` takes from each of their steps."""
+    runs = []
+    for key, rows in steps.groupby(RUN):
+        collapse = collapse_step(rows.reward.to_numpy())
+        end = len(rows) if collapse is None else collapse
+        forecast = CollapseForecast()
+        signals = np.full((end, 2), np.nan)
+        for step, (ess_ratio, grad_norm) in enumerate(zip(rows.ess_ratio[:end], rows.grad_norm[:end], strict=True)):
+            if forecast.observe(StepHealth(ess_ratio=ess_ratio, grad_norm=grad_norm)) is not None:
+                signals[step] = forecast.signals
+        is_near = np.zeros(end, dtype=bool)
+        if collapse is not None:
+            is_near[max(0, collapse - HORIZON) :] = True
+        seen = ~np.isnan(signals[:, 0])
+        first = int(seen.argmax()) if seen.any() else end
+        runs.append(
+            Run(key[1], key[2], signals[first:], is_near[first:], None if collapse is None else collapse - first)
+        )
+    return [run for run in runs if len(run.signals)]
+
+
+def fit(runs: list[Run]) -> np.ndarray:
+    """Weights of the two signals and the constant that maximise the likelihood of `is_near`."""
+    x = np.concatenate([run.signals for run in runs])
+    x = np.column_stack([x, np.ones(len(x))])
+    y = np.concatenate([run.is_near for run in runs])
+
+    def loss(weights: np.ndarray) -> float:
+        z = x @ weights
+        return float(np.mean(np.logaddexp(0.0, z) - y * z) + RIDGE * np.mean(weights[:2] ** 2))
+
+    return minimize(loss, np.zeros(3)).x
+
+
+def odds(run: Run, weights: np.ndarray) -> np.ndarray:
+    """Logarithm of the odds of a collapse within the horizon, at each step."""
+    return run.signals @ weights[:2] + weights[2]
+
+
+def threshold(runs: list[Run], weights: np.ndarray) -> float:
+    """Odds that only `FALSE_ALARMS` of the healthy runs ever exceed."""
+    highest = [odds(run, weights).max() for run in runs if run.collapse is None]
+    return float(np.quantile(highest, 1 - FALSE_ALARMS))
+
+
+def scores(runs: list[Run], weights: np.ndarray, limit: float) -> dict[str, float | int | None]:
+    """Area under the ROC over steps, false alarms over healthy runs, alarms before a collapse and their lead in steps.
+
+    A collapse without an alarm has a lead of 0 in the median.
+    """
+    z = torch.tensor(np.concatenate([odds(run, weights) for run in runs]))
+    y = torch.tensor(np.concatenate([run.is_near for run in runs]))
+    first = [np.flatnonzero(odds(run, weights) > limit) for run in runs]
+    healthy = [len(alarms) > 0 for run, alarms in zip(runs, first, strict=True) if run.collapse is None]
+    leads = [
+        run.collapse - alarms[0] if len(alarms) else 0
+        for run, alarms in zip(runs, first, strict=True)
+        if run.collapse is not None
+    ]
+    return {
+        "runs": len(runs),
+        "collapses": len(leads),
+        "auroc": round(float(binary_auroc(z, y.int())), 4) if y.any() else None,
+        "healthy_runs": len(healthy),
+        "false_alarms": int(sum(healthy)),
+        "predicted": int(sum(lead > 0 for lead in leads)),
+        "lead_median": float(np.median(leads)) if leads else None,
+    }

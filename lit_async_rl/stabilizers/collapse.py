@@ -198,6 +198,78 @@ class CollapseTrend:
         )
 
 
+class CollapseForecast:
+    """Log-odds that the mean reward collapses within the next 20 steps, from two signals of each step.
+
+        e <- average of the effective sample size, as a share of the step's completions
+        g <- average of the gradient norm, over the median of the first `START_STEPS` norms
+        log-odds = a log10(e) + b log10(g) + c
+
+    The averages are exponential with a half-life of `HALF_LIFE` steps. A collapse is the loss of half of what the mean
+    reward of ten steps had gained. The constants are fitted by `python -m benchmarks.staleness.predictor`, which also
+    tests them on other tasks, losses and sizes: docs/measurements/collapse_forecast.json.
+
+    Attributes:
+        LIMIT: log-odds that 2.5 % of the healthy runs that the rule was fitted to ever exceed.
+        signals: log10(e) and log10(g) of the last step.
+    """
+
+    HALF_LIFE = 5.0
+    START_STEPS = 5
+    MIN_STEPS = 10
+    WEIGHTS = (-5.69, 2.51)
+    CONSTANT = -5.72
+    LIMIT = -1.56
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Discards all recorded steps, before another run."""
+        self._num_steps = 0
+        self._first_norms: list[float] = []
+        self._weight = 0.0  # of all steps in the two averages
+        self._ess = 0.0
+        self._norm = 0.0
+        self.signals = (0.0, 0.0)
+
+    def observe(self, seen: StepHealth) -> float | None:
+        """Adds one step; returns the log-odds, or None before `MIN_STEPS` steps. Unmeasured steps change nothing."""
+        if seen.ess_ratio is None or seen.grad_norm is None or not math.isfinite(seen.ess_ratio + seen.grad_norm):
+            return None
+        if len(self._first_norms) < self.START_STEPS:
+            self._first_norms.append(seen.grad_norm)
+        keep = 0.5 ** (1 / self.HALF_LIFE)
+        self._weight = keep * self._weight + 1
+        self._ess = keep * self._ess + seen.ess_ratio
+        self._norm = keep * self._norm + seen.grad_norm
+        self._num_steps += 1
+        if self._num_steps < self.MIN_STEPS:
+            return None
+        first = max(statistics.median(self._first_norms), 1e-6)
+        self.signals = (
+            math.log10(max(self._ess / self._weight, 1e-4)),
+            math.log10(max(self._norm / self._weight, 1e-6) / first),
+        )
+        return self.WEIGHTS[0] * self.signals[0] + self.WEIGHTS[1] * self.signals[1] + self.CONSTANT
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_steps": self._num_steps,
+            "first_norms": list(self._first_norms),
+            "weight": self._weight,
+            "ess": self._ess,
+            "norm": self._norm,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._num_steps = state_dict["num_steps"]
+        self._first_norms = list(state_dict["first_norms"])
+        self._weight = state_dict["weight"]
+        self._ess = state_dict["ess"]
+        self._norm = state_dict["norm"]
+
+
 def _below(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and not value >= limit
 
