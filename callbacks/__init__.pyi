@@ -32,3 +32,4 @@ from .stabilizers.gradient_alignment_control import GradientAlignmentControl as 
 from .stabilizers.gradient_clipping import GradientClipping as GradientClipping
 from .stabilizers.reference_reset import ReferenceReset as ReferenceReset
 from .stabilizers.skip_non_finite import SkipNonFinite as SkipNonFinite
+from .stabilizers.staleness_controller import StalenessController as StalenessController

@@ -171,6 +171,13 @@ METRICS: dict[str, list[Metric]] = {
         collapse/reward | reward | mean of the step
         collapse/num_alarms | alarms | so far
     """),
+    "StalenessController": _metrics("""
+        controller/log_odds | nats | of a collapse within the next 20 steps
+        controller/lr_scale | factor | of the learning rate
+        controller/bound | versions | `max_staleness` of groups admitted from now on
+        controller/num_changes | changes | of rate or bound so far
+        controller/num_rollbacks | rollbacks | so far
+    """),
     "AdaptiveStaleness": _metrics("""
         staleness/bound | versions | `max_staleness` of groups admitted from now on
         staleness/smoothed_ess_ratio | share | effective sample size, smoothed

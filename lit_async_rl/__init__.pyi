@@ -66,6 +66,7 @@ from .callbacks import SampleLogger as SampleLogger
 from .callbacks import SaveOnFailure as SaveOnFailure
 from .callbacks import SaveOnSigterm as SaveOnSigterm
 from .callbacks import SkipNonFinite as SkipNonFinite
+from .callbacks import StalenessController as StalenessController
 from .callbacks import StalenessMonitor as StalenessMonitor
 from .callbacks import ThroughputMonitor as ThroughputMonitor
 from .callbacks import Timeline as Timeline
@@ -231,6 +232,8 @@ from .stabilizers.alignment import LastProjected as LastProjected
 from .stabilizers.alignment import LastRaw as LastRaw
 from .stabilizers.alignment import MovingAverage as MovingAverage
 from .stabilizers.collapse import AlarmAction as AlarmAction
+from .stabilizers.collapse import CollapseForecast as CollapseForecast
+from .stabilizers.collapse import GainWatch as GainWatch
 from .stabilizers.collapse import LowerStaleness as LowerStaleness
 from .stabilizers.collapse import Stop as Stop
 from .stabilizers.collapse import Warn as Warn

@@ -8,6 +8,8 @@ which runs fit the rule and which test it, was written down and committed before
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +19,15 @@ import torch
 from scipy.optimize import minimize
 from torchmetrics.functional.classification import binary_auroc
 
-from lit_async_rl.stabilizers.collapse import CollapseForecast, StepHealth
+from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
 
 TABLES = Path("docs/results")
 RUN = ["source", "regime", "method", "lag", "learning_rate_scale", "seed"]
 
 # -- What is predicted -------------------------------------------------------------------------------------------------
 
-WINDOW = 10  # steps of a mean of rewards
-HORIZON = 20  # "collapses within the next 20 steps"
-MIN_GAIN = 0.1  # of such a mean over its first value: below it, a run has learned nothing that it could lose
-LOST = 0.5  # share of the gain, or without one of the first value, that a collapse loses
+HORIZON = 20  # "collapses within the next 20 steps", as `GainWatch` says it
 
 # -- Who fits and who tests --------------------------------------------------------------------------------------------
 
@@ -48,16 +48,10 @@ def read_steps() -> pd.DataFrame:
     return steps[steps.reward.notna()].sort_values([*RUN, "step"], ignore_index=True)
 
 
-def collapse_step(reward: np.ndarray) -> int | None:
+def collapse_step(rewards: Iterable[float]) -> int | None:
     """First step at which the mean reward of ten steps has lost half of its gain; None if it never does."""
-    if len(reward) < WINDOW:
-        return None
-    means = np.convolve(reward, np.full(WINDOW, 1 / WINDOW), mode="valid")
-    best = np.maximum.accumulate(means)
-    gain = best - means[0]
-    limit = np.where(gain >= MIN_GAIN, best - LOST * gain, (1 - LOST) * means[0])
-    below = np.flatnonzero(means < limit)
-    return int(below[0]) + WINDOW - 1 if len(below) else None
+    watch = GainWatch()
+    return next((step for step, reward in enumerate(rewards) if watch.observe(reward) > GainWatch.COLLAPSE), None)
 
 
 def is_fitted(steps: pd.DataFrame) -> pd.Series:
@@ -89,7 +83,7 @@ def runs_of(steps: pd.DataFrame) -> list[Run]:
     """The runs, with the signals that `CollapseForecast` takes from each of their steps."""
     runs = []
     for key, rows in steps.groupby(RUN):
-        collapse = collapse_step(rows.reward.to_numpy())
+        collapse = collapse_step(rows.reward)
         end = len(rows) if collapse is None else collapse
         forecast = CollapseForecast()
         signals = np.full((end, 2), np.nan)
@@ -154,3 +148,56 @@ def scores(runs: list[Run], weights: np.ndarray, limit: float) -> dict[str, floa
         "predicted": int(sum(lead > 0 for lead in leads)),
         "lead_median": float(np.median(leads)) if leads else None,
     }
+
+
+# -- What it is worth --------------------------------------------------------------------------------------------------
+
+
+def interval_of_auroc(runs: list[Run], weights: np.ndarray, samples: int = 500) -> list[float]:
+    """95 % interval of the area under the ROC, over runs drawn again with replacement: steps of a run are not apart."""
+    random = np.random.default_rng(0)
+    values = []
+    for _ in range(samples):
+        drawn = [runs[number] for number in random.integers(len(runs), size=len(runs))]
+        values.append(scores(drawn, weights, 0.0)["auroc"])
+    return [round(float(limit), 3) for limit in np.quantile([value for value in values if value], [0.025, 0.975])]
+
+
+def main() -> None:
+    """Fits the rule again, and prints or writes what the one in use is worth."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="file of the measurement, docs/measurements/collapse_forecast.json")
+    args = parser.parse_args()
+    steps = read_steps()
+    fitted = runs_of(steps[is_fitted(steps)])
+    weights = fit(fitted)
+    print("fitted:", weights.round(2).tolist(), "threshold:", round(threshold(fitted, weights), 2))
+    weights = np.array([*CollapseForecast.WEIGHTS, CollapseForecast.CONSTANT])
+    tested = runs_of(steps[~is_fitted(steps)])
+    rows = [["fitted: heavy_tails, ten losses", *scores(fitted, weights, CollapseForecast.LIMIT).values()]]
+    for regime in sorted({run.regime for run in tested}):
+        of_it = [run for run in tested if run.regime == regime]
+        name = f"{regime}, 19 other methods" if regime == FIT_REGIME else regime
+        rows.append([name, *scores(of_it, weights, CollapseForecast.LIMIT).values()])
+    whole = scores(tested, weights, CollapseForecast.LIMIT)
+    rows.append(["all that were not fitted", *whole.values()])
+    for row in rows:
+        print(*row, sep="  ")
+    if args.write:
+        columns = ["runs of", "runs", "collapses", "area under the ROC", "healthy runs", "false alarms"]
+        columns += ["alarms before the collapse", "median lead, steps"]
+        found = measurement(
+            "collapse_forecast",
+            whole["auroc"],
+            "area under the ROC, over the steps of runs that were not fitted",
+            columns,
+            rows,
+            interval=interval_of_auroc(tested, weights),
+            command="python -m benchmarks.staleness.predictor --write docs/measurements/collapse_forecast.json",
+            machine="tables of the staleness benchmark",
+        )
+        write_measurement(args.write, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -63,7 +63,7 @@ COMPARED_TYPES = (str, int, float, bool)
 # `Trainer(limit_val_batches=1)` is one batch, 1.0 all of them. jsonargparse tries the types of a union in the order in
 # which they are written, but `typing` keeps the order of the first equal union that any module has made.
 def _integers_first(tried: Callable[[Any], float], subtype: Any) -> float:
-    return 0.5 if subtype is float else float(tried(subtype))
+    return -0.5 if subtype is int else float(tried(subtype))
 
 
 jsonargparse._typehints.union_subtype_sort_key = partial(  # type: ignore[assignment]

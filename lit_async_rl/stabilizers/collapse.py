@@ -198,6 +198,53 @@ class CollapseTrend:
         )
 
 
+class GainWatch:
+    """How much of what it had gained training has lost; half of it is the collapse that `CollapseForecast` predicts.
+
+    The mean reward of `WINDOW` steps is compared with its first value and its best one. Below a gain of `MIN_GAIN`
+    there is little to lose, and the first value is compared with nothing.
+    """
+
+    WINDOW = 10
+    MIN_GAIN = 0.1
+    COLLAPSE = 0.5
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Discards all recorded steps, before another run."""
+        self._rewards: deque[float] = deque(maxlen=self.WINDOW)
+        self._first: float | None = None
+        self._best = -math.inf
+
+    def forget_steps(self) -> None:
+        """Discards the last steps, after a rollback; the first and the best mean stay."""
+        self._rewards.clear()
+
+    def observe(self, reward: float) -> float:
+        """Adds the mean reward of one step; returns the lost share of the gain, 0 before `WINDOW` steps."""
+        self._rewards.append(reward)
+        if len(self._rewards) < self.WINDOW:
+            return 0.0
+        mean = statistics.fmean(self._rewards)
+        if self._first is None:
+            self._first = mean
+        self._best = max(self._best, mean)
+        gain = self._best - self._first
+        if gain >= self.MIN_GAIN:
+            return (self._best - mean) / gain
+        return (self._first - mean) / abs(self._first) if self._first else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rewards": list(self._rewards), "first": self._first, "best": self._best}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._rewards = deque(state_dict["rewards"], maxlen=self.WINDOW)
+        self._first = state_dict["first"]
+        self._best = state_dict["best"]
+
+
 class CollapseForecast:
     """Log-odds that the mean reward collapses within the next 20 steps, from two signals of each step.
 
@@ -205,9 +252,9 @@ class CollapseForecast:
         g <- average of the gradient norm, over the median of the first `START_STEPS` norms
         log-odds = a log10(e) + b log10(g) + c
 
-    The averages are exponential with a half-life of `HALF_LIFE` steps. A collapse is the loss of half of what the mean
-    reward of ten steps had gained. The constants are fitted by `python -m benchmarks.staleness.predictor`, which also
-    tests them on other tasks, losses and sizes: docs/measurements/collapse_forecast.json.
+    The averages are exponential with a half-life of `HALF_LIFE` steps. `GainWatch` says what a collapse is. The
+    constants are fitted by `python -m benchmarks.staleness.predictor`, which also tests them on other tasks, losses and
+    sizes: docs/measurements/collapse_forecast.json.
 
     Attributes:
         LIMIT: log-odds that 2.5 % of the healthy runs that the rule was fitted to ever exceed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from torch.optim import Optimizer
@@ -121,7 +122,7 @@ def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:
 
 
 class OneStepLearningRate:
-    """Multiplies an optimizer's learning rate during exactly one `step`.
+    """Multiplies an optimizer's learning rate during exactly one `step`; several of them multiply.
 
     The learning rate changes within `optimizer.step` only, invisible to schedulers, checkpoints and loggers. If
     Lightning runs the closure inside the step, `scale` applies at once; if gradients are computed outside (loss
@@ -130,8 +131,28 @@ class OneStepLearningRate:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._step = _StepRate.of(optimizer)
+        self._step.factors[self] = 1.0
+
+    def scale(self, factor: float) -> None:
+        """Sets the factor of the running step or, outside of a step, of the next one."""
+        self._step.scale(self, factor)
+
+    def close(self) -> None:
+        """Restores the learning rate; the last one removes the hooks."""
+        self._step.leave(self)
+
+
+class _StepRate:
+    """Rate of an optimizer's step, with the factor of each `OneStepLearningRate`.
+
+    One for each optimizer: two that saved and restored the rate on their own would each restore what the other had
+    scaled, and the optimizer would keep it.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.factors: dict[OneStepLearningRate, float] = {}
         self._optimizer = optimizer
-        self._factor = 1.0
         self._in_step = False
         self._original: list[Any] | None = None
         self._handles = [
@@ -139,18 +160,28 @@ class OneStepLearningRate:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def scale(self, factor: float) -> None:
-        """Sets the factor of the running step or, outside of a step, of the next one."""
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _StepRate:
+        """The optimizer's, made on first use."""
+        if not hasattr(optimizer, "_step_rate"):
+            optimizer._step_rate = cls(optimizer)  # type: ignore[attr-defined]
+        return optimizer._step_rate  # type: ignore[attr-defined,no-any-return]
+
+    def scale(self, owner: OneStepLearningRate, factor: float) -> None:
         self._restore()
-        self._factor = factor
+        self.factors[owner] = factor
         if self._in_step:
             self._apply()
 
-    def close(self) -> None:
-        """Restores the learning rate and removes the hooks."""
+    def leave(self, owner: OneStepLearningRate) -> None:
         self._restore()
+        self.factors.pop(owner, None)
+        if self.factors or not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
+        self._handles = []
+        del self._optimizer._step_rate  # type: ignore[attr-defined]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()  # after a step that raised
@@ -160,14 +191,15 @@ class OneStepLearningRate:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
         self._in_step = False
-        self._factor = 1.0
+        self.factors = dict.fromkeys(self.factors, 1.0)
 
     def _apply(self) -> None:
-        if self._factor == 1:
+        factor = math.prod(self.factors.values())
+        if factor == 1:
             return
         self._original = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = group["lr"] * self._factor  # out of place: fused optimizers may keep it in a tensor
+            group["lr"] = group["lr"] * factor  # out of place: fused optimizers may keep it in a tensor
 
     def _restore(self) -> None:
         if self._original is not None:

@@ -181,6 +181,7 @@ def test_what_a_process_leaves_behind_is_killed(tmp_path):
     wait_for(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux kills with the parent")
 def test_a_trainer_that_is_killed_takes_its_agents_with_it(tmp_path):
     place = tmp_path / "pid"

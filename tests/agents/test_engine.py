@@ -519,6 +519,7 @@ def producer_state(value):
     return next((state for state in found if state is not None), None)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_trains_on_the_saved_rows(tmp_path):
     path = tmp_path / "saved.ckpt"
     fit(make_module(model=MODEL), agent_data(Branching()), 2, [Saving(path)])

@@ -21,6 +21,7 @@ def forest():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seeds=seeds)

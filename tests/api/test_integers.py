@@ -16,6 +16,7 @@ from lit_async_rl.utils.checks import check_range
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_no_setting_that_is_an_integer_takes_a_float() -> None:
     command = [sys.executable, str(ROOT / "tests/helpers/integer_settings.py"), "2.5"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

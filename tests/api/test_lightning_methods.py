@@ -99,6 +99,7 @@ def test_the_tuner_is_refused_by_name(method):
         getattr(Tuner(trainer), method)(module, datamodule=data)
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_python_run_gives_the_same_weights_from_the_command_line(tmp_path):
     (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}=", "answer": "{n}"}}\n' for n in range(10, 30)))
     torch.manual_seed(0)

@@ -153,6 +153,7 @@ def test_a_csv_log_is_written_beside_another_logger(tmp_path):
     assert rl.Trainer(accelerator="cpu", max_steps=1, logger=False).loggers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "folder"),
     [

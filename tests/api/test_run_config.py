@@ -54,6 +54,7 @@ def table(path: Path) -> list[dict[str, str]]:
     return [{k: v for k, v in row.items() if v and not k.startswith(NOT_OF_THE_POLICY)} for row in rows]
 
 
+@pytest.mark.slow
 def test_the_command_line_repeats_the_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "judge_of_run_config.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
@@ -121,6 +122,7 @@ def made_again(value):
     return parser.instantiate_classes(parser.parse_object({"made": value})).made
 
 
+@pytest.mark.slow
 def test_an_object_that_is_written_is_made_again_the_same():
     found = {name: as_config({"x": {"y": one}})[0].get("x", {}).get("y") for name, one in public_objects()}
     written = {name: value for name, value in found.items() if value is not None}

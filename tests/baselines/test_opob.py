@@ -82,6 +82,7 @@ def run(module, micro_batches=1, **changes):
     return parameters(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", Flavour)
 def test_ghost_and_per_trajectory_norms_make_the_same_update(flavour):
     start = parameters(make_module()).clone()
@@ -90,6 +91,7 @@ def test_ghost_and_per_trajectory_norms_make_the_same_update(flavour):
     assert (ghost - exact).norm() <= 1e-3 * (exact - start).norm()
 
 
+@pytest.mark.slow
 def test_the_split_into_micro_batches_does_not_matter():
     start = parameters(make_module()).clone()
     whole, split = run(settings()), run(settings(), micro_batches=3)

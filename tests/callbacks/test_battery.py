@@ -26,11 +26,12 @@ def test_our_runs(situation, kind, tmp_path):
     run(tmp_path, kind, **SITUATIONS[situation])
 
 
-# reproducible runs have a fixed lag, which AdaptiveStaleness refuses; the gradient that GAC compares with is not saved
+# reproducible runs have a fixed lag, which these two refuse to change; the gradient that GAC compares with is not saved
 FIXED_LAG = dict(schedule="fixed_lag", max_staleness=1)
-NOT_THERE = frozenset({"AdaptiveStaleness", "GradientAlignmentControl"})
+NOT_THERE = frozenset({"AdaptiveStaleness", "StalenessController", "GradientAlignmentControl"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "trajectory"])
 def test_a_run_with_all_of_them_resumes_bit_for_bit(kind, tmp_path):
     def half(name, max_steps, ckpt_path=None):
@@ -50,6 +51,7 @@ def test_a_run_with_all_of_them_resumes_bit_for_bit(kind, tmp_path):
     assert states == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "trajectory"])
 def test_one_set_of_them_serves_two_runs(kind, tmp_path):
     used = everything(tmp_path, kind, without=NOT_THERE)

@@ -70,6 +70,7 @@ def fastest(*runs, clock=time.process_time):
     return [min(found) for found in seconds]
 
 
+@pytest.mark.slow
 def test_bounded_admission_in_place_of_a_fixed_lag(module):
     data = make_data(admission=FixedLag(), max_staleness=2)
     assert str(advised("staleness", data, module)) == "change data.admission from FixedLag to Bounded"
@@ -221,6 +222,7 @@ def always(value):
     return lambda prompt, completion: value
 
 
+@pytest.mark.slow
 def test_processor_time_of_validations_is_not_that_of_the_steps():
     verdict, prompts = BottleneckVerdict(), SortDigits(4, size=4, split="held_out")
     held_out, seconds = {prompts[n].text for n in range(4)}, []

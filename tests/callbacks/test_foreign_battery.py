@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 ANYWHERE = {
     *("AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "GradientAlignmentControl", "GradientClipping"),
+    "StalenessController",
     *(
         "GradientMonitor",
         "LinkedCheckpoint",
@@ -27,7 +28,7 @@ ANYWHERE = {
         "SkipNonFinite",
     ),
 }
-EXTRACTING = {"AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate"}
+EXTRACTING = {"AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "StalenessController"}
 CHOOSING = {*EXTRACTING, "GradientAlignmentControl", "GradientClipping"}
 
 

@@ -89,6 +89,7 @@ def test_a_soft_cap_that_one_side_drops_is_found(dtype, monkeypatch):
         watched(dtype=dtype, engine=rl.EmbeddedEngine(dtype=dtype), self_check=False, steps=8)
 
 
+@pytest.mark.slow
 def test_stale_data_are_watched_by_the_weights_that_sampled_them():
     lagging = dict(max_staleness=3, schedule="fixed_lag", num_tokens=100, steps=12)
     monitor = watched(engine=rl.EmbeddedEngine(in_flight_weight_updates=False), **lagging)
@@ -97,6 +98,7 @@ def test_stale_data_are_watched_by_the_weights_that_sampled_them():
         watched(max_staleness=3, engine=Other(temperature=0.6), num_tokens=400, steps=40)
 
 
+@pytest.mark.slow
 def test_by_default_a_run_goes_on_and_its_summary_says_so(caplog):
     monitor = rl.FreshDataMonitor(num_tokens=1500)
     data = make_data(
@@ -123,6 +125,7 @@ def test_engines_that_record_no_support_refuse_truncated_sampling():
         make_data(engine=Plain(), sampling=rl.SamplingParams(top_p=0.9))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.02, 0.1]))
 def test_rounding_moves_no_identity_and_a_truncation_does(seed, noise):

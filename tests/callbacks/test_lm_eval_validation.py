@@ -65,6 +65,7 @@ def expected() -> tuple[float, float]:
     return sum(likelier) / len(PROBLEMS), sum(solved) / len(PROBLEMS)
 
 
+@pytest.mark.slow
 def test_tasks_are_scored_as_by_plain_passes_logged_and_leave_training_alone(tasks, tmp_path):
     callback = rl.LMEvalValidation(["sort_choice", "sort_answer"], every_n_steps=2, include_path=tasks, batch_size=4)
     module = make_module()
@@ -98,6 +99,7 @@ def test_long_prompts_lose_their_beginning(monkeypatch):
     assert cut != pytest.approx(whole)
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_refused_before_anything_is_sampled(tasks):
     callback = rl.LMEvalValidation(["sort_choise"], include_path=tasks)
     with pytest.raises(ValueError, match=r"LMEvalValidation.tasks: lm-eval has no task 'sort_choise'; did you mean"):

@@ -67,6 +67,7 @@ def logs(tmp_path, steps):
     return ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.max_steps", str(steps)]
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_few_short_lines(tmp_path, capsys):
     main([*FLAGS, *logs(tmp_path, 8)])
     captured = capsys.readouterr()
@@ -78,6 +79,7 @@ def test_a_pipe_gets_few_short_lines(tmp_path, capsys):
     assert steps[-1].startswith("step 8/8")
 
 
+@pytest.mark.slow
 def test_every_s_is_the_time_between_lines(tmp_path, capsys):
     main([*FLAGS, *logs(tmp_path, 5), "--defaults.progress.init_args.every_s", "0"])
     assert len([line for line in capsys.readouterr().out.splitlines() if LINE.fullmatch(line)]) == 5
@@ -85,6 +87,7 @@ def test_every_s_is_the_time_between_lines(tmp_path, capsys):
         Progress(every_s=-1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Progress", "LiveView"])
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
 def test_a_terminal_gets_what_it_can_draw(kind, term, tmp_path, monkeypatch):
@@ -132,6 +135,7 @@ def test_the_live_view_survives_a_resize(tmp_path):
         process.wait(30)
 
 
+@pytest.mark.slow
 def test_a_drawing_reads_nothing_that_changes_while_it_is_read_and_counts_the_tokens_of_a_step(monkeypatch):
     """Lightning's metrics are computed when they are asked for, and grow while the next step logs."""
     monkeypatch.setattr(live_view, "REFRESH_HZ", 500)
@@ -194,6 +198,7 @@ def slow_match(prompt, completion):
     return 1.0
 
 
+@pytest.mark.slow
 def test_the_first_rollouts_are_waited_for_in_words(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.05)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

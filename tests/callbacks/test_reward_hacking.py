@@ -185,6 +185,7 @@ def hacked_run(reward, monitor, steps=40, **settings):
     return trainer, verdict
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_paid_for_length_is_named(caplog):
     monitor = rl.RewardHackingMonitor(**QUICK)
     trainer, verdict = hacked_run(length, monitor)
@@ -199,6 +200,7 @@ def test_a_policy_that_is_paid_for_length_is_named(caplog):
         assert "signs of reward hacking: " in verdict.words
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_paid_for_a_character_repeats_it_and_a_second_grader_disagrees():
     monitor = rl.RewardHackingMonitor(check=rl.exact_match, check_success=1.0, **QUICK)
     hacked_run(sevens, monitor, success_reward=0.2)

@@ -44,6 +44,7 @@ def test_a_second_run_that_is_ended_has_its_own_time_and_steps():
     assert summary.stats.num_tokens > 0
 
 
+@pytest.mark.slow
 def test_accuracy_before_is_that_of_the_same_fit():
     """Each fit is between two validations; the last one before it is where it begins."""
     summary = RunSummary()
@@ -99,6 +100,7 @@ def test_a_run_whose_updates_were_all_dropped_says_so():
     assert rows(summary, trainer)["updates dropped"] == "all of 3, by SkipNonFinite"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_a_checkpoint_that_is_gone_have_rows(tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
     settings = dict(enable_checkpointing=True, default_root_dir=str(tmp_path))

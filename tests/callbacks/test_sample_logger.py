@@ -44,6 +44,7 @@ def test_every_token_has_its_text_version_and_values(tmp_path):
         assert [rewards[r] for r in sorted(rewards)] == sorted(rewards.values()), "more reward, more advantage"
 
 
+@pytest.mark.slow
 def test_held_out_samples_of_a_second_run_lie_in_its_own_folder(tmp_path):
     logger, held_out = SampleLogger(num_held_out=3), SortDigits(8, size=4, split="held_out")
     settings = dict(validation=rl.Validation(prompts=held_out), groups_per_step=2, group_size=2, callbacks=logger)

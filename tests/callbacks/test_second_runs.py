@@ -5,9 +5,14 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_all_callbacks import BoundedRows, Rows, train
+from test_all_callbacks import BoundedRows, Rows, quick, train
 
-from lit_async_rl.callbacks import AdaptiveStaleness, CollapseAlarm, ESSLearningRate, GradientAlignmentControl
+from lit_async_rl.callbacks import (
+    AdaptiveStaleness,
+    CollapseAlarm,
+    ESSLearningRate,
+    GradientAlignmentControl,
+)
 from lit_async_rl.stabilizers.rollback import RollBack
 
 
@@ -24,6 +29,7 @@ REMEMBERING = [
     lambda: ESSLearningRate(measure_steps=4),
     lambda: AdaptiveStaleness(target_ess_ratio=0.99, band=0.0, smoothing=0.95),
     lambda: CollapseAlarm(RollBack(every_n_steps=1, max_rollbacks=2), min_ess_ratio=0.4, patience=1, cooldown_steps=9),
+    lambda: quick(limit=-1.0, cooldown_steps=1, calm_steps=2, copy_every_n_steps=1),
     lambda: CollapseAlarm(min_ess_ratio=None, max_reward_drop=0.02, window=3),
 ]
 

@@ -40,6 +40,7 @@ def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it(begun) -> N
     assert found["sample/staleness_max"] == 4
 
 
+@pytest.mark.slow
 def test_a_step_may_have_more_tokens_than_torch_takes_quantiles_of() -> None:
     monitor, trainer = StalenessMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     num = 2**24 + 1

@@ -48,6 +48,7 @@ def check_lanes(events):
             assert one["ts"] + one["dur"] <= other["ts"] + 2, (one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"max_staleness": 0}, {}, {"stream_groups": True, "micro_batches_per_step": 4}])
 def test_it_agrees_with_the_verdict(settings, tmp_path, monkeypatch):
     """In one of three runs: they take two seconds, of which a busy machine may take a hundredth from either side."""
@@ -102,6 +103,7 @@ def test_an_engine_that_records_nothing_is_drawn_from_its_totals(tmp_path):
     check_lanes(events)
 
 
+@pytest.mark.slow
 def test_a_long_run_leaves_steps_out(tmp_path):
     events, _ = run(tmp_path, max_steps=20, callback=Timeline(max_mb=0.004, flush_s=0.01))
     (folder,) = tmp_path.rglob("timeline")
@@ -132,6 +134,7 @@ class Failing(pl.Callback):
             raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 def test_a_run_after_one_that_failed_has_spans_of_its_own_only(tmp_path):
     log = CSVLog(tmp_path / "first", name="run")
     module, data = make_module(), make_data(groups_per_step=8)
@@ -199,6 +202,7 @@ def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
     assert json.loads(merged.read_text()) == after
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_engine_is_marked_between_the_updates_of_its_weights(tmp_path):
     events, _ = run(tmp_path, engine=failing("poll", "crash", 1), max_steps=4)
     (mark,) = named(events, "engine restarted")

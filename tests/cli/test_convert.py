@@ -119,6 +119,7 @@ def test_a_batch_that_does_not_hold_whole_groups_is_refused():
         convert({"per_device_train_batch_size": 12})
 
 
+@pytest.mark.slow
 def test_a_converted_file_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n:08d}"[::-1] + "=", "answer": "".join(sorted(f"{n:08d}"))} for n in range(64)]

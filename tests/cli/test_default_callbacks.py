@@ -35,6 +35,7 @@ def test_the_file_is_the_one_in_configs():
     assert (CONFIGS / "defaults.yaml").samefile(ROOT / "configs/defaults.yaml")
 
 
+@pytest.mark.slow
 def test_they_stand_in_the_saved_configuration_which_trains_again(tmp_path):
     tiny = ["--data.groups_per_step", "2", "--data.group_size", "2", "--trainer.max_steps", "1"]
     tiny += ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.enable_progress_bar", "false"]
@@ -50,6 +51,7 @@ def test_they_stand_in_the_saved_configuration_which_trains_again(tmp_path):
     assert "GradientMonitor" not in [type(c).__name__ for c in again.trainer.callbacks]
 
 
+@pytest.mark.slow
 def test_each_is_switched_off_by_its_key():
     assert {class_name(key) for key in KEYS} <= set(kinds())
     off = kinds(*(word for key in KEYS if key != "weight_sync" for word in (f"--defaults.{key}", "null")))
@@ -57,6 +59,7 @@ def test_each_is_switched_off_by_its_key():
     assert not {class_name(key) for key in KEYS if key != "weight_sync"} & (set(off) - {"ModelCheckpoint"})
 
 
+@pytest.mark.slow
 def test_what_is_off_by_default_is_switched_on_by_its_key_and_only_once():
     off = ["--defaults.ess_learning_rate", "null"]
     assert "ESSLearningRate" not in kinds(*off)
@@ -81,6 +84,7 @@ def test_a_misspelt_key_is_refused(capsys):
     assert "no setting defaults.gradient; did you mean defaults.gradients?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gradients_are_read_before_they_are_clipped():
     fsdp = [
         "--config",

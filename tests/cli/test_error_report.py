@@ -108,7 +108,10 @@ def test_other_words_of_the_library_are_repeated_with_the_setting():
     assert explain("Nothing of this is known", {}) == "Nothing of this is known"
 
 
-@pytest.mark.parametrize("hint", [Union[float, int], Union[int, float], float | int | None, list[Union[float, int]]])
+FLOAT_FIRST = Union[float, int]  # noqa: UP007 its order is that of the first such union, in whichever module
+
+
+@pytest.mark.parametrize("hint", [FLOAT_FIRST, float | int | None, list[float | int], int | float | str | None])
 def test_an_integer_stays_one_however_its_union_was_first_written(hint):
     """Lightning reads `limit_val_batches=1` as one batch and 1.0 as all of them."""
 
@@ -120,7 +123,7 @@ def test_an_integer_stays_one_however_its_union_was_first_written(hint):
     (found,) = flatten(parser.parse_args(["--limit", given]).limit)
     assert type(found) is int
     (found,) = flatten(parser.parse_args(["--limit", given.replace("1", "0.5")]).limit)
-    assert found == 0.5
+    assert type(found) is float
 
 
 def flatten(value):

@@ -37,6 +37,7 @@ print("FOUND", [name for name in {UNUSED.split()!r} if name in sys.modules])
     assert "FOUND []" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_was_put_off_is_there_when_it_is_asked_for():
     run("""
 import sys

@@ -90,6 +90,7 @@ def exported(checkpoint, tmp_path, monkeypatch, *flags):
     return tmp_path / "sorter"
 
 
+@pytest.mark.slow
 def test_the_card_says_method_ages_and_version(checkpoint, tmp_path, monkeypatch):
     card = (exported(checkpoint, tmp_path, monkeypatch) / "README.md").read_text()
     _, head, text = card.split("---\n", 2)
@@ -110,6 +111,7 @@ def test_the_card_says_method_ages_and_version(checkpoint, tmp_path, monkeypatch
     assert 0 < float(mean) <= float(oldest) == 1
 
 
+@pytest.mark.slow
 def test_an_export_is_uploaded_with_its_card(checkpoint, tmp_path, monkeypatch, hub, capsys):
     flags = ("--push_to_hub", "someone/sorter", "--private", "true")
     folder = exported(checkpoint, tmp_path, monkeypatch, *flags)
@@ -120,6 +122,7 @@ def test_an_export_is_uploaded_with_its_card(checkpoint, tmp_path, monkeypatch, 
     assert {key for _, key in hub.asked} == {"Bearer hf_nothing"}
 
 
+@pytest.mark.slow
 def test_a_name_that_is_none_is_refused_before_anything_is_written(checkpoint, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         exported(checkpoint, tmp_path, monkeypatch, "--push_to_hub", "sorter")

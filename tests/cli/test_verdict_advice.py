@@ -62,6 +62,7 @@ def some(kind):
     return pytest.param(kind, marks=[] if kind in ("slots", "reward") else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", map(some, PROVOKED))
 def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys):
     for times in (1, 8):  # seconds of sleep that a busy machine's training does not exceed
@@ -105,6 +106,7 @@ def every_setting(monkeypatch) -> list[tuple[str, Setting]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_command_line_accepts_every_setting_that_a_verdict_names(monkeypatch):
     found = {(config, setting.name): setting for config, setting in every_setting(monkeypatch)}
     assert {name.rpartition(".")[2] for _, name in found} == {
@@ -120,6 +122,7 @@ def test_the_command_line_accepts_every_setting_that_a_verdict_names(monkeypatch
         assert slots == next(s.suggested for (c, n), s in found.items() if c == config and n.endswith("num_slots"))
 
 
+@pytest.mark.slow
 def test_settings_of_the_default_engine_are_named_with_the_engine():
     setting = adjustable_settings(make_data(), make_module(), StepLoad(num_steps=1, num_unfinished=1000)).engine
     assert setting is not None

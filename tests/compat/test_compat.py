@@ -241,6 +241,7 @@ def saved(run: Path, name: str) -> dict:
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.slow
 @runs_of_all_commits
 def test_a_checkpoint_resumes(run):
     """With the configuration that the run had saved: it trains on the groups of the checkpoint, and counts on."""
@@ -259,6 +260,7 @@ def test_a_checkpoint_resumes(run):
     assert resumed == recorded, "groups that were finished are not sampled again, and have their rewards"
 
 
+@pytest.mark.slow
 @runs_of_all_commits
 def test_a_tape_replays(run):
     """With the recorded configuration it leads to the recorded run's checkpoint, up to rounding of another machine."""

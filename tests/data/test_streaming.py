@@ -63,6 +63,7 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-4)  # smaller: rounding errors of zero gradients show
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(optimizer=sgd), dict(optimizer=adamw)], ids=["SGD", "AdamW"])
 def test_after_ten_steps_in_random_order_parameters_are_the_synchronous_ones(settings):
     expected, in_order = after_ten_steps(False, 0, **settings)
@@ -89,6 +90,7 @@ class HoldingEngine(EmbeddedEngine):
         return released
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_first_micro_batches_are_trained_on_while_the_last_group_is_sampled(stream):
     engine, scales = HoldingEngine(), []
@@ -169,6 +171,7 @@ def test_what_cannot_be_streamed_is_refused(settings, message):
         make_data(stream_groups=True, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_run_stopped_within_a_step_begins_it_again(tmp_path, stream):
     trained: list[int] = []

@@ -34,6 +34,7 @@ def test_in_flight_updates_keep_the_keys_and_values_and_tag_each_token(family, t
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_process", [False, True])
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_what_is_submitted_after_an_update_is_sampled_from_it_or_newer(in_flight, own_process, tmp_path):
@@ -103,6 +104,7 @@ def barrier_run(folder, lms, pauses, plan) -> dict:
     return found
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=8), st.integers(0, 10**6))
 @settings(max_examples=15, deadline=None)
 def test_without_in_flight_updates_timing_changes_nothing(tmp_path_factory, plan, seed):

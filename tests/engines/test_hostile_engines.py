@@ -122,6 +122,7 @@ def limit_s():
     return 2.0 + os.getloadavg()[0] // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", HANGS)
 def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, limit_s, caplog, monkeypatch):
     monkeypatch.setattr("lit_async_rl.data.engine_restarts.CLOSE_S", 0.2)
@@ -142,6 +143,7 @@ def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sam
     assert engine.hangs == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["partial_completions", "random_state"])
 def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, limit_s, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lit_async_rl.data.engine_restarts.CLOSE_S", 0.2)

@@ -115,6 +115,7 @@ def test_merged_adapters_are_those_of_the_trainer_bit_for_bit(dtype, tmp_path):
         assert torch.equal(weight, merged[name].to(weight.dtype)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_process", [False, True])
 def test_there_is_one_copy_and_the_self_check_leaves_it_packed(own_process, tmp_path, monkeypatch):
     monkeypatch.setattr(packed_linear, "MIN_ELEMENTS", 2**16)

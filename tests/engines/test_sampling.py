@@ -110,6 +110,7 @@ def test_frequencies_are_the_reported_probabilities(kwargs):
     assert statistic < quantile
 
 
+@pytest.mark.slow
 def test_tokens_with_no_probability_are_never_drawn():
     """Also when almost nothing is left, and in a large vocabulary, where a coarse random number would show."""
     log_p = torch.full((20_000, 1000), -torch.inf)

@@ -41,6 +41,7 @@ def _from_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 def test_the_base_is_not_in_it(run):
     last = run / "checkpoints" / "last.ckpt"
     assert last.is_symlink()
@@ -51,6 +52,7 @@ def test_the_base_is_not_in_it(run):
     assert last.stat().st_size < base / 4
 
 
+@pytest.mark.slow
 def test_it_resumes_and_the_link_moves_on(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "quickstart" / "version_0", symlinks=True)
     last = tmp_path / "quickstart/version_0/checkpoints/last.ckpt"
@@ -79,6 +81,7 @@ def test_layers_that_train_beside_adapters_are_in_it_and_are_resumed_and_exporte
     assert "model.lora.modules_to_save count, too" in str(end.value.code)
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_exported_and_talked_to(run, tmp_path, capsys):
     at = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt")]
     evaluate([*SETTINGS, *logs(tmp_path), *at])
@@ -105,6 +108,7 @@ def test_another_base_is_refused_in_a_line(run, tmp_path):
     assert "holds adapters of another model: of model.model='lit_async_rl/assets/sort_policy'" in str(end.value.code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
 def test_validation_decodes_merged_weights(tmp_path, monkeypatch, precision, dtype):
     sampled, make = [], EmbeddedEngine.from_module

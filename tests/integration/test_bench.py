@@ -150,6 +150,7 @@ def test_runs_are_summed_up_as_they_were():
     assert warning_time(runs[runs["lag"] == 8]) in [(1, 1, 1.0), (1, 1, 2.0)]
 
 
+@pytest.mark.slow
 def test_the_report_says_what_the_table_says(tmp_path):
     naive = {("uncorrected", lag): [0.9 if lag == 0 else 0.3] * 3 for lag in (0, 8)}
     table = made_up(naive | {("vcpo", 8): [0.88, 0.9, 0.9], ("topr", 8): [0.5, 0.5, 0.6]})
@@ -165,6 +166,7 @@ def test_the_report_says_what_the_table_says(tmp_path):
     assert "name=viewport" in page
 
 
+@pytest.mark.slow
 def test_tables_that_are_none_are_refused(process, tmp_path):
     words = ["--out", str(tmp_path), "--table", str(tmp_path / "no.parquet")]
     done = process.script("scripts/plot_bench.py", words, tmp_path, limit_s=100)

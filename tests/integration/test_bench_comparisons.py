@@ -160,6 +160,7 @@ def test_the_control_shortens_gradients_as_much_as_the_projection_and_keeps_thei
     assert torch.nn.functional.cosine_similarity(projected, second, dim=0) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", ["gac", "mismatch", "equal_tuning"])
 def test_every_method_of_the_suite_can_be_set_up(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -189,6 +190,7 @@ def test_replayed_experts_take_the_mismatch_away(capsys: pytest.CaptureFixture[s
     assert bfloat16[2] < 0.7 * bfloat16[0]
 
 
+@pytest.mark.slow
 def test_the_cost_of_score_centering_is_measured() -> None:
     found = score_centering.main(["--num_layers", "1", "--num_tokens", "3", "--repetitions", "1", "--head", "4"])
     assert all(math.isfinite(value) for value in found.values())

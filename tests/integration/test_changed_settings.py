@@ -64,6 +64,7 @@ def test_a_run_goes_on_with_another_engine_or_device_and_its_random_numbers(save
     assert f"resume: data.engine={kind.__name__} cannot go on with the random numbers" in caplog.text
 
 
+@pytest.mark.slow
 def test_tokens_of_the_rollouts_in_a_checkpoint_are_counted(tmp_path):
     counts = {}
     for name, steps, path in (("whole", 4, None), ("first", 2, None), ("second", 4, tmp_path / "first.ckpt")):

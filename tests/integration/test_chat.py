@@ -97,6 +97,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_chat_prompts_train_and_resume_bit_for_bit(arguments, tmp_path, model):
     SEEN.clear()
     main([*arguments, *saving(tmp_path / "whole"), *taping(tmp_path / "tape")])
@@ -152,6 +153,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "first", "second"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_end_in_one_line_with_the_setting(flags, first, second, arguments, capsys):
     with pytest.raises(SystemExit) as error:
@@ -162,6 +164,7 @@ def test_mistakes_end_in_one_line_with_the_setting(flags, first, second, argumen
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_is_named_with_file_and_line(arguments, tmp_path, capsys):
     plain = chat_model(tmp_path / "plain", template=None)
     with pytest.raises(SystemExit) as error:

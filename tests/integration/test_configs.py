@@ -73,6 +73,7 @@ def test_a_class_of_an_overlay_has_the_overlays_arguments_whatever_the_base_gave
     assert {key: over[".".join(key)] for key in named} == {key: alone[".".join(key)] for key in named}
 
 
+@pytest.mark.slow
 def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
     off = ["--trainer.enable_checkpointing", "false"]
     cli = AsyncRLCLI([*BASE, *logs(tmp_path), *off, "--trainer.enable_progress_bar", "false"])
@@ -102,6 +103,7 @@ def test_a_flag_wins_wherever_it_stands_and_files_keep_their_order(files, tmp_pa
     assert parsed(monkeypatch, "--data.group_size", "7", *first, *last).data.group_size == 7
 
 
+@pytest.mark.slow
 def test_a_file_builds_on_others_which_it_overrides(tmp_path, monkeypatch):
     (tmp_path / "task.yaml").write_text("data: {max_staleness: 3, group_size: 6}\nmodel: {loss: PPOClip}\n")
     (tmp_path / "mine").mkdir()
@@ -135,6 +137,7 @@ def test_a_base_that_cannot_be_read_is_named(text, said, tmp_path):
         main([*BASE, "--config", str(tmp_path / "mine.yaml")])
 
 
+@pytest.mark.slow
 def test_what_a_run_prints_as_its_configuration_trains_without_its_bases(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         AsyncRLCLI([*BASE, "--config", "configs/systems/areal.yaml", "--print_config"])
@@ -202,6 +205,7 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_train_evaluate_export_and_chat(process, tmp_path, capsys):
     main([*BASE, *TINY, *logs(tmp_path), "--defaults.checkpoint.init_args.every_n_train_steps", "2"])
     printed = capsys.readouterr().out
@@ -237,6 +241,7 @@ def test_train_evaluate_export_and_chat(process, tmp_path, capsys):
     assert done.said.strip()
 
 
+@pytest.mark.slow
 def test_a_lora_run_trains_and_exports_merged_weights(tmp_path):
     lora = ["--config", "configs/lora.yaml"]
     main([*BASE, *lora, *TINY, *logs(tmp_path), "--defaults.checkpoint.init_args.every_n_train_steps", "2"])

@@ -41,6 +41,7 @@ def judge(prompt, completion):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_in_its_own_process_is_ended_and_tried_again(tmp_path, monkeypatch, caplog):
     (tmp_path / "hangs_once.py").write_text(HANGS_ONCE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -107,6 +108,7 @@ def test_whenever_sigterm_comes_the_run_saves_and_goes_on(where, tmp_path, caplo
     assert len(set(rest.trained)) == 2 * (8 - step)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_full_disk_did_not_take_is_not_said_to_be_saved(tmp_path, caplog):
     for engine, more, error in (
         (None, [Terminate("in the first micro-batch"), SaveOnSigterm()], SIGTERMException),
@@ -159,6 +161,7 @@ def test_an_unwritable_folder_is_named_and_left_alone(tmp_path):
     assert list((tmp_path / "new" / "tape").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raises", "hangs"])
 def test_a_reward_that_fails_in_a_validation_within_the_run_costs_no_work(kind, tmp_path, caplog):
     begun = threading.Event()

@@ -64,6 +64,7 @@ def plain_synchronous_loop(steps: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
+@pytest.mark.slow
 def test_staleness_zero_is_bit_for_bit_the_plain_synchronous_loop():
     module = make_module()
     before = parameters(module).clone()
@@ -73,6 +74,7 @@ def test_staleness_zero_is_bit_for_bit_the_plain_synchronous_loop():
     assert torch.equal(parameters(module), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 4])
 def test_fixed_lag_is_bit_for_bit_reproducible(lag):
     def run(delay: float) -> tuple[torch.Tensor, list[int]]:
@@ -162,6 +164,7 @@ def test_skipped_updates_count_no_version_and_still_free_slots():
     assert module.version == 3
 
 
+@pytest.mark.slow
 def test_trainer_and_engine_agree_on_fresh_tokens():
     worst = []
 
@@ -175,6 +178,7 @@ def test_trainer_and_engine_agree_on_fresh_tokens():
     assert max(worst) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_version_bound_and_prompts(tmp_path):
     seen = []
 
@@ -199,6 +203,7 @@ def test_checkpoints_load_without_pickle(tmp_path):
     assert checkpoint["version"] == 1
 
 
+@pytest.mark.slow
 def test_a_group_comes_from_admission_to_lightning_through_four_frames(monkeypatch):
     """Feed, source, producer, admission: one frame for each part of the way."""
     take = Admission.take

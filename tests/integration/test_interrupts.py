@@ -172,6 +172,7 @@ def hang_up_after_two_steps(trainer, *_):
         signal.raise_signal(signal.SIGHUP)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_handlers_as_before")
 def test_sighup_saves_as_sigterm_does(tmp_path, caplog):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

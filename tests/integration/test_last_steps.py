@@ -48,6 +48,7 @@ def some(name):
     return pytest.param(name, marks=[] if name in ("as_shipped", "the_best_kept") else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", map(some, SETTINGS))
 def test_the_last_step_is_saved_exported_and_resumed(name, tmp_path, capsys):
     settings = SETTINGS[name]
@@ -105,6 +106,7 @@ def test_after_sigterm_it_is_saved_once(where, tmp_path):
     assert io.names == [("epoch=0-step=2.ckpt", 2), ("last.ckpt", 3)]
 
 
+@pytest.mark.slow
 def test_an_end_before_the_last_step_removes_no_other_checkpoint(tmp_path):
     """A run that collapsed goes on from the one before."""
     stop = LambdaCallback(
@@ -120,6 +122,7 @@ def test_an_end_before_the_last_step_removes_no_other_checkpoint(tmp_path):
     assert (tmp_path / "last.ckpt").is_symlink()
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_without_a_step_or_twice(tmp_path):
     settings = dict(enable_checkpointing=True)
     for every, steps in ((3, [3]), (2, [2, 3])):

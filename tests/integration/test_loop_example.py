@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from groups import group
 
@@ -33,6 +34,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 def test_it_learns_within_the_bound_where_lightning_is_not_installed_and_ctrl_c_ends_it(tmp_path):
     for name in ("lightning", "pytorch_lightning"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")

@@ -42,6 +42,7 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 def test_with_a_fixed_lag_the_weights_are_bit_for_bit_those_of_a_run_in_one_process():
     assert torch.equal(trained(False), trained(True))
 

@@ -34,6 +34,7 @@ def data(**changes: Any):
     return make_data(**(settings | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [ScoreCentering(weight=ImportanceWeight.TRUNCATED), ESTR(tau=0.2)], ids=str)
 def test_a_run_that_is_resumed_or_replayed_ends_with_the_same_weights(loss: PolicyLoss, tmp_path: Path) -> None:
     whole = make_module(loss=loss)

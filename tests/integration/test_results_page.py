@@ -20,6 +20,7 @@ from benchmarks.staleness.suite import Cell
 PLAIN, GAC = [0.5, 0.4, 0.8], [0.7, 0.65, 0.75]
 
 
+@pytest.mark.slow
 def test_the_pages_tables_are_those_of_its_runs() -> None:
     """`python -m benchmarks.staleness.page` writes them."""
     text = page.PAGE.read_text()

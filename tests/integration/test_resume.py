@@ -40,6 +40,7 @@ def saving(folder) -> ModelCheckpoint:
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lag", "sync_steps", "at"), [(0, 1, 2), (2, 1, 3), (1, 2, 3)])
 def test_a_resumed_fixed_lag_run_ends_bit_for_bit_where_the_unbroken_one_does(tmp_path, lag, sync_steps, at):
     def data():
@@ -64,6 +65,7 @@ def test_a_checkpoint_that_is_saved_after_the_run_says_that_it_does_not_repeat_i
     assert "after the engine was closed" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_after_a_resume_every_prompt_is_trained_on_once_and_within_the_bound(tmp_path, in_flight):
     chance = random.Random(0)
@@ -104,6 +106,7 @@ class Interrupted(EmbeddedEngine):
         return finished
 
 
+@pytest.mark.slow
 def test_partial_completions_go_on_from_where_they_were(tmp_path):
     class Log(pl.Callback):
         def __init__(self):

@@ -51,6 +51,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_folder_and_an_evaluation_leaves_nothing(tmp_path, capsys):
     main(flags(tmp_path, 4))
     folder = tmp_path / "quickstart" / "version_0"
@@ -92,6 +93,7 @@ def test_an_evaluation_that_ended_at_the_step_stays(tmp_path):
     assert table.read_text() == "epoch,eval/pass@1,step,val/pass@1\n0,,1,\n,1,2,\n"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_every_evaluation_once(tmp_path):
     settings = dict(groups_per_step=2, group_size=2, accelerator="cpu", devices=1, enable_progress_bar=False)
     held_out, last = SortDigits(8, size=2, split="held_out"), tmp_path / "version_0" / "checkpoints" / "last.ckpt"
@@ -116,6 +118,7 @@ def test_with_any_logger_all_lies_in_one_folder(logger, tmp_path, monkeypatch, c
     assert names(tmp_path / "quickstart") == {"version_0", "version_1"}
 
 
+@pytest.mark.slow
 def test_wandb_knows_all_settings_and_the_runs_name(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     more = ("--config", "configs/loggers/wandb.yaml", "--seed_everything", "3", "--data.validation.prompts", "null")
@@ -129,6 +132,7 @@ def test_wandb_knows_all_settings_and_the_runs_name(tmp_path, monkeypatch):
     run.finish()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     more = ("--config", "configs/loggers/wandb.yaml", "--data.validation.prompts", "null")
@@ -165,6 +169,7 @@ NAMED = {  # files behind quickstart.yaml, whose CSV log has a name, too
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMED)
 def test_a_name_that_a_file_chooses_for_wandb_stays(case, tmp_path, monkeypatch):
     for link in ("configs", "lit_async_rl"):
@@ -184,6 +189,7 @@ def test_a_name_that_a_file_chooses_for_wandb_stays(case, tmp_path, monkeypatch)
 AS_JSON = '{"class_path": "WandbLogger", "init_args": {"name": "chosen"}}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [["--trainer.logger", AS_JSON], [f"--trainer.logger=[{OTHER}, {AS_JSON}]"]])
 def test_a_name_that_a_flag_chooses_for_wandb_stays(flag, tmp_path):
     cli = AsyncRLCLI(["--config", "configs/quickstart.yaml", *flag])
@@ -191,6 +197,7 @@ def test_a_name_that_a_flag_chooses_for_wandb_stays(flag, tmp_path):
     assert found._name == found._wandb_init["name"] == "chosen"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [["--trainer.logger", "false"], ["--trainer.fast_dev_run", "true"]])
 def test_nothing_is_left_where_nothing_is_logged(off, tmp_path, monkeypatch):
     for link in ("configs", "lit_async_rl"):

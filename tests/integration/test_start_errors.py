@@ -75,6 +75,7 @@ def test_wandb_without_a_key_says_what_to_do(process, tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_export_writes_into_no_file(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     module = make_module(model=asset("small_sort_policy"))
@@ -86,6 +87,7 @@ def test_export_writes_into_no_file(tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_export_on_several_ranks_writes_once(tmp_path, monkeypatch):
     """The others were refused by a folder that is not empty, or wrote into the same files."""
     (tmp_path / "a.ckpt").write_text("not read on other ranks than the first")

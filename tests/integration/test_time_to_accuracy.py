@@ -161,6 +161,7 @@ def test_trl_is_given_the_settings_of_the_synchronous_run():
     assert all(sorted(text[:-1]) == list(right) for text, right in zip(found["prompts"], found["answers"], strict=True))
 
 
+@pytest.mark.slow
 def test_trl_has_the_synchronous_runs_batch_where_that_is_split_by_length():
     cell = Cell("lengths", "lengths_trl", 1)
     assert cell.arguments() == Cell("lengths", "synchronous", 1).arguments()

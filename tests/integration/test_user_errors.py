@@ -123,6 +123,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REWARDS)
 def test_a_bad_reward_names_function_and_prompt(case, capsys, tmp_path):
     body, named = REWARDS[case]
@@ -134,6 +135,7 @@ def test_a_bad_reward_names_function_and_prompt(case, capsys, tmp_path):
     assert "=" in said, "the prompt is shown"
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
     (tmp_path / "hangs_held_out.py").write_text("def judge(prompt, completion):\n    import time; time.sleep(120)\n")
     prompts = '{"class_path": "lit_async_rl.tasks.SortDigits", "init_args": {"num_digits": 8, "size": 4}}'
@@ -146,6 +148,7 @@ def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
     assert time.monotonic() - began < 60.0, "beside the time that it takes to start"
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_raises_ends_the_run_though_there_are_tries(capsys, tmp_path, caplog):
     (tmp_path / "always_raises.py").write_text("def judge(prompt, completion):\n    raise KeyError('gold')\n")
     said = message(capsys, tmp_path, "--data.reward", "always_raises.judge", "--data.scoring.tries", "3")
@@ -174,11 +177,13 @@ class HangingEngine(EmbeddedEngine):
         return super().poll(timeout_s)
 
 
+@pytest.mark.slow
 def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
     said = message(capsys, tmp_path, "--data.engine", f"{__name__}.DyingEngine", *UNTIL_IT_BREAKS)
     assert "the engine ran out of memory" in said
 
 
+@pytest.mark.slow
 def test_a_hanging_engine_ends_the_run_with_the_setting_that_bounds_the_wait(capsys, tmp_path):
     flags = ["--data.engine", f"{__name__}.HangingEngine", "--data.limits.rollout_timeout_s", "2"]
     said = message(capsys, tmp_path, *flags, *UNTIL_IT_BREAKS)
@@ -207,6 +212,7 @@ def test_a_truncated_checkpoint_is_named(capsys, tmp_path):
     assert "half.ckpt" in message(capsys, tmp_path, "--ckpt_path", str(tmp_path / "half.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["logger", "tape", "checkpoints"])
 def test_a_folder_that_cannot_be_written_to_is_named_at_the_start(where, capsys, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")

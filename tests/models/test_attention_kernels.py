@@ -82,6 +82,7 @@ def by_hand(lm: PreTrainedModel, ids: Tensor) -> Tensor:
         module.eager_attention_forward = original
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_flex_on_cpu")
 @pytest.mark.parametrize("name", CAPPED)
 def test_a_soft_cap_is_in_what_trainer_packing_and_engine_compute(name, tmp_path):

@@ -186,6 +186,7 @@ def test_compiled_block_masks_are_those_of_the_uncompiled_function(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing():
     for options in (
         dict(kl_coefficient=0.1, entropy_coefficient=0.01),
@@ -200,6 +201,7 @@ def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing
         torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", [Norms.PER_TRAJECTORY, Norms.SCORE])
 def test_an_optimal_baseline_that_does_not_depend_on_the_layout_makes_the_same_update(norms):
     ends = []

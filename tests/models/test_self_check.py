@@ -81,6 +81,7 @@ def test_a_run_ends_before_training_with_one_line(name, says, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_validation_of_another_engines_model_says_so_and_how_to_go_on(tmp_path):
     """vLLM may know a family that validation's embedded engine does not."""
     lm = load(tiny_config(model_types()["bloom"], vocab_size=64, eos_token_id=EOS), tmp_path)

@@ -147,6 +147,7 @@ def test_a_stop_string_that_begins_before_an_interruption_ends_the_completion_af
     assert len(rest.logprobs) == len(rest.versions) == cut
 
 
+@pytest.mark.slow
 def test_a_resumed_completion_goes_on_to_the_same_end_in_the_embedded_engine(model):
     """Greedy, so that it must be the same: interrupted anywhere, also in the middle of the stop string."""
     greedy = SamplingParams(max_tokens=40, temperature=0.0)

@@ -105,6 +105,7 @@ def test_there_are_490_of_which_15_are_merely_acceptable():
 # -- what needs a neighbour, or a process of its own ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_uses(process, folder, tmp_path):
     run = folder / "runs" / "fixed"
     run.mkdir(parents=True)
@@ -119,6 +120,7 @@ def test_a_folder_that_another_run_uses(process, folder, tmp_path):
     assert done.status == 0, f"a lock whose owner is gone holds nobody up: {done.said}"
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_of_an_earlier_one_keeps_its_files(process, folder):
     flags = "--trainer.logger.save_dir runs --trainer.logger.name '' --trainer.logger.version fixed --seed_everything"
     for seed in (5, 6):

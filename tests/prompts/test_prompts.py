@@ -60,6 +60,7 @@ def test_order_differs_between_epochs_and_seeds():
     assert len(set(halves)) == 6
 
 
+@pytest.mark.slow
 def test_order_is_the_same_in_another_process():
     code = """
 from lit_async_rl.prompts.stream import PromptStream

@@ -62,6 +62,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
     rl.RayCluster().check()
 
 
+@pytest.mark.slow
 def test_only_a_cluster_imports_ray(process, tmp_path):
     code = "import sys; import lit_async_rl as rl; from lit_async_rl.cli.app import main; rl.RayCluster(); main(); "
     code += "print('ray' in sys.modules)"

@@ -197,6 +197,7 @@ def test_an_error_that_says_nothing_is_named_by_its_type():
         fit(make_module(), data, 1)
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_battery(process, tmp_path):
     words = ["--files", "60", "--configs", "30", "--seed", "7"]
     done = process.script("tests/reliability/hostile_files.py", words, tmp_path, limit_s=170)

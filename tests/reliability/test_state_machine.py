@@ -28,6 +28,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_twenty_thousand_transitions_break_no_promise():
     driver = Driver(seed=1)
     driver.run(20_000)

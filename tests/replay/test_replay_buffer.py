@@ -154,6 +154,7 @@ def test_the_fresh_share_is_that_of_the_engine(fraction, fresh):
     assert data.fresh_per_step == data.groups_per_round == fresh
 
 
+@pytest.mark.slow
 def test_a_run_trains_mostly_on_old_data_within_both_bounds(tmp_path):
     seen = []
 

@@ -64,6 +64,7 @@ def recorded(request, tmp_path_factory):
         return request.param, folder / "tape", train(folder, request.param, *tape)
 
 
+@pytest.mark.slow
 def test_a_replay_ends_with_the_same_weights_and_says_what_a_replay_can_say(recorded, tmp_path, capsys):
     micro_batches, tape, expected = recorded
     assert torch.equal(train(tmp_path, micro_batches, *replay(tape)), expected)
@@ -79,6 +80,7 @@ def test_a_replay_ends_with_the_same_weights_and_says_what_a_replay_can_say(reco
     assert not any("idle" in name or "queue" in name for row in rows for name in row)
 
 
+@pytest.mark.slow
 def test_a_replay_that_was_interrupted_goes_on_and_ends_with_its_tape(recorded, tmp_path, capsys, caplog):
     micro_batches, tape, expected = recorded
     train(tmp_path / "first", micro_batches, *replay(tape), steps=2)

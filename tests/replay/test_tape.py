@@ -42,6 +42,7 @@ def replay(folder, **changes):
     return make_data(tape=str(folder), **changes)
 
 
+@pytest.mark.slow
 def test_a_replay_is_bit_for_bit_the_recorded_run(recorded):
     folder, expected, trained = recorded
     module, watch = make_module(), Watch()

@@ -30,6 +30,7 @@ def tape(tmp_path_factory):
     return folder / "tape"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["temperature", "top_p"])
 def test_it_is_refused_before_training(tape, tmp_path, capsys, setting):
     flags = {"temperature": (), "top_p": (*HOT, "--data.sampling.top_p", "0.9")}[setting]
@@ -42,6 +43,7 @@ def test_it_is_refused_before_training(tape, tmp_path, capsys, setting):
     assert not list(tmp_path.glob("**/*.ckpt"))
 
 
+@pytest.mark.slow
 def test_the_same_settings_go_on_from_a_filtered_copy_too(tape, tmp_path):
     filter_tape(["filter", str(tape), "--out", str(tmp_path / "part"), "--first_step", "1"])
     assert [step.sampling for step in Tape(tmp_path / "part").steps()] == 2 * [

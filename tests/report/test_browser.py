@@ -78,6 +78,7 @@ def all_drawn(driver) -> bool:
     return bool(found) and all(number > 3 for number in found)
 
 
+@pytest.mark.slow
 def test_all_views_are_drawn_without_an_error(driver, report):
     browser.resize(driver, 1440, 4000)  # charts are drawn when they are seen
     for tab in ("overview", "curves", "pipeline", "rollouts", "compare"):
@@ -226,6 +227,7 @@ def test_the_live_page_follows_the_run(driver, tmp_path):
     driver.get("about:blank")  # or it asks on, in vain
 
 
+@pytest.mark.slow
 def test_a_long_run_answers_at_once(driver, tmp_path):
     write_metrics(tmp_path, 3000)
     write_samples(tmp_path, 600, 16, tokens=60)

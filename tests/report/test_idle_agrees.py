@@ -10,6 +10,7 @@ from lit_async_rl.report.run_data import RunData
 from lit_async_rl.training.trackers import CSVLog
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 3])
 def test_idle_time_equals_the_verdicts(tmp_path, max_staleness):
     data = make_data(max_staleness=max_staleness, groups_per_step=4, group_size=4)

@@ -31,6 +31,7 @@ def test_a_report_is_one_file_that_loads_nothing(tmp_path):
     assert len(text) < 3e6
 
 
+@pytest.mark.slow
 def test_the_report_of_a_thousand_steps_is_small(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

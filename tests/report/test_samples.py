@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from groups import group
 from made_runs import rollout, write_held_out, write_samples
 
@@ -25,6 +26,7 @@ def test_all_rollouts_of_a_short_run(tmp_path):
     assert len(first["log_ratios"]) == 12
 
 
+@pytest.mark.slow
 def test_a_long_run_is_sampled_from_its_first_to_its_last_step(tmp_path):
     write_samples(tmp_path, 400, 16, tokens=100)
     samples = Samples(tmp_path / "samples.jsonl")

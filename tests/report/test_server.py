@@ -92,6 +92,7 @@ def test_a_port_in_use_is_one_line(tmp_path):
         watch([str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
     folder = make_run(tmp_path / "run" / "v0", steps=2)
     before = states(folder)

@@ -201,6 +201,7 @@ def test_openrlhf_1219_a_reward_of_zero_is_a_reward(reward):
     assert torch.equal(watch.batches[0].rewards, torch.full((4,), float(reward)))
 
 
+@pytest.mark.slow
 def test_openrlhf_1238_every_schedule_takes_the_arguments_that_it_is_given():
     for schedule in (rl.ConstantRate(), rl.Linear(), rl.Cosine(), rl.StableDecay(), rl.OneCycle()):
         module, _, _ = run(3, module=make_module(scheduler=schedule))
@@ -377,6 +378,7 @@ def test_nemo_2368_an_engine_that_fails_ends_the_run_with_its_cause():
 # -- SkyRL -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_skyrl_2076_nothing_of_a_trainer_imports_vllm():
     code = "import sys, lit_async_rl as rl; rl.PolicyModule; rl.RolloutDataModule; rl.VLLMEngine; rl.fit; "
     code += "sys.exit(any(name.split('.')[0] in ('vllm', 'ray') for name in sys.modules))"

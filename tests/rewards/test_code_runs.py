@@ -96,6 +96,7 @@ def test_tests_of_a_problem_stand_in_its_prompt(tmp_path):
         rl.JsonlPrompts(str(rows), answer_field=None, template="{prompt}\n{test_list}")
 
 
+@pytest.mark.slow
 def test_hostile_programs_among_many_small_ones():
     """The short form of `benchmarks/rewards/code.py`."""
     assert sum(one[2] for one in make_jobs(300, 6)) > 100

@@ -146,6 +146,7 @@ def test_the_only_grader_decides_what_is_right_or_the_part_that_is_named():
     )
 
 
+@pytest.mark.slow
 def test_held_out_accuracy_is_that_of_the_grader():
     def accuracy(reward):
         data = make_data(reward=reward, val_prompts=rl.SortDigits(8, size=60, split="held_out"))

@@ -64,6 +64,7 @@ def test_what_is_no_reply_ends_the_process(what, reward):
     check(reward, what, RuntimeError if is_line else (RuntimeError, TimeoutError), pattern)
 
 
+@pytest.mark.slow
 def test_a_reply_sent_ahead_is_not_taken_for_the_next():
     reward = IsolatedReward("hostile_rewards.judge", timeout_s=LIMIT_S)
     with pytest.raises(RuntimeError, match="an invalid reply to request 1"):
@@ -77,6 +78,7 @@ def test_what_is_printed_is_no_reply(capfd):
     assert "garbage on stdout" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_or_closes_its_pipe_is_an_error(reward):
     check(reward, "close the pipe", RuntimeError, "closed its pipe, and was killed", slack_s=2.0)
     check(reward, "kill itself", TimeoutError, "ended by SIGKILL")

@@ -71,6 +71,7 @@ def scores(reward, completions, **settings):
         scorer.close()
 
 
+@pytest.mark.slow
 def test_a_thousand_calls_are_each_scored_once_and_leave_nothing(serve):
     rng, faulty = random.Random(0), Counter()
 
@@ -128,6 +129,7 @@ def test_a_slow_or_failing_call_stalls_no_other(judge, serve):
     assert order.index("19") < len(order) - 1
 
 
+@pytest.mark.slow
 def test_time_counts_from_the_first_request_on(judge, serve):
     """Hundreds wait for two places, all together much longer than the limit of each."""
     limits = rl.JudgeLimits(max_concurrent=2, timeout_s=2.5, request_timeout_s=2.0)

@@ -74,6 +74,7 @@ def test_a_partial_and_an_async_reward_are_graders_too():
     assert len(faults_of(partial(waits, worth=0.5), ["1", "2"])) == 2
 
 
+@pytest.mark.slow
 def test_an_isolated_grader_is_asked_in_its_process():
     reward = IsolatedReward("lit_async_rl.rewards.functions.last_number", timeout_s=60.0)
     references = reward.ask_references()

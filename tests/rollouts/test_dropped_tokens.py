@@ -64,6 +64,7 @@ def test_a_reward_that_fails_costs_its_groups():
     assert data.stats().dropped_tokens.keys() == {FAILED}
 
 
+@pytest.mark.slow
 def test_an_engine_that_breaks_costs_what_it_had_begun():
     class Breaks(SimulatedEngine):
         """Breaks once, with samples half done."""

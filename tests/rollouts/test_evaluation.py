@@ -81,6 +81,7 @@ def fixed_lag(*callbacks):
     return parameters(module)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_bit_and_one_version_is_measured():
     evaluation = Evaluation(held_out(), every_n_steps=2, num_samples=2)
     assert torch.equal(fixed_lag(), fixed_lag(evaluation))
@@ -117,6 +118,7 @@ def test_both_sides_go_on_with_any_engine(make):
         assert result.metrics["pass@1"] <= result.metrics["pass@2"]
 
 
+@pytest.mark.slow
 def test_it_measures_what_validation_does():
     """Greedy completions of the first version."""
     data = make_data(val_prompts=held_out(24)["eight"], val_sampling=GREEDY)
@@ -191,6 +193,7 @@ def test_the_interval_is_counted_from_the_beginning_of_the_last_one(tmp_path):
     assert logged == {1 + r.version: pytest.approx(r.metrics["pass@1"]) for r in evaluation.results}
 
 
+@pytest.mark.slow
 def test_one_that_was_lost_with_its_engine_begins_again(caplog):
     evaluation = Evaluation(held_out(), every_n_steps=100, max_concurrent=2, sampling=SamplingParams(max_tokens=9))
     engine = failing("step", "crash", 1)
@@ -211,6 +214,7 @@ def test_a_resumed_run_begins_an_interrupted_evaluation_again():
     assert again._next_step == 20
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_have_another_interval(tmp_path):
     saver = ModelCheckpoint(tmp_path, filename="at2", every_n_train_steps=2)
     before = Evaluation(held_out(2), every_n_steps=1000, max_block_s=30.0)

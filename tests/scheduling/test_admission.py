@@ -38,6 +38,7 @@ def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int,
     return trained
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.integers(0, 6), st.booleans(), st.data())
 def test_no_group_is_trained_on_beyond_the_bound_and_none_is_lost(groups, bound, in_order, data):
     admission = Admission(groups, bound, in_order)
@@ -154,6 +155,7 @@ def test_without_asserts_a_token_of_150_versions_ago_is_refused_too():
     assert "a token of version 50 of group 0 reached version 200, beyond its max_staleness=4" in out.stdout
 
 
+@pytest.mark.slow
 def test_no_promise_of_the_package_is_an_assert():
     root = Path(__file__).parents[2]
     files = [*(root / "lit_async_rl").rglob("*.py"), *(root / "callbacks").rglob("*.py")]

@@ -1,5 +1,6 @@
 """Advice of windows never contradicts advice before it while the load stays, whatever the noise of the windows."""
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ loads = st.fixed_dictionaries(
 noise = st.lists(st.tuples(*[st.floats(0.85, 1.15)] * 4), min_size=2, max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(loads, noise)
 def test_steady_loads_get_one_advice_at_most(load, noises):

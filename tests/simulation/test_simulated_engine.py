@@ -107,6 +107,7 @@ def test_a_looser_bound_hides_a_longer_tail():
     assert found[-1] > 0.9 > 0.5 > found[0]
 
 
+@pytest.mark.slow
 def test_a_streamed_step_takes_no_longer_than_the_slower_side_with_fill_and_drain():
     longer = []
     for train_s in (0.4, 0.4, 0.8, 1.6):  # 32 samples in 8 slots take as long; two groups are there after a quarter

@@ -127,6 +127,7 @@ def test_the_task_is_asked_not_the_text(reasoning_reward):
     assert reasoning_reward(prompt, "+".join(map(str, numbers))) < 1.0
 
 
+@pytest.mark.slow
 def test_a_task_that_calculates_for_ever_is_ended():
     reward, prompt = ReasoningGymReward(timeout_s=0.5), ReasoningGym("countdown", size=1)[0]
     assert reward(prompt, "9**9**9**9") == 0.0

@@ -20,6 +20,7 @@ class Watch(pl.Callback):
         self.kl.append(float(log_ratio.abs().mean()))
 
 
+@pytest.mark.slow
 def test_reference_kl_starts_at_zero_holds_the_policy_back_and_is_not_checkpointed(tmp_path):
     free, held, watch = make_module(), make_module(kl_coefficient=50.0), Watch()
     start = parameters(free).clone()
@@ -38,6 +39,7 @@ def test_reference_kl_starts_at_zero_holds_the_policy_back_and_is_not_checkpoint
     assert not torch.equal(start, parameters(resumed))
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it():
     entropies = {}
     for coefficient in (-1.0, 0.0, 1.0):
@@ -87,6 +89,7 @@ def test_where_layers_train_beside_adapters_the_reference_is_a_copy():
     assert watch.kl[0] < 1e-5 < watch.kl[-1]
 
 
+@pytest.mark.slow
 def test_with_lora_the_reference_is_the_policy_without_its_adapters():
     copied, watches = make_module(lora=LoRA(rank=2), kl_coefficient=1.0), [Watch(), Watch()]
     torch.manual_seed(3)

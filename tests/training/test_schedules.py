@@ -42,6 +42,7 @@ def test_one_cycle_is_number_for_number_torch(num_steps):
     assert steps_of(lambda o: bind_scheduler(OneCycle(), o, None, num_steps), num_steps) == torchs
 
 
+@pytest.mark.slow
 def test_five_steps_of_training_are_bit_for_bit_those_of_torchs_one_cycle():
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -103,6 +104,7 @@ class Rates(pl.Callback):
         self.seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [OneCycle(), lambda o: OneCycleLR(o, max_lr=1e-3, total_steps=4)])
 def test_a_resume_with_more_steps_and_another_rate_follows_the_schedule_of_its_own_settings(tmp_path, before):
     path, rates = str(tmp_path / "4.ckpt"), Rates()
@@ -120,6 +122,7 @@ def test_betas_are_those_of_adamw_and_follow_the_rate_of_the_command_line():
         make_module(betas=(0.9, 1.0))
 
 
+@pytest.mark.slow
 def test_torch_schedulers_that_state_another_rate_or_length_are_refused(tmp_path):
     def one_cycle(max_lr, total_steps):
         return make_module(scheduler=lambda o: OneCycleLR(o, max_lr=max_lr, total_steps=total_steps))
@@ -159,6 +162,7 @@ def run(monkeypatch, tmp_path):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
+@pytest.mark.slow
 def test_the_flag_of_the_first_example_sets_the_rate_and_max_steps_the_length(run):
     rates = run("--model.learning_rate", "1e-4", "--trainer.max_steps", "10")
     assert max(rates) == pytest.approx(1e-4)
@@ -166,6 +170,7 @@ def test_the_flag_of_the_first_example_sets_the_rate_and_max_steps_the_length(ru
     assert rates[-1] < 0.5e-4
 
 
+@pytest.mark.slow
 def test_a_contradiction_is_one_line_before_anything_runs(run):
     torchs = '{"class_path": "OneCycleLR", "init_args": {"max_lr": 2.5e-4, "total_steps": 10}}'
     with pytest.raises(SystemExit) as error:

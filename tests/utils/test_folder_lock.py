@@ -26,6 +26,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_the_second_is_told_of_the_first(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     runs = tmp_path / "runs" / "quickstart" / "fixed"
@@ -88,6 +89,7 @@ def test_a_checkpoint_folder_that_was_not_renamed_is_recovered(left, found, tmp_
     assert list(tmp_path.iterdir()) == [tmp_path / "last.ckpt"]
 
 
+@pytest.mark.slow
 def test_lightning_does_not_warn_of_the_lock_of_a_folder_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     where = ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs"), "--data.validation.prompts", "null"]

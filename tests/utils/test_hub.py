@@ -29,6 +29,7 @@ LOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "data"])
 def test_a_hub_that_refuses_connections_is_tried_once(tmp_path, kind):
     port = free_port()

@@ -1,0 +1,288 @@
+"""Gives up speed before a run with stale data collapses, and takes it back when the signals allow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lit_async_rl.errors import SetupError
+from lit_async_rl.stabilizers.alignment import ReferenceGradients
+from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth, bounded_data
+from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.rollback import RollBack
+from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
+from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_index, raw_optimizer, unscale_gradients
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+
+class StalenessController(SignalCallback):
+    """Lowers the learning rate, then the staleness bound, when a collapse is forecast; rolls back if it was late.
+
+        log-odds of `CollapseForecast` > `limit`                    one rung down, at most every `cooldown_steps`
+        below `limit - margin` for `calm_steps` steps in a row      one rung up
+        half of the gained reward is lost (`GainWatch`)             the healthy weights again, at the lowest rate
+
+    Rungs 1 to `max_halvings` halve the learning rate, each further one halves the data module's `max_staleness`, down
+    to `min_staleness`. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
+    which both halve. Caps of corrections stay as they are.
+
+    Put it where `CollapseAlarm` stands, before callbacks that change the gradient and before `WeightSync`. Its factor
+    multiplies that of `ESSLearningRate`.
+
+    Logs `controller/log_odds`, `controller/lr_scale`, `controller/bound`, `controller/num_changes`,
+    `controller/num_rollbacks`.
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        controller = rl.StalenessController(max_halvings=2, min_staleness=None)  # leaves the bound alone
+        ```
+
+    Attributes:
+        rung: 0 is the configured rate and bound.
+        reports: what it did so far.
+
+    Args:
+        limit: log-odds of a collapse within 20 steps above which it acts; None takes that of `CollapseForecast`.
+        margin: log-odds below the limit at which a step is calm.
+        max_halvings: of the learning rate.
+        min_staleness: lowest bound; None leaves the bound alone, which `FixedLag` needs.
+        cooldown_steps: between two rungs down; a new bound waits until the data of the old one are trained on.
+        calm_steps: in a row, before a rung up.
+        max_rollbacks: to a copy of weights and moments in CPU memory, before training stops; 0 keeps no copy.
+        copy_every_n_steps: healthy steps between two copies.
+        optimizer: optimizer of the policy, by position or submodule name; None if there is only one.
+        extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
+
+    Raises:
+        ValueError: a setting is out of range; when training starts, the data module has no bound or cannot change it.
+    """
+
+    def __init__(
+        self,
+        limit: float | None = None,
+        margin: float = 1.0,
+        max_halvings: int = 5,
+        min_staleness: int | None = 1,
+        cooldown_steps: int = 10,
+        calm_steps: int = 20,
+        max_rollbacks: int = 5,
+        copy_every_n_steps: int = 20,
+        optimizer: int | str | None = None,
+        extract: Extract | None = None,
+    ) -> None:
+        super().__init__(optimizer, extract)
+        owner = "StalenessController"
+        check_range(owner, ">= 0", margin=margin)
+        check_range(owner, "integer >= 0", max_halvings=max_halvings, max_rollbacks=max_rollbacks)
+        check_range(owner, "integer >= 0", min_staleness=min_staleness)
+        check_range(owner, "integer >= 1", cooldown_steps=cooldown_steps, calm_steps=calm_steps)
+        check_range(owner, "integer >= 1", copy_every_n_steps=copy_every_n_steps)
+        if limit is not None and not math.isfinite(limit):
+            raise ValueError(f"StalenessController.limit={limit} must be finite")
+        self.limit = CollapseForecast.LIMIT if limit is None else limit
+        self.margin = margin
+        self.max_halvings = max_halvings
+        self.min_staleness = min_staleness
+        self.cooldown_steps = cooldown_steps
+        self.calm_steps = calm_steps
+        self.rollback = RollBack(copy_every_n_steps, max_rollbacks) if max_rollbacks else None
+        self.forecast = CollapseForecast()
+        self.gain = GainWatch()
+        self.rung = 0
+        self.reports: list[str] = []
+        self._num_calm = 0
+        self._cooldown_left = 0
+        self._configured_bound: int | None = None
+        self._num_discarded = 0  # steps of data that discarded policies have sampled
+        self._log_odds: float | None = None
+        self._lost = 0.0
+        self._has_stepped = False
+        self._resumed_rollback: dict[str, Any] | None = None
+        self._rate: OneStepLearningRate | None = None
+        self._spaces = GradSpaces()
+
+    @property
+    def without_signals(self) -> str:
+        return "changes neither learning rate nor staleness bound"
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor of the learning rate on the present rung."""
+        return 0.5 ** min(self.rung, self.max_halvings)
+
+    # -- Lightning ----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self.forecast.reset()
+        self.gain.reset()
+        self.rung = 0
+        self.reports = []
+        self._num_calm = 0
+        self._cooldown_left = 0
+        self._num_discarded = 0
+        self._lost = 0.0
+        self._resumed_rollback = None
+
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Restores the bound of a resumed run before anything is sampled."""
+        if self.rollback is not None:
+            self.rollback.begin(trainer)
+            if self._resumed_rollback is not None:
+                self.rollback.resume(trainer, self._resumed_rollback)
+                self._resumed_rollback = None
+        if self.min_staleness is not None:
+            data = bounded_data(trainer, "StalenessController")
+            self._configured_bound = data.max_staleness
+            data.set_max_staleness(self._bound())  # raises now, at the start, if the bound cannot be changed
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._spaces = GradSpaces()
+        self._has_stepped = False
+        for optimizer in trainer.optimizers:
+            if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
+                self._rate = OneStepLearningRate(raw_optimizer(optimizer))
+
+    def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Forecasts, scales the learning rate of the step, and logs."""
+        unscale_gradients(trainer, optimizer)
+        signals = self.reduce_signals(optimizer)
+        self._log_odds = self._observe(signals, self._norm(trainer, raw_optimizer(optimizer)))
+        self._has_stepped = True
+        if self.rollback is not None and self._is_worth_a_copy():
+            self.rollback.healthy(trainer, pl_module)
+        if self._rate is not None:
+            self._rate.scale(self.lr_scale)
+        if self._log_odds is not None:
+            pl_module.log("controller/log_odds", self._log_odds)
+        pl_module.log("controller/lr_scale", self.lr_scale)
+        if self._configured_bound is not None:
+            pl_module.log("controller/bound", float(self._bound()))
+        pl_module.log("controller/num_changes", float(len(self.reports)))
+        if self.rollback is not None:
+            pl_module.log("controller/num_rollbacks", float(self.rollback.num_rollbacks))
+
+    def on_train_batch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Changes rate, bound or weights after the step, when the data module collates no batch."""
+        if not self._has_stepped:
+            return
+        self._has_stepped = False
+        if self._lost > GainWatch.COLLAPSE and self.rollback is not None:
+            self._report(trainer, f"half of the gained reward was lost. {self.rollback.act(trainer, pl_module)}")
+            self._move(trainer, max(1, self.max_halvings - self.rung), "and so that it is not lost again")
+            # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
+            self._num_discarded = _steps_of_bound(trainer)
+            self.gain.forget_steps()
+            self._lost = 0.0
+        elif self._cooldown_left > 0:
+            self._cooldown_left -= 1
+        elif self._log_odds is not None and self._log_odds > self.limit:
+            share = 1 / (1 + math.exp(-self._log_odds))
+            self._move(trainer, 1, f"a collapse within 20 steps has a probability of {share:.0%}")
+        elif self._num_calm >= self.calm_steps:
+            self._move(trainer, -1, f"the last {self._num_calm} steps were calm")
+
+    def close(self) -> None:
+        """Restores module and optimizer."""
+        super().close()
+        if self._rate is not None:
+            self._rate.close()
+            self._rate = None
+
+    # -- One step -----------------------------------------------------------------------------------------------------
+
+    def _observe(self, signals: StepSignals, grad_norm: float) -> float | None:
+        seen = StepHealth(ess_ratio=signals.ess_ratio, grad_norm=grad_norm)
+        log_odds = self.forecast.observe(seen)
+        if self._num_discarded > 0:
+            self._num_discarded -= 1
+        elif signals.reward is not None:
+            self._lost = self.gain.observe(signals.reward)
+        is_calm = log_odds is not None and log_odds < self.limit - self.margin
+        self._num_calm = self._num_calm + 1 if is_calm else 0
+        return log_odds
+
+    def _is_worth_a_copy(self) -> bool:
+        """Whether the weights may be returned to: the first ones, and those of calm steps that have lost little.
+
+        Signals lag behind the weights by the age of the data, so that a step that is merely below the limit may have
+        weights that are already on their way.
+        """
+        is_first = self._log_odds is None and self._num_calm == 0
+        return is_first or (self._num_calm > 0 and self._lost < GainWatch.COLLAPSE / 2)
+
+    def _norm(self, trainer: AnyTrainer, optimizer: Optimizer) -> float:
+        if trainer.strategy.model is None:
+            raise SetupError("the Trainer has no model yet")
+        space = self._spaces.of(trainer.strategy.model, optimizer)
+        squared = ReferenceGradients().products(space, space.gradients())[0][0]
+        return math.sqrt(squared.item())
+
+    def _bound(self) -> int:
+        """Staleness bound of the present rung."""
+        if self._configured_bound is None or self.min_staleness is None:
+            raise SetupError("the staleness bound is not known before training starts")
+        halved = self._configured_bound >> max(0, self.rung - self.max_halvings)
+        return max(halved, min(self.min_staleness, self._configured_bound))
+
+    def _move(self, trainer: AnyTrainer, rungs: int, why: str) -> None:
+        """One rung down or up, as far as there is one; says what changed."""
+        before = (self.lr_scale, None if self._configured_bound is None else self._bound())
+        self.rung = max(0, self.rung + rungs)
+        after = (self.lr_scale, None if self._configured_bound is None else self._bound())
+        self._num_calm = 0
+        self._cooldown_left = self.cooldown_steps
+        if before == after:
+            self.rung = max(0, self.rung - max(0, rungs))  # there is no lower rung
+            return
+        changes = [] if before[0] == after[0] else [f"the learning rate is multiplied by {after[0]:g}"]
+        if before[1] != after[1]:
+            waits = _steps_of_bound(trainer)  # at the larger of the two bounds
+            bounded_data(trainer, "StalenessController").set_max_staleness(after[1])
+            self._cooldown_left += waits if rungs > 0 else _steps_of_bound(trainer)
+            changes.append(f"max_staleness is {after[1]} now, and was {before[1]}")
+        self._report(trainer, f"{why}: {' and '.join(changes)}")
+
+    def _report(self, trainer: AnyTrainer, words: str) -> None:
+        self.reports.append(f"StalenessController at step {trainer.global_step}: {words}")
+        rank_zero_warn(self.reports[-1])
+
+    # -- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "forecast": self.forecast.state_dict(),
+            "gain": self.gain.state_dict(),
+            "rung": self.rung,
+            "num_calm": self._num_calm,
+            "cooldown_left": self._cooldown_left,
+            "num_discarded": self._num_discarded,
+            "reports": list(self.reports),
+            "rollback": None if self.rollback is None else self.rollback.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores rung and signals; `on_fit_start` sets the bound."""
+        self.forecast.load_state_dict(state_dict["forecast"])
+        self.gain.load_state_dict(state_dict["gain"])
+        self.rung = state_dict["rung"]
+        self._num_calm = state_dict["num_calm"]
+        self._cooldown_left = state_dict["cooldown_left"]
+        self._num_discarded = state_dict["num_discarded"]
+        self.reports = list(state_dict["reports"])
+        self._resumed_rollback = state_dict["rollback"]
+
+
+def _steps_of_bound(trainer: AnyTrainer) -> int:
+    """Steps until all data that are on their way have been trained on; 0 where no bound is known."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    bound = getattr(data, "max_staleness", None)
+    return 0 if bound is None else (bound + 1) * getattr(data, "weight_sync_steps", 1)
