@@ -24,10 +24,10 @@ class StalenessController(SignalCallback):
 
         log-odds of `CollapseForecast` > `limit`                    one rung down, at most every `cooldown_steps`
         below `limit - margin` for `calm_steps` steps in a row      one rung up
-        half of the gained reward is lost (`GainWatch`)             the healthy weights again, at the lowest rate
+        half of the gained reward is lost (`GainWatch`)             the healthy weights again, and two rungs down
 
     Rungs 1 to `max_halvings` halve the learning rate, each further one halves the data module's `max_staleness`, down
-    to `min_staleness`. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
+    to `min_staleness`. It never climbs again to a rung on which the reward was lost. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
     which both halve. Caps of corrections stay as they are.
 
     Put it where `CollapseAlarm` stands, before callbacks that change the gradient and before `WeightSync`. Its factor
@@ -96,6 +96,7 @@ class StalenessController(SignalCallback):
         self.gain = GainWatch()
         self.rung = 0
         self.reports: list[str] = []
+        self._highest_rung = 0  # below the lowest on which the reward was lost
         self._num_calm = 0
         self._cooldown_left = 0
         self._configured_bound: int | None = None
@@ -123,6 +124,7 @@ class StalenessController(SignalCallback):
         self.gain.reset()
         self.rung = 0
         self.reports = []
+        self._highest_rung = 0
         self._num_calm = 0
         self._cooldown_left = 0
         self._num_discarded = 0
@@ -177,7 +179,8 @@ class StalenessController(SignalCallback):
         self._has_stepped = False
         if self._lost > GainWatch.COLLAPSE and self.rollback is not None:
             self._report(trainer, f"half of the gained reward was lost. {self.rollback.act(trainer, pl_module)}")
-            self._move(trainer, max(1, self.max_halvings - self.rung), "and so that it is not lost again")
+            self._highest_rung = self.rung + 1
+            self._move(trainer, 2, "and so that it is not lost again")
             # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
             self._num_discarded = _steps_of_bound(trainer)
             self.gain.forget_steps()
@@ -187,7 +190,7 @@ class StalenessController(SignalCallback):
         elif self._log_odds is not None and self._log_odds > self.limit:
             share = 1 / (1 + math.exp(-self._log_odds))
             self._move(trainer, 1, f"a collapse within 20 steps has a probability of {share:.0%}")
-        elif self._num_calm >= self.calm_steps:
+        elif self._num_calm >= self.calm_steps and self.rung > self._highest_rung:
             self._move(trainer, -1, f"the last {self._num_calm} steps were calm")
 
     def close(self) -> None:
@@ -236,12 +239,13 @@ class StalenessController(SignalCallback):
     def _move(self, trainer: AnyTrainer, rungs: int, why: str) -> None:
         """One rung down or up, as far as there is one; says what changed."""
         before = (self.lr_scale, None if self._configured_bound is None else self._bound())
-        self.rung = max(0, self.rung + rungs)
+        present = self.rung
+        self.rung = max(0, present + rungs)
         after = (self.lr_scale, None if self._configured_bound is None else self._bound())
         self._num_calm = 0
         self._cooldown_left = self.cooldown_steps
         if before == after:
-            self.rung = max(0, self.rung - max(0, rungs))  # there is no lower rung
+            self.rung = present  # there is no lower one
             return
         changes = [] if before[0] == after[0] else [f"the learning rate is multiplied by {after[0]:g}"]
         if before[1] != after[1]:
@@ -262,6 +266,7 @@ class StalenessController(SignalCallback):
             "forecast": self.forecast.state_dict(),
             "gain": self.gain.state_dict(),
             "rung": self.rung,
+            "highest_rung": self._highest_rung,
             "num_calm": self._num_calm,
             "cooldown_left": self._cooldown_left,
             "num_discarded": self._num_discarded,
@@ -274,6 +279,7 @@ class StalenessController(SignalCallback):
         self.forecast.load_state_dict(state_dict["forecast"])
         self.gain.load_state_dict(state_dict["gain"])
         self.rung = state_dict["rung"]
+        self._highest_rung = state_dict["highest_rung"]
         self._num_calm = state_dict["num_calm"]
         self._cooldown_left = state_dict["cooldown_left"]
         self._num_discarded = state_dict["num_discarded"]
