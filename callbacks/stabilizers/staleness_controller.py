@@ -27,8 +27,9 @@ class StalenessController(SignalCallback):
         half of the gained reward is lost (`GainWatch`)             the healthy weights again, and two rungs down
 
     Rungs 1 to `max_halvings` halve the learning rate, each further one halves the data module's `max_staleness`, down
-    to `min_staleness`. It never climbs again to a rung on which the reward was lost. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
-    which both halve. Caps of corrections stay as they are.
+    to `min_staleness`. It never climbs again to a rung on which the reward was lost. Not from a paper; the bias of a
+    stale gradient is of order lag times rate (arXiv:2607.01083), which both halve. Caps of corrections stay as they
+    are.
 
     Put it where `CollapseAlarm` stands, before callbacks that change the gradient and before `WeightSync`. Its factor
     multiplies that of `ESSLearningRate`.
