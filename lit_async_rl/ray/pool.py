@@ -184,13 +184,10 @@ class ActorPool(ABC):
         resources = self.settings.resources
         options = ray.remote(kind).options(
             name=f"lit_async_rl.{run}.{self.settings.name}{number}",
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-            resources=resources.others,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=MAX_CALLS,
-            scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
+            **resources.options,
         )
         return Worker(number, options.remote(*arguments))
 

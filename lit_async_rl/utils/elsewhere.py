@@ -14,6 +14,9 @@ class Elsewhere:
 
     original: Any
 
+    def prepare(self) -> None:
+        """Starts what it works in, and waits for that."""
+
 
 def original_of(value: Any) -> Any:
     """The object that another stands for; any other object is itself."""
