@@ -111,8 +111,8 @@ def fit(
             completions, the baseline of least variance, and a rate that follows the effective sample size
             (arXiv:2602.17616); None: plain GRPO.
         ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
-        cluster: places trainer ranks, engines, rewards and environments on Ray; None trains in this process. Arguments of a run whose ranks
-            are placed go to them as pickles.
+        cluster: places trainer ranks, engines, rewards and environments on Ray; None trains in this process. Arguments
+            of a run whose ranks are placed go to them as pickles.
         tokenizer: in the place of the model's own.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. A dictionary does for
             `sampling`, `scoring`, `validation`, `limits`, `lora` and `sharding`, held-out prompts for

@@ -71,7 +71,7 @@ class Environment(Remade, ABC):
     async def start(self, prompt: Prompt) -> Episode:
         """Starts an episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""
 
-    async def close(self) -> None:  # noqa: B027  (most have nothing to free)
+    async def close(self) -> None:
         """Frees the environment's resources; called at the end of a run, when all episodes are closed.
 
         Another run of the same process may use the environment and close it again, so acquire resources in `start`.

@@ -135,7 +135,9 @@ class EnvironmentActors:
 
 
 class RayCluster:
-    """Where trainer ranks, engines, rewards and environments run: on a Ray cluster, or on a Ray that is started on this machine for the run.
+    """Where trainer ranks, engines, rewards and environments run.
+
+    That is a Ray cluster, or a Ray that is started on this machine for the run.
 
     With more than one trainer rank, or with resources for one, Ray Train places the ranks; each is a process of its
     own that runs the same command as under torchrun, and Lightning connects them. Otherwise the trainer runs where it

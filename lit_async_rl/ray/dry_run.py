@@ -84,13 +84,12 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
             free = [node for node in nodes if node.has_room(role.needs)]
             if not free:
                 total = {name: role.number * amount for name, amount in role.needs.items()}
-                left = {name: sum(node.left.get(name, 0.0) for node in nodes) for name in role.needs}
-                taken = Counter({name: sum(node.held[role.setting] for node in nodes) * role.needs[name] for name in left})
-                left = {name: amount + taken[name] for name, amount in left.items()}
+                had = {name: sum(node.left.get(name, 0.0) for node in nodes) for name in role.needs}
+                had = {name: amount + number * role.needs[name] for name, amount in had.items()}
                 beside = " beside the others" if role is not roles[0] else ""
                 raise SetupError(
                     f"{role.setting}={role.number} with {role.each} each do not fit: they need {_listed(total)}, "
-                    f"the cluster has {_listed(left)}{beside} on {_nodes(len(nodes))}, and there is room for {number}"
+                    f"the cluster has {_listed(had)}{beside} on {_nodes(len(nodes))}, and there is room for {number}"
                 )
             held = [node.held[role.setting] for node in free]
             wanted = max(held) if role.is_packed else min(held)
@@ -98,8 +97,8 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
         on_each = {node.held[role.setting] for node in nodes if node.held[role.setting]}
         if role.is_packed and len(on_each) > 1:
             raise SetupError(
-                f"{role.setting}={role.number} with {role.each} each would be {_where(role, nodes)}, and each node must "
-                "have equally many: set cluster.trainer_resources so that they fit"
+                f"{role.setting}={role.number} with {role.each} each would be {_where(role, nodes)}, and each node "
+                "must have equally many: set cluster.trainer_resources so that they fit"
             )
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
-from lit_async_rl.errors import EnvironmentFailure, LostEnvironment
+from lit_async_rl.errors import EnvironmentFailure, LostEnvironment, SetupError
 from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, pack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.rewards.scorer import reward_name
@@ -190,12 +190,14 @@ class RayEnvironment(Elsewhere, Environment):
         """Opens the pool and waits for one of its actors.
 
         Raises:
-            SetupError: Ray cannot be reached, or the environment cannot be sent.
-            EnvironmentFailure: no actor could be started, or there is no room for one.
+            SetupError: Ray cannot be reached, the environment cannot be sent, or there is no room for an actor.
         """
         self.pool.open()
         number = self.pool.new_number()
-        worker, _ = self.pool.claim(number).result()  # the pool fails it after `cluster.start_timeout_s`
+        try:
+            worker, _ = self.pool.claim(number).result()  # the pool fails it after `cluster.start_timeout_s`
+        except EnvironmentFailure as error:
+            raise SetupError(str(error)) from error
         self.pool.release(worker, number)
 
     async def start(self, prompt: Prompt) -> RayEpisode:

@@ -43,7 +43,7 @@ TICK_S = 0.2  # between two looks at the time
 PING_S = 5.0  # for a process to answer while none of its calls blocks it
 STOP_S = 3.0  # for all processes together to close what they have made
 MAX_STARTS = 4  # in which a process may end while it starts
-MAX_CALLS = 4096  # of one actor under way, from Ray's point of view
+MAX_CALLS = 2000  # of one actor under way, from Ray's point of view
 log = logging.getLogger(__name__)
 
 

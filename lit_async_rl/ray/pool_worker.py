@@ -9,7 +9,8 @@ import traceback
 from typing import Any
 
 MAX_ERROR_CHARS = 4000
-PACKAGE = os.sep + "lit_async_rl" + os.sep
+# parts of files' names in the frames of an error that are not the user's own code
+NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "asyncio", "concurrent"))
 
 
 class PoolWorker:
@@ -53,7 +54,7 @@ def described(error: BaseException) -> dict[str, Any]:
     """An error as plain data: its type and message, where it was raised, and whether another try may help."""
     traceback.print_exception(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if PACKAGE not in frame.filename and os.sep + "asyncio" + os.sep not in frame.filename]
+    own = [frame for frame in frames if not any(part in frame.filename for part in NOT_OF_INTEREST)]
     at = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return {
         "type": type(error).__name__,

@@ -69,7 +69,7 @@ class Part:
         state: that it has last told, or is to go on from.
         base: metrics of processes that are gone.
         metrics: by actor, with the life of its process.
-        informed: actor and life that go on from `state`.
+        informed: number and life of the actor that goes on from `state`.
     """
 
     name: str
@@ -119,14 +119,15 @@ class RewardPool(ActorPool):
         self._calls = calls
         self._timeout_s = timeout_s
         of_async = -(-workers // settings.actors)
-        self.parts = {
-            name: Part(name, reward, (getattr(reward, "max_concurrent", None) or of_async) if is_async(reward) else calls)
-            for name, reward in parts.items()
-        }
+        self.parts = {name: Part(name, reward, self._limit(reward, of_async)) for name, reward in parts.items()}
         self._folder: str | None = None
         self._numbers = itertools.count()
         self._under_way: dict[Worker, dict[int, Batch]] = {}
         self._asks_begun: set[Worker] = set()
+
+    def _limit(self, reward: Any, of_async: int) -> int:
+        """Calls of a part that one actor has under way."""
+        return int(getattr(reward, "max_concurrent", None) or of_async) if is_async(reward) else self._calls
 
     @property
     def what(self) -> str:
@@ -291,6 +292,8 @@ class RewardPool(ActorPool):
         batches = self._under_way.pop(worker, {})
         self._asks_begun.discard(worker)
         for part in self.parts.values():
+            if part.informed is not None and part.informed[0] == worker.number:
+                part.informed = None
             for name, value in part.metrics.pop(worker.number, {}).items():
                 part.base[name] = value if name.endswith("_s") else part.base.get(name, 0.0) + value
         calls = [call for batch in batches.values() for call in batch.calls]
@@ -474,7 +477,7 @@ def in_pool(reward: Any, make_pool: Callable[[Mapping[str, Any]], RewardPool]) -
 
 
 def _succeed(call: Call, values: list[Any]) -> None:
-    if call.future.set_running_or_notify_cancel():
+    if not call.future.done() and call.future.set_running_or_notify_cancel():
         for value in values:
             if isinstance(value, dict):
                 call.future.set_exception(RewardError(f"returned {value['wrong']}"))
