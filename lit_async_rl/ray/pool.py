@@ -35,7 +35,7 @@ from typing import Any
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray import runtime
-from lit_async_rl.ray.actors import Resources, first_line, kill_actor, log_of
+from lit_async_rl.ray.actors import Resources, first_line, kill_actor, last_line, log_of
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.files import LimitedLog
 
@@ -294,7 +294,9 @@ class ActorPool(ABC):
         try:
             answer = future.result()
         except Exception as error:
-            answer = {"error": f"its process has ended while it started ({first_line(error)})"}
+            was_made = "creation task" not in str(error)  # what Ray says of that ends with the cause
+            cause = f"its process has ended while it started ({first_line(error)})" if was_made else last_line(error)
+            answer = {"error": cause}
         with self._lock:
             if worker.life != life:
                 return
@@ -302,6 +304,7 @@ class ActorPool(ABC):
                 worker.place = answer
                 worker.is_ready = True
                 self._none_since = None
+                self.call(worker, "wait", (), lambda answer: None)  # by its end a process that idles is missed
                 self.on_ready(worker)
                 return
             worker.is_given_up = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import socket
@@ -44,6 +45,11 @@ class PoolWorker:
 
     async def prepare(self) -> None:
         """Makes what this process works with."""
+
+    async def wait(self) -> dict[str, Any]:
+        """Never answers: the call fails when this process is gone."""
+        await asyncio.Event().wait()
+        return {}
 
     async def ping(self) -> dict[str, Any]:
         """Answers, unless something blocks the event loop."""

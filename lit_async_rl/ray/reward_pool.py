@@ -266,11 +266,15 @@ class RewardPool(ActorPool):
         with self._lock:
             if worker.life != life or self._under_way.get(worker, {}).pop(batch.number, None) is None:
                 return None
+            is_counted = batch.began is not None
             if isinstance(answer.get("state"), dict):
                 part.state = dict(answer["state"])
             if isinstance(answer.get("metrics"), dict):
                 part.metrics[worker.number] = dict(answer["metrics"])
             self._place()
+        for call in batch.calls:
+            if not is_counted:  # it was quicker than what says that it has begun
+                call.begun()
         if error is not None:
             problem = _as_error(error, worker.where)
             for call in batch.calls:
@@ -385,6 +389,11 @@ class RayReward(Elsewhere):
         self.pool = pool
         self.original = part.reward
         self._part = part
+
+    @property
+    def max_concurrent(self) -> int:
+        """Calls under way in all actors together."""
+        return self._part.limit * (1 if self._part.has_state else self.pool.settings.actors)
 
     def __getattr__(self, name: str) -> Any:
         """What scorer, monitors and `hooks` look for, if the reward has it."""

@@ -130,7 +130,7 @@ class RewardWorker(PoolWorker):
             return await self._in_thread(partial(part.values, prompts, list(completions)))
         if is_group:
             call = partial(part.score_group, prompts[0], tuple(completions), **begun)
-            found = await (call() if is_async(part) else self._in_thread(call))
+            found = call() if is_async(part) else await self._in_thread(call)
             return list(await found if inspect.isawaitable(found) else found)
         ids = {"token_ids": tuple(token_ids)} if wants_token_ids(part) else {}
         call = partial(part, prompts[0], completions[0], **ids, **begun)

@@ -190,7 +190,7 @@ def test_a_placement_packs_ranks_and_spreads_the_rest():
     }
     assert found[1].held == {"cluster.engines.replicas": 1, "cluster.rewards.actors": 1}
     text = "\n".join(described(cluster, roles, found))
-    assert "cluster.trainer_ranks       2       CPU 1    2 on node 0" in text
+    assert "cluster.trainer_ranks        2       CPU 1    2 on node 0" in text
     assert "cluster.engines.max=8: there is room for 2 of 6 more" in text
 
 

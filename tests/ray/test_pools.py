@@ -25,6 +25,8 @@ from lit_async_rl.errors import (
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.scorer import Scorer, reward_identity
+from lit_async_rl.tasks.arithmetic import Addition
+from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.types import Prompt, Score
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]  # a busy machine starts processes slowly
@@ -61,8 +63,11 @@ def parts(ray_cluster):
     """Several rewards in one pool."""
     rewards = {name: getattr(pool_parts, name) for name in ("length", "described", "faulty", "slow", "batched", "pid")}
     made = pooled(CombinedReward(rewards), timeout_s=LIMIT_S, actors=2)
+    pool = made.rewards["length"].pool
+    pool.open()
+    until(lambda: len(pool.pids) == 2)
     yield made
-    pids = made.rewards["length"].pool.pids
+    pids = pool.pids
     hooks.close(made)
     hooks.close(made)
     wait_for_the_end_of(*pids)
@@ -159,8 +164,11 @@ def test_calls_that_do_not_return_are_ended_and_others_go_on(ray_cluster, caplog
     reward = pooled(CombinedReward({"faulty": pool_parts.faulty, "slow": pool_parts.slow}), timeout_s=2.0, actors=2)
     faulty, slow = reward.rewards["faulty"], reward.rewards["slow"]
     assert ask(faulty(PROMPT, "x"), slow(PROMPT, "x")) == [1.0, 1.0]
-    hung, other, cancelled = ask(faulty(PROMPT, "hang"), faulty(PROMPT, "x"), slow(PROMPT, "hang"))
+    until(lambda: len(faulty.pool.pids) == 2)
+    hung, other = ask(faulty(PROMPT, "hang"), faulty(PROMPT, "x"))
     assert other == 1.0
+    until(lambda: len(faulty.pool.pids) == 2)
+    (cancelled,) = ask(slow(PROMPT, "hang"))
     for late in (hung, cancelled):
         assert type(late) is RewardError, "which uses up a try"
         assert "did not return within data.scoring.timeout_s=2 (pid" in str(late)
@@ -221,6 +229,7 @@ def ladder(ray_cluster, tmp_path):
     engine = rl.EpisodeEngine(rl.EmbeddedEngine(), pool_parts.Ladder(str(tmp_path)))
     environment = cluster.with_environment_actors(engine).environment
     environment.prepare()
+    until(lambda: len(environment.pool.pids) == 2)
     yield environment
     asyncio.run(environment.close())
 
@@ -297,8 +306,8 @@ class Kill(pl.Callback):
 
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step in (2, 5):
-            for pool in self.pools:
-                os.kill(pool.pids[0], signal.SIGKILL)
+            for pid in [pid for pool in self.pools for pid in pool.pids[:1]]:
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run_whose_rewards_are_killed_trains_on_every_group_once(ray_cluster):
@@ -314,12 +323,12 @@ def test_a_run_whose_rewards_are_killed_trains_on_every_group_once(ray_cluster):
 def test_a_run_whose_environments_are_killed_trains_on_every_group_once(ray_cluster):
     cluster = rl.RayCluster(environments=rl.EnvironmentActors(actors=2, resources=SMALL))
     model = rl.asset("calculator_policy")
-    engine = cluster.with_environment_actors(rl.EpisodeEngine(rl.EmbeddedEngine(), rl.tasks.Calculator(), max_turns=4))
+    engine = cluster.with_environment_actors(rl.EpisodeEngine(rl.EmbeddedEngine(), Calculator(), max_turns=4))
     data = make_data(
         model=model,
         engine=engine,
         reward=None,
-        prompts=rl.tasks.Addition(max_digits=2),
+        prompts=Addition(max_digits=2),
         groups_per_step=2,
         max_staleness=2,
     )
