@@ -42,6 +42,8 @@ from lit_async_rl.utils.files import LimitedLog
 TICK_S = 0.2  # between two looks at the time
 PING_S = 5.0  # for a process to answer while none of its calls blocks it
 STOP_S = 3.0  # for all processes together to close what they have made
+RETRY_S = 0.3  # between two tries to start an actor that Ray is bringing back
+REFUSED_S = 5.0  # within which Ray refuses a call of such an actor
 MAX_STARTS = 4  # in which a process may end while it starts
 MAX_CALLS = 2000  # of one actor under way, from Ray's point of view
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Worker:
         is_ready: whether calls go to it.
         is_given_up: whether it will not come back.
         suspected: when it was asked whether it still answers; None if it was not.
+        retry_at: when its start is asked for again; None if it need not be.
+        num_failed: starts in a row in which its process has ended.
     """
 
     number: int
@@ -68,6 +72,8 @@ class Worker:
     is_ready: bool = False
     is_given_up: bool = False
     suspected: float | None = None
+    retry_at: float | None = None
+    num_failed: int = 0
 
     @property
     def where(self) -> str:
@@ -281,19 +287,23 @@ class ActorPool(ABC):
     def _start(self, worker: Worker) -> None:
         """Has a worker make what it works with. The lock is held."""
         life = worker.life
-        reference = worker.actor.start.options(max_task_retries=MAX_STARTS - 1).remote()
+        worker.retry_at = None
+        called = time.monotonic()
+        reference = worker.actor.start.remote()
         future = reference.future()
         events = self._events
 
         def handle(kept: Any = reference) -> None:
-            self._started(worker, life, future)
+            self._started(worker, life, called=called, future=future)
 
         future.add_done_callback(lambda _: events.put(handle))
 
-    def _started(self, worker: Worker, life: int, future: Any) -> None:
+    def _started(self, worker: Worker, life: int, *, called: float, future: Any) -> None:
         try:
             answer = future.result()
         except Exception as error:
+            if worker.life != life or self._will_come_back(worker, error, time.monotonic() - called):
+                return
             was_made = "creation task" not in str(error)  # what Ray says of that ends with the cause
             cause = f"its process has ended while it started ({first_line(error)})" if was_made else last_line(error)
             answer = {"error": cause}
@@ -303,6 +313,7 @@ class ActorPool(ABC):
             if isinstance(answer, dict) and _is_place(answer):
                 worker.place = answer
                 worker.is_ready = True
+                worker.num_failed = 0
                 self._none_since = None
                 self.call(worker, "wait", (), lambda answer: None)  # by its end a process that idles is missed
                 self.on_ready(worker)
@@ -312,6 +323,23 @@ class ActorPool(ABC):
             self._why = f"{worker.where}: {str(said or 'its start was not answered')[:2000]}"
         log.warning("%s: an actor is given up, %s", self.settings.name, self._why)
         kill_actor(self._ray, worker.actor, is_for_good=True)
+
+    def _will_come_back(self, worker: Worker, error: Exception, seconds: float) -> bool:
+        """Whether a start that has failed is to be asked for again: Ray refuses calls of an actor that it brings back.
+
+        Args:
+            worker: that was to start.
+            error: of Ray.
+            seconds: that the call took; where it was not refused, the process has ended.
+        """
+        if isinstance(error, self._ray.exceptions.ActorDiedError):
+            return False
+        with self._lock:
+            worker.num_failed += seconds >= REFUSED_S
+            if worker.num_failed >= MAX_STARTS:
+                return False
+            worker.retry_at = time.monotonic() + RETRY_S
+        return True
 
     def lose(self, worker: Worker, life: int, why: str, is_running: bool = False) -> None:
         """Fails the calls of a worker, and begins to start it again; nothing if that process is gone already.
@@ -388,6 +416,9 @@ class ActorPool(ABC):
             hung = [one for one in self._workers if one.suspected is not None and now - one.suspected > PING_S]
             lives = [one.life for one in hung]
             reason = self._no_worker(now)
+            for worker in self._workers:
+                if worker.retry_at is not None and now >= worker.retry_at:
+                    self._start(worker)
         for worker, life in zip(hung, lives, strict=True):
             self.lose(worker, life, f"is blocked: it has not answered for {PING_S:g} s", is_running=True)
         if reason and self.has_waiting:
@@ -422,10 +453,11 @@ def _is_place(answer: Mapping[str, Any]) -> bool:
 
 def pack_prompt(prompt: Prompt) -> dict[str, Any]:
     """A prompt as plain data, as plain as its metadata is."""
-    has_messages = prompt.messages is not None
+    given: dict[str, Any] = {"text": prompt.text}
+    if prompt.messages is not None:
+        given = {"messages": [dict(message) for message in prompt.messages]}
     return {
-        "text": None if has_messages else prompt.text,
-        "messages": [dict(message) for message in prompt.messages or ()] if has_messages else None,
+        **given,
         "answer": prompt.answer,
         "metadata": dict(prompt.metadata),
         "other_answers": list(prompt.other_answers),

@@ -11,7 +11,7 @@ from typing import Any
 
 MAX_ERROR_CHARS = 4000
 # parts of files' names in the frames of an error that are not the user's own code
-NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "asyncio", "concurrent"))
+NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "asyncio", "concurrent", "ray"))
 
 
 class PoolWorker:

@@ -328,7 +328,7 @@ def test_a_run_whose_environments_are_killed_trains_on_every_group_once(ray_clus
         model=model,
         engine=engine,
         reward=None,
-        prompts=Addition(max_digits=2),
+        prompts=Addition(3, size=1000),
         groups_per_step=2,
         max_staleness=2,
     )
