@@ -17,6 +17,11 @@ def length(prompt, completion):
     return float(len(completion))
 
 
+def napping(prompt, completion):
+    time.sleep(0.2)
+    return float(len(completion))
+
+
 def described(prompt, completion, token_ids):
     """Whether a prompt arrives as it was sent, with the token ids."""
     is_there = prompt.answer == "42" and prompt.metadata == {"unit": "m"} and list(prompt.other_answers) == ["43"]
