@@ -313,7 +313,13 @@ class RayCluster:
     def _pool(self, name: str, actors: RewardActors | EnvironmentActors) -> PoolSettings:
         from lit_async_rl.ray.pool import PoolSettings
 
-        return PoolSettings(f"cluster.{name}", actors.actors, actors.needs, self.address, self.start_timeout_s)
+        return PoolSettings(
+            name=f"cluster.{name}",
+            actors=actors.actors,
+            resources=actors.needs,
+            address=self.address,
+            start_timeout_s=self.start_timeout_s,
+        )
 
     def as_config(self) -> dict[str, Any]:
         """This setting as a configuration has it."""
@@ -339,8 +345,12 @@ def _as_needs(resources: Mapping[str, int | float] | None) -> Resources:
     """Resources of an actor, half a CPU where none are given."""
     given = {"CPU": DEFAULT_CPUS} if resources is None else resources
     others = {name: float(amount) for name, amount in given.items() if name not in ("CPU", "GPU")}
-    num_cpus, num_gpus = float(given.get("CPU", 0.0)), float(given.get("GPU", 0.0))
-    return Resources(num_cpus=num_cpus, num_gpus=num_gpus, others=others or None, spread=True)
+    return Resources(
+        num_cpus=float(given.get("CPU", 0.0)),
+        num_gpus=float(given.get("GPU", 0.0)),
+        others=others or None,
+        spread=True,
+    )
 
 
 def _check_resources(setting: str, resources: Mapping[str, int | float] | None) -> None:

@@ -118,7 +118,7 @@ class EnvironmentPool(ActorPool):
                 return answered
             self._calls[worker][key] = answered
             try:
-                self.call(worker, method, args, handle)
+                self.call(worker, method, args, handle=handle)
             except Exception as error:  # of pickle, of many kinds: metadata of a prompt
                 del self._calls[worker][key]
                 answered.set_exception(
@@ -128,18 +128,18 @@ class EnvironmentPool(ActorPool):
 
     def begin_end(self, worker: Worker, life: int, number: int) -> None:
         """Has an actor close an episode, without waiting for it; its process may be gone, and the episode with it."""
-        self._tell(worker, life, "end", number)
+        self._tell(worker, life, "end", number=number)
         self.release(worker, number)
 
     def cancel(self, worker: Worker, life: int, number: int) -> None:
         """Has an actor cancel the call of an episode."""
-        self._tell(worker, life, "cancel", number)
+        self._tell(worker, life, "cancel", number=number)
 
-    def _tell(self, worker: Worker, life: int, method: str, number: int) -> None:
+    def _tell(self, worker: Worker, life: int, method: str, *, number: int) -> None:
         """Says something because a call was cancelled, and looks whether that blocks the actor."""
         with self._lock:
             if worker.life == life and worker.is_ready:
-                self.call(worker, method, (number,), lambda answer: None)
+                self.call(worker, method, (number,), handle=lambda answer: None)
                 self.suspect(worker)
 
     # -- what the pool says -------------------------------------------------------------------------------------------

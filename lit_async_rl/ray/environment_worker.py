@@ -108,7 +108,8 @@ def _packed(observation: Observation) -> dict[str, Any]:
         TypeError: its text is none, or its reward is no number.
         ValueError: its reward is not finite.
     """
-    text, state = observation.text, observation.state
+    text = observation.text
+    state = observation.state
     for name, value in (("text", text), ("state", state)):
         if not isinstance(value, str) and not (name == "state" and value is None):
             raise TypeError(f"Observation.{name} must be a text, got {value!r:.100}")

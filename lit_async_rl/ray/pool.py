@@ -246,7 +246,7 @@ class ActorPool(ABC):
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def call(
-        self, worker: Worker, method: str, args: tuple[Any, ...], handle: Callable[[dict[str, Any]], str | None]
+        self, worker: Worker, method: str, args: tuple[Any, ...], *, handle: Callable[[dict[str, Any]], str | None]
     ) -> None:
         """Calls a method of a worker. The lock is held.
 
@@ -315,7 +315,7 @@ class ActorPool(ABC):
                 worker.is_ready = True
                 worker.num_failed = 0
                 self._none_since = None
-                self.call(worker, "wait", (), lambda answer: None)  # by its end a process that idles is missed
+                self.call(worker, "wait", (), handle=lambda answer: None)  # by its end a process that idles is missed
                 self.on_ready(worker)
                 return
             worker.is_given_up = True
@@ -388,7 +388,7 @@ class ActorPool(ABC):
         def answered(answer: dict[str, Any]) -> None:
             worker.suspected = None
 
-        self.call(worker, "ping", (), answered)
+        self.call(worker, "ping", (), handle=answered)
 
     # -- the pool's thread --------------------------------------------------------------------------------------------
 

@@ -52,7 +52,6 @@ class Batch:
 
     number: int
     calls: list[Call]
-    sent: float
     began: float | None  # None while its time does not count
 
 
@@ -168,7 +167,7 @@ class RewardPool(ActorPool):
                         return
 
     def _cancel(self, worker: Worker, number: int) -> None:
-        self.call(worker, "cancel", (number,), lambda answer: None)
+        self.call(worker, "cancel", (number,), handle=lambda answer: None)
         self.suspect(worker)
 
     def _place(self) -> None:
@@ -197,7 +196,7 @@ class RewardPool(ActorPool):
     def _send(self, worker: Worker, part: Part, calls: list[Call]) -> None:
         now = time.monotonic()
         counts_now = not wants(part.reward, "begun")
-        batch = Batch(next(self._numbers), calls, now, now if counts_now else None)
+        batch = Batch(next(self._numbers), calls, began=now if counts_now else None)
         first = calls[0]
         completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
         is_new = part.has_state and part.informed != (worker.number, worker.life)
@@ -211,7 +210,7 @@ class RewardPool(ActorPool):
             part.state if is_new else None,
         )
         try:
-            self.call(worker, "call", arguments, partial(self._file, worker, worker.life, batch=batch))
+            self.call(worker, "call", arguments, handle=partial(self._file, worker, worker.life, batch=batch))
         except Exception as error:  # of pickle, of many kinds: metadata of a prompt
             problem = FinalRewardError(f"its prompt cannot be sent to another process: {type(error).__name__}: {error}")
             for call in calls:
@@ -231,7 +230,7 @@ class RewardPool(ActorPool):
         if worker in self._asks_begun:
             return
         self._asks_begun.add(worker)
-        self.call(worker, "begun", (), partial(self._note_begun, worker))
+        self.call(worker, "begun", (), handle=partial(self._note_begun, worker))
 
     def _note_begun(self, worker: Worker, answer: dict[str, Any]) -> str | None:
         numbers = answer.get("begun")
@@ -363,7 +362,7 @@ class RewardPool(ActorPool):
                 return
             self._folder = str(folder)
             for worker in self.ready:
-                self.call(worker, "use_folder", (self._folder,), lambda answer: None)
+                self.call(worker, "use_folder", (self._folder,), handle=lambda answer: None)
 
     def save_state(self, part: Part) -> dict[str, Any]:
         """What a part has last told."""

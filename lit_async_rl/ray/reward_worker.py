@@ -93,7 +93,14 @@ class RewardWorker(PoolWorker):
         if state is not None:
             owner.restore_state(state)
         task = asyncio.get_running_loop().create_task(
-            self._values(part, number, [unpack_prompt(one) for one in prompts], completions, token_ids, is_group)
+            self._values(
+                part,
+                number,
+                [unpack_prompt(one) for one in prompts],
+                completions=completions,
+                token_ids=token_ids,
+                is_group=is_group,
+            )
         )
         self._running[number] = task
         answer: dict[str, Any]
