@@ -87,7 +87,7 @@ class RewardWorker(PoolWorker):
             state: that the part is to go on from, before this call; None changes nothing.
         """
         if number in self._cancelled:
-            return {"values": []}
+            return {"error": described(asyncio.CancelledError("it was cancelled before it began"))}
         part = self._parts[name]
         owner = _owner(part)
         if state is not None:
