@@ -177,7 +177,9 @@ from .prompts.sources import ParquetPrompts as ParquetPrompts
 from .prompts.sources import PromptSource as PromptSource
 from .prompts.sources import RecordPrompts as RecordPrompts
 from .ray.cluster import EngineReplicas as EngineReplicas
+from .ray.cluster import EnvironmentActors as EnvironmentActors
 from .ray.cluster import RayCluster as RayCluster
+from .ray.cluster import RewardActors as RewardActors
 from .ray.engine import RayEngine as RayEngine
 from .replay.buffer import RecencyReplay as RecencyReplay
 from .replay.buffer import ReplayBuffer as ReplayBuffer

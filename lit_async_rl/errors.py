@@ -21,6 +21,12 @@ class RewardError(RuntimeError):
     ends_run = False
 
 
+class LostRewardError(RewardError):
+    """The process that called a reward is gone, or its machine: perhaps through no fault of the reward."""
+
+    is_lost = True
+
+
 class FinalRewardError(RewardError):
     """A reward that tries by itself, such as a judge, has failed in all of its tries."""
 
@@ -34,7 +40,21 @@ class RewardSetupError(FinalRewardError):
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment raised an exception or timed out."""
+    """An environment raised an exception or timed out.
+
+    Attributes:
+        is_lost: whether its process is gone, perhaps through no fault of the environment.
+        ends_run: whether no other try can succeed.
+    """
+
+    is_lost = False
+    ends_run = False
+
+
+class LostEnvironment(EnvironmentFailure):
+    """The process of an environment's episode is gone, or its machine."""
+
+    is_lost = True
 
 
 class EngineError(RuntimeError):

@@ -23,6 +23,8 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.ray.engine import RayEngine
+from lit_async_rl.ray.reward_pool import RayReward
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.judge import JudgeReward
 from lit_async_rl.rewards.model import RewardModel
@@ -175,6 +177,10 @@ def _engine_arguments(engine: RolloutEngine) -> tuple[str, ...]:
 
 def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -> Setting | None:
     """More workers, unless they would compete: for the GIL if rewards compute, or for cores if processes do."""
+    pools = [part.pool for part in hooks.parts_of(data.reward) if isinstance(part, RayReward)]
+    if pools:
+        actors = pools[0].settings.actors
+        return Setting(name="cluster.rewards.actors", present=actors, suggested=2 * actors)
     is_computing = cpu_share > MAX_CPU_SHARE
     if is_computing or (isinstance(data.reward, IsolatedReward) and not is_spare):
         return None

@@ -68,9 +68,23 @@ def uses_gpus(accelerator: Any) -> bool:
     return accelerator in (None, "auto", "gpu", "cuda") or (accelerator != "cpu" and not isinstance(accelerator, str))
 
 
-def set_engines(cluster: RayCluster | None, trainer: pl.Trainer, data: RolloutDataModule) -> None:
-    """Has the data module sample with the cluster's replicas of its engine, whose number a callback may change."""
-    if cluster is None or not cluster.has_replicas:
+def set_actors(cluster: RayCluster | None, trainer: pl.Trainer, data: RolloutDataModule) -> None:
+    """Has the data module use the cluster's engines, rewards and environments in place of its own.
+
+    A callback may change the number of engines. Rewards and environments are those of the rank that samples: others,
+    which score a part of the held-out completions, would need actors of their own.
+    """
+    if cluster is None:
+        return
+    if trainer.is_global_zero:
+        scoring = data.scoring
+        if cluster.rewards is not None:
+            data.replace_reward(
+                cluster.with_reward_actors(data.reward, workers=scoring.workers, timeout_s=scoring.timeout_s)
+            )
+        if cluster.environments is not None:
+            data.replace_engine(cluster.with_environment_actors(data.engine))
+    if not cluster.has_replicas:
         return
     data.replace_engine(cluster.replicate(data.engine))
     engines = cluster.engines

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_async_rl.api.arguments import as_groups, as_typed, check_model, in_folder
-from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_engines, uses_gpus
+from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_actors, uses_gpus
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
@@ -37,6 +37,7 @@ from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.dry_run import print_dry_run
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
@@ -110,8 +111,8 @@ def fit(
             completions, the baseline of least variance, and a rate that follows the effective sample size
             (arXiv:2602.17616); None: plain GRPO.
         ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
-        cluster: places trainer ranks and engines on Ray; None trains in this process. Arguments of a run whose ranks
-            are placed go to them as pickles.
+        cluster: places trainer ranks, engines, rewards and environments on Ray; None trains in this process. Arguments
+            of a run whose ranks are placed go to them as pickles.
         tokenizer: in the place of the model's own.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. A dictionary does for
             `sampling`, `scoring`, `validation`, `limits`, `lora` and `sharding`, held-out prompts for
@@ -195,12 +196,15 @@ def _fit(
     if ckpt_path is not None:
         ckpt_path = os.path.expanduser(ckpt_path)
         check_checkpoint(ckpt_path)
+    if cluster is not None and cluster.dry_run:
+        print_dry_run(cluster, uses_gpus=uses_gpus(settings.get("accelerator")))
+        return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
     given = Given(model, prompts, reward, max_steps=max_steps, ckpt_path=ckpt_path, cluster=cluster, settings=settings)
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
         return _fit_in_ranks(given, cluster)
-    with cluster.connected() if cluster is not None and cluster.has_replicas else nullcontext():
+    with cluster.connected() if cluster is not None and cluster.has_actors else nullcontext():
         return _fit_here(given, tokenizer=tokenizer, folder=folder)
 
 
@@ -254,7 +258,7 @@ def _fit_here(
         if place is not None:
             trainer.callbacks.insert(0, TellFolder(place))  # type: ignore[attr-defined]
         _label_wandb_runs(trainer, sections)
-        set_engines(given.cluster, trainer, data)
+        set_actors(given.cluster, trainer, data)
         module = given.make_module()
         limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
         stack.enter_context(CtrlC())

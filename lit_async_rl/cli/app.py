@@ -32,7 +32,7 @@ from rich.table import Table
 
 import lit_async_rl
 from lit_async_rl.api import run as api
-from lit_async_rl.api.ranks import TellFolder, placed_flags, set_engines, uses_gpus
+from lit_async_rl.api.ranks import TellFolder, placed_flags, set_actors, uses_gpus
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
@@ -55,6 +55,7 @@ from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.dry_run import print_dry_run
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
@@ -85,6 +86,7 @@ class AsyncRLCLI(LightningCLI):
     Attributes:
         cluster: of `cluster:`; None without it.
         places_ranks: whether Ray is to place the ranks; there is no trainer, model or data module then.
+        is_dry_run: whether only the placement is shown; there are none, either.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class AsyncRLCLI(LightningCLI):
         for key, callback in defaults_file()["defaults"].items():
             default = callback and {**callback, "class_path": full_path(callback["class_path"])}
             parser.add_argument(f"--defaults.{key}", type=Callback | None, default=default, help="null: without it")
-        parser.add_argument("--cluster", type=RayCluster | None, default=None, help="ranks and engines on Ray")
+        parser.add_argument("--cluster", type=RayCluster | None, default=None, help="ranks, engines, rewards on Ray")
         parser.link_arguments("model.model", "data.model")
 
     def before_instantiate_classes(self) -> None:
@@ -154,6 +156,8 @@ class AsyncRLCLI(LightningCLI):
         self.cluster = self._make_cluster()
         if self.cluster is not None:
             self.cluster.check()
+        if self.is_dry_run and self._extra:
+            raise ValueError("cluster.dry_run=true is for training: this command places nothing")
 
     def _make_cluster(self) -> RayCluster | None:
         parser = Parser()
@@ -165,15 +169,19 @@ class AsyncRLCLI(LightningCLI):
     def places_ranks(self) -> bool:
         return self._starts_ranks and self.cluster is not None and self.cluster.places_ranks
 
+    @property
+    def is_dry_run(self) -> bool:
+        return self.cluster is not None and self.cluster.dry_run
+
     def instantiate_classes(self) -> None:
-        """Makes all objects, unless the ranks do that elsewhere; the cluster's engines take the engine's place."""
-        if not self.places_ranks:
+        """Makes all objects, unless the ranks do that elsewhere; the cluster's actors take the place of some."""
+        if not self.places_ranks and not self.is_dry_run:
             super().instantiate_classes()
-            set_engines(self.cluster, self.trainer, self.datamodule)
+            set_actors(self.cluster, self.trainer, self.datamodule)
 
     def engines_connected(self) -> AbstractContextManager[Any]:
         """Context in which the engines of `cluster:` can be set up; the ranks of Ray are connected already."""
-        needed = self.cluster is not None and self.cluster.has_replicas and self._place is None
+        needed = self.cluster is not None and self.cluster.has_actors and self._place is None
         return self.cluster.connected() if self.cluster is not None and needed else nullcontext()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -314,6 +322,9 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
     run: list[AsyncRLCLI] = []
     with command(lambda: _own_folder(run[0].trainer) if run else None), CtrlC():
         cli = AsyncRLCLI(args, place=place, starts_ranks=place is None)
+        if cli.cluster is not None and cli.is_dry_run:
+            print_dry_run(cli.cluster, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
+            return
         if cli.places_ranks and cli.cluster is not None:
             from lit_async_rl.ray.launcher import launch  # imports ray
 

@@ -198,15 +198,24 @@ class RolloutDataModule(pl.LightningDataModule):
         self._reference_check = ReferenceCheck(None)
         self._logged_rows = LoggedRows()
         self._make_source(engine)
-        self.intake.use_grader(self._grader)
-        # without spans: the reward workers' lanes of a timeline are those of training
-        make_scorer = partial(scoring.make_scorer, reward, records_spans=False)
-        self.held_out = HeldOut(validation, self.val_sampling, make_scorer, grader=self._grader)
+        self._use_grader()
 
     def replace_engine(self, engine: RolloutEngine) -> None:
         """Lets another engine sample, before the first fit: one around the configured engine, say."""
         setting_checks.check_engine(engine, self.reward, self.admission, sampling=self.sampling)
         self._make_source(engine)
+        self._use_grader()
+
+    def replace_reward(self, reward: Reward) -> None:
+        """Lets another reward score, before the first fit: one that calls the configured reward elsewhere, say."""
+        self.reward = reward
+        self._use_grader()
+
+    def _use_grader(self) -> None:
+        self.intake.use_grader(self._grader)
+        # without spans: the reward workers' lanes of a timeline are those of training
+        make_scorer = partial(self.scoring.make_scorer, self.reward, records_spans=False)
+        self.held_out = HeldOut(self.validation, self.val_sampling, make_scorer, grader=self._grader)
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from lit_async_rl.rewards.references import References
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.elsewhere import Remade
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,10 @@ class Episode(ABC):
         """Frees the episode's resources; called exactly once, after its last step. Errors are logged."""
 
 
-class Environment(ABC):
+class Environment(Remade, ABC):
     """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`.
+
+    An environment is pickled as its class and its constructor's arguments, to be made anew in another process.
 
     Attributes:
         references: correct turns for prompts, if an episode consists of one turn that is compared with the prompt's
@@ -68,7 +71,7 @@ class Environment(ABC):
     async def start(self, prompt: Prompt) -> Episode:
         """Starts an episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""
 
-    async def close(self) -> None:  # noqa: B027  (most have nothing to free)
+    async def close(self) -> None:
         """Frees the environment's resources; called at the end of a run, when all episodes are closed.
 
         Another run of the same process may use the environment and close it again, so acquire resources in `start`.

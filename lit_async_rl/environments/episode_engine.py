@@ -23,6 +23,7 @@ from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import (
     Completion,
@@ -36,6 +37,7 @@ from lit_async_rl.types import (
     join_heads,
 )
 from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.elsewhere import Elsewhere, original_of
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.utils.tries import TryPolicy, Work
 
@@ -126,10 +128,23 @@ class Conversation:
         seed = None if self.request.seed is None else self.request.seed + self.sample_index
         return replace(self.request, id=number, prompt_ids=conversation_ids, num_samples=1, seed=seed)
 
-    def failure(self, environment: Environment, text: str, what: str) -> EnvironmentFailure:
-        """The error of an environment that failed at the turn `text`, with `what` as description."""
+    def failure(
+        self, environment: Environment, text: str, what: str, cause: EnvironmentFailure | None = None
+    ) -> EnvironmentFailure:
+        """The error of an environment that failed at the turn `text`, with `what` as description.
+
+        Args:
+            environment: that failed.
+            text: turn of the policy.
+            what: happened.
+            cause: that says whether another try may help; None if that is not known.
+        """
         where = f"on prompt {self.prompt.text[:200]!r}, turn {text[:200]!r}"
-        return EnvironmentFailure(f"environment {type(environment).__name__} {where} {what}")
+        failure = EnvironmentFailure(f"environment {name_of(environment)} {where} {what}")
+        if cause is not None:
+            failure.is_lost = cause.is_lost
+            failure.ends_run = cause.ends_run
+        return failure
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The rollout as a completion."""
@@ -149,12 +164,23 @@ class Conversation:
         )
 
 
+def name_of(environment: Environment) -> str:
+    """Name of an environment's class, wherever its episodes are played."""
+    return type(original_of(environment)).__name__
+
+
 def hash63(state: str) -> int:
     """Hash of a text: 63 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1
 
 
 log = logging.getLogger(__name__)
+
+
+def prepare(environment: Environment) -> None:
+    """Has an environment start what its episodes are played in, before their time begins, if it can."""
+    if isinstance(environment, Elsewhere):
+        environment.prepare()
 
 
 class EnvironmentGrader:
@@ -175,7 +201,7 @@ class EnvironmentGrader:
         self._loop = loop
         self._timeout_s = timeout_s
         self.references = environment.references
-        self.name = type(environment).__name__
+        self.name = name_of(environment)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Reward of the completion as the only turn.
@@ -272,7 +298,12 @@ class EpisodeEngine(MultiRequestEngine):
         """See `RolloutEngine`: the environment's identity, and the number of turns it may respond to."""
         return f"{reward_identity(self.environment)}, max_turns={self.max_turns}"
 
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
+        prepare(self.environment)
+        return super().around(engine, codec)
+
     def setup(self, model: str) -> None:
+        prepare(self.environment)
         super().setup(model)
         if self.step_cut_turns and not self._is_successor:  # earlier versions had another default
             log.warning(
@@ -301,7 +332,7 @@ class EpisodeEngine(MultiRequestEngine):
         began = list(self._in_environment.values())
         if not began:
             return None
-        name = f"environment {type(self.environment).__name__}"
+        name = f"environment {name_of(self.environment)}"
         oldest_s = max(0.0, time.monotonic() - min(began))
         return Work(name=name, num_calls=len(began), oldest_s=oldest_s, policy=self.policy)
 
@@ -352,7 +383,7 @@ class EpisodeEngine(MultiRequestEngine):
             self._warn_of_close(f"raised {type(error).__name__}: {error}")
 
     def _warn_of_close(self, what: str) -> None:
-        self._warnings.warning("environment %s: close %s", type(self.environment).__name__, what)
+        self._warnings.warning("environment %s: close %s", name_of(self.environment), what)
 
     def _end_all(self) -> None:
         conversations = [conversation for ended in self._conversations.values() for conversation in ended]
@@ -467,6 +498,8 @@ class EpisodeEngine(MultiRequestEngine):
             as_reward(observation.reward)
             conversation.set_result(observation)
             return None if observation.done else self._tokenizer.encode_continuation(observation.text)
+        except EnvironmentFailure as error:  # of an episode in another process
+            raise conversation.failure(self.environment, text, str(error), cause=error) from error
         except Exception as error:  # includes the environment's own TimeoutError, which is not our limit
             raise conversation.failure(self.environment, text, f"raised {type(error).__name__}: {error}") from error
 

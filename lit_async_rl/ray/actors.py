@@ -32,6 +32,25 @@ class Resources:
     others: dict[str, float] | None
     spread: bool
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """As Ray takes them: memory apart from the others."""
+        others = dict(self.others or {})
+        memory = others.pop("memory", None)
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "memory": memory,
+            "resources": others or None,
+            "scheduling_strategy": "SPREAD" if self.spread else "DEFAULT",
+        }
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """All that is more than nothing, by the name that Ray gives it."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.others or {})}
+        return {name: amount for name, amount in amounts.items() if amount}
+
     def __str__(self) -> str:
         parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.others or {})}
         return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
@@ -52,12 +71,9 @@ def make_actor(ray: Any, engine: RolloutEngine, number: int, resources: Resource
     kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1})(Replica)
     options = kind.options(
         name=f"lit_async_rl.{run}.replica{number}.{uuid.uuid4().hex[:4]}",
-        num_cpus=resources.num_cpus,
-        num_gpus=resources.num_gpus,
-        resources=resources.others,
         max_restarts=-1,
         max_task_retries=0,  # requests are placed again by the engine, which knows what is missing
-        scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
+        **resources.options,
     )
     return options.remote(Recipe.of(engine), number)
 

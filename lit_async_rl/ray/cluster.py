@@ -1,4 +1,7 @@
-"""`RayCluster`: the one setting that places trainer ranks and engines on a Ray cluster. Does not import ray."""
+"""`RayCluster`: the one setting that places trainer ranks, engines, rewards and environments on a Ray cluster.
+
+Does not import ray.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray import runtime
+from lit_async_rl.ray.actors import Resources
 from lit_async_rl.utils.checks import check_range
 
-DEFAULT_CPUS = 0.5  # of a rank and of a replica: two of each fit on a machine with two cores
+if TYPE_CHECKING:  # a run without pools needs none of it
+    from lit_async_rl.ray.pool import PoolSettings
+
+DEFAULT_CPUS = 0.5  # of a rank, a replica and an actor of a pool: two of each fit on a machine with two cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,12 @@ class EngineReplicas:
     @property
     def num_cpus(self) -> float:
         """CPUs of one replica, as Ray counts them."""
-        return DEFAULT_CPUS if self.resources is None else float(self.resources.get("CPU", 0.0))
+        return self.needs.num_cpus
+
+    @property
+    def needs(self) -> Resources:
+        """What Ray finds room for, for each replica."""
+        return _as_needs(self.resources)
 
     @property
     def least(self) -> int:
@@ -66,13 +79,72 @@ class EngineReplicas:
         return self.replicas if self.max is None else self.max
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardActors:
+    """Actors that call `data.reward`: `cluster.rewards`.
+
+    Args:
+        actors: processes, each with the reward and all of its parts. A part that counts something for the whole run,
+            such as a judge with its budget, is called in one of them.
+        resources: of one actor, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
+        calls: of plain rewards that one actor makes at a time, in threads: more than one for those that wait, such as
+            for programs in a sandbox. An `async` reward has its own number, or `data.scoring.workers` in all actors
+            together.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    actors: int = 2
+    resources: dict[str, int | float] | None = None
+    calls: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("cluster.rewards", "integer >= 1", actors=self.actors, calls=self.calls)
+        _check_resources("cluster.rewards.resources", self.resources)
+
+    @property
+    def needs(self) -> Resources:
+        """What Ray finds room for, for each actor."""
+        return _as_needs(self.resources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentActors:
+    """Actors that play the episodes of an environment: `cluster.environments`.
+
+    Args:
+        actors: processes, each with the environment. An episode stays in the one that has started it.
+        resources: of one actor, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    actors: int = 2
+    resources: dict[str, int | float] | None = None
+
+    def __post_init__(self) -> None:
+        check_range("cluster.environments", "integer >= 1", actors=self.actors)
+        _check_resources("cluster.environments.resources", self.resources)
+
+    @property
+    def needs(self) -> Resources:
+        """What Ray finds room for, for each actor."""
+        return _as_needs(self.resources)
+
+
 class RayCluster:
-    """Where trainer ranks and engines run: on a Ray cluster, or on a Ray that is started on this machine for the run.
+    """Where trainer ranks, engines, rewards and environments run.
+
+    That is a Ray cluster, or a Ray that is started on this machine for the run.
 
     With more than one trainer rank, or with resources for one, Ray Train places the ranks; each is a process of its
     own that runs the same command as under torchrun, and Lightning connects them. Otherwise the trainer runs where it
     is started, with as many processes as `trainer.devices` says. `trainer.devices` and `trainer.num_nodes` are set to
-    where the ranks are. With more than one engine replica `data.engine` is wrapped in `RayEngine`.
+    where the ranks are. With more than one engine replica `data.engine` is wrapped in `RayEngine`. With `rewards`
+    actors call `data.reward`, with `environments` they play the episodes of the environment of `data.engine`; both for
+    the leading rank, which samples.
 
     Every node needs this package, the model and the configuration's files under the same paths, and a folder of runs
     that all nodes share.
@@ -91,10 +163,14 @@ class RayCluster:
         trainer_resources: of one rank, as Ray counts them; None is half a CPU, and one GPU unless `trainer.accelerator`
             is `cpu` or the cluster has none.
         engines: replicas of the engine; None is one, in the leading rank.
+        rewards: actors that call the reward; None calls it in the leading rank.
+        environments: actors that play episodes; None plays them in the leading rank.
         max_failures: how often the ranks start again, from the run's newest checkpoint, after one of them was killed,
             lost its machine, or hung; -1 is without limit. A mistake (a setting out of range, a reward that raises)
             would come again, and ends the run at once.
-        start_timeout_s: limit of the wait for the resources of the ranks, at the start and after a failure.
+        start_timeout_s: limit of the wait for the resources of the ranks, at the start and after a failure, and of the
+            time in which no actor for rewards or environments is there while one is needed.
+        dry_run: says what would be placed where, and whether the cluster can hold it, and does not train.
 
     Raises:
         ValueError: a setting is out of range.
@@ -107,8 +183,11 @@ class RayCluster:
         trainer_ranks: int = 1,
         trainer_resources: dict[str, int | float] | None = None,
         engines: EngineReplicas | None = None,
+        rewards: RewardActors | None = None,
+        environments: EnvironmentActors | None = None,
         max_failures: int = 3,
         start_timeout_s: float = 300.0,
+        dry_run: bool = False,
     ) -> None:
         check_range("cluster", "integer >= 1", trainer_ranks=trainer_ranks)
         check_range("cluster", "integer >= -1", max_failures=max_failures)
@@ -123,6 +202,9 @@ class RayCluster:
         self.trainer_ranks = trainer_ranks
         self.trainer_resources = trainer_resources
         self.engines = engines or EngineReplicas()
+        self.rewards = rewards
+        self.environments = environments
+        self.dry_run = dry_run
         self.max_failures = max_failures
         self.start_timeout_s = start_timeout_s
 
@@ -136,13 +218,18 @@ class RayCluster:
         """Whether there are, or can be, several engines."""
         return self.engines.most > 1
 
+    @property
+    def has_actors(self) -> bool:
+        """Whether the process that samples uses actors: engines, rewards or environments."""
+        return self.has_replicas or self.rewards is not None or self.environments is not None
+
     def check(self) -> None:
         """Refuses a cluster where Ray is needed and not installed; does not import it.
 
         Raises:
             SetupError: says how to install it.
         """
-        if (self.places_ranks or self.has_replicas) and importlib.util.find_spec("ray") is None:
+        if (self.places_ranks or self.has_actors) and importlib.util.find_spec("ray") is None:
             raise SetupError("cluster is set, and Ray is not installed here: pip install 'lit-async-rl[ray]'")
 
     @contextmanager
@@ -156,6 +243,7 @@ class RayCluster:
         num_ranks = self.trainer_ranks if self.places_ranks else 0
         num_cpus = num_ranks * self.rank_resources(has_gpus=False).get("CPU", 0.0)
         num_cpus += self.engines.most * self.engines.num_cpus if self.has_replicas else 0.0
+        num_cpus += sum(pool.actors * pool.needs.num_cpus for pool in (self.rewards, self.environments) if pool)
         ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
         try:
             yield ray
@@ -170,23 +258,77 @@ class RayCluster:
             return engine.with_engine(self.replicate(engine.engine))
         from lit_async_rl.ray.engine import RayEngine
 
-        resources = {name: float(amount) for name, amount in (self.engines.resources or {}).items()}
+        needs = self.engines.needs
         return RayEngine(
             engine,
             self.engines.replicas,
-            num_cpus=self.engines.num_cpus,
-            num_gpus=resources.get("GPU", 0.0),
-            resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")} or None,
+            num_cpus=needs.num_cpus,
+            num_gpus=needs.num_gpus,
+            resources=needs.others,
             address=self.address,
             min_replicas=self.engines.least,
             delta=self.engines.delta,
+        )
+
+    def with_reward_actors(self, reward: Any, *, workers: int, timeout_s: float) -> Any:
+        """A reward that the actors of `rewards` call, or as it is.
+
+        Args:
+            reward: `data.reward`.
+            workers: `data.scoring.workers`.
+            timeout_s: `data.scoring.timeout_s`.
+
+        Raises:
+            ValueError: there is no reward.
+        """
+        actors = self.rewards
+        if actors is None:
+            return reward
+        if reward is None:
+            raise ValueError("cluster.rewards is set, and there is no data.reward: the engine gives the rewards")
+        from lit_async_rl.ray.reward_pool import RewardPool, in_pool
+
+        settings = self._pool("rewards", actors)
+        limits = {"calls": actors.calls, "workers": workers, "timeout_s": timeout_s}
+        return in_pool(reward, lambda parts: RewardPool(settings, parts, **limits))
+
+    def with_environment_actors(self, engine: RolloutEngine) -> RolloutEngine:
+        """An engine whose environment the actors of `environments` play, or as it is.
+
+        Raises:
+            ValueError: it has no environment.
+        """
+        if self.environments is None:
+            return engine
+        if not isinstance(engine, EpisodeEngine):
+            raise ValueError(
+                f"cluster.environments is set, and data.engine ({type(engine).__name__}) has no environment: "
+                "it must be an EpisodeEngine"
+            )
+        from lit_async_rl.ray.environment_pool import EnvironmentPool, RayEnvironment
+
+        pool = EnvironmentPool(self._pool("environments", self.environments), engine.environment)
+        return engine.with_engine(engine.engine, environment=RayEnvironment(pool, engine.environment))
+
+    def _pool(self, name: str, actors: RewardActors | EnvironmentActors) -> PoolSettings:
+        from lit_async_rl.ray.pool import PoolSettings
+
+        return PoolSettings(
+            name=f"cluster.{name}",
+            actors=actors.actors,
+            resources=actors.needs,
+            address=self.address,
+            start_timeout_s=self.start_timeout_s,
         )
 
     def as_config(self) -> dict[str, Any]:
         """This setting as a configuration has it."""
         names = ("address", "trainer_ranks", "trainer_resources", "max_failures", "start_timeout_s")
         settings = {name: getattr(self, name) for name in names}
-        return {"class_path": "RayCluster", "init_args": {**settings, "engines": dataclasses.asdict(self.engines)}}
+        for name in ("engines", "rewards", "environments"):
+            value = getattr(self, name)
+            settings[name] = None if value is None else dataclasses.asdict(value)
+        return {"class_path": "RayCluster", "init_args": settings}
 
     def rank_resources(self, has_gpus: bool) -> dict[str, float]:
         """Resources of one rank.
@@ -197,6 +339,18 @@ class RayCluster:
         if self.trainer_resources is not None:
             return {name: float(amount) for name, amount in self.trainer_resources.items()}
         return {"CPU": DEFAULT_CPUS} | ({"GPU": 1.0} if has_gpus else {})
+
+
+def _as_needs(resources: Mapping[str, int | float] | None) -> Resources:
+    """Resources of an actor, half a CPU where none are given."""
+    given = {"CPU": DEFAULT_CPUS} if resources is None else resources
+    others = {name: float(amount) for name, amount in given.items() if name not in ("CPU", "GPU")}
+    return Resources(
+        num_cpus=float(given.get("CPU", 0.0)),
+        num_gpus=float(given.get("GPU", 0.0)),
+        others=others or None,
+        spread=True,
+    )
 
 
 def _check_resources(setting: str, resources: Mapping[str, int | float] | None) -> None:

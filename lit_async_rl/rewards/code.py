@@ -21,6 +21,7 @@ from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, S
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range, meant
+from lit_async_rl.utils.elsewhere import Remade
 
 PYTHON = "python"
 LANGUAGES = {
@@ -36,7 +37,7 @@ OUTCOMES = ("right", "wrong", "no_code", "time", "memory", "output", "failed")
 log = logging.getLogger(__name__)
 
 
-class CodeReward:
+class CodeReward(Remade):
     r"""1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
 
     The code is the last fenced block (three backticks or tildes) of the completion that is closed; without one the

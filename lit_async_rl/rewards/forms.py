@@ -68,6 +68,10 @@ class BatchedReward:
         self._queue_lock = threading.Lock()  # of the list of waiting calls; never held while a batch is scored
         self._waiting: list[_Call] = []
 
+    def __reduce__(self) -> Any:
+        """Locks and waiting calls stay here."""
+        return type(self), (self.reward, self.max_batch_size)
+
     def __call__(self, prompt: Prompt, completion: str) -> Any:
         """Value of the completion. Blocks until its batch is scored; the scorer limits the time."""
         call = _Call(prompt, completion)
@@ -138,6 +142,9 @@ class TRLReward(BatchedReward):
         self._required = {
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         }
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.reward, self.answer_field, self.max_batch_size)
 
     def _call(self, prompts: list[Prompt], completions: list[str]) -> Any:
         is_chat = any(prompt.messages is not None for prompt in prompts)

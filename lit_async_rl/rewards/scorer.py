@@ -30,6 +30,7 @@ from lit_async_rl.rewards.async_calls import ANSWER_S, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.guarded_calls import LoopThread
 from lit_async_rl.utils.spans import recorder, reward_lane
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
@@ -98,6 +99,7 @@ Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, an
 
 def reward_name(reward: Any) -> str:
     """Dotted name of a reward function, or of the class of a callable object."""
+    reward = original_of(reward)
     if isinstance(reward, BatchedReward):
         return reward_name(reward.reward)
     if hasattr(reward, "__qualname__"):
@@ -116,6 +118,7 @@ def reward_identity(reward: Any) -> str:
     Where the source is at hand, its digest is part of the identity, so that a function that was edited is another one;
     that of what it calls is not. The classes of this package have none: a release says if rewards change.
     """
+    reward = original_of(reward)
     if isinstance(reward, functools.partial):
         name = reward_identity(reward.func)
         given = {str(n): value for n, value in enumerate(reward.args)}

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.elsewhere import Remade
 from lit_async_rl.utils.processes import die_with_parent
 
 START_TIMEOUT_S = 300.0  # imports of the child
@@ -44,7 +45,7 @@ class IsolatedCallError(RuntimeError):
     """The isolated function raised, or returned a value that JSON cannot represent; names the function."""
 
 
-class IsolatedFunction:
+class IsolatedFunction(Remade):
     """Function executed in a child process; each calling thread has its own, started on the first call.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import LimitedLog
 
+LOST_TRIES = 5  # of a call whose processes are lost, one after the other, where no number of tries is set
 MAX_CONSECUTIVE_FAILURES = 10  # prompts in a row without a success, after which the run ends
 GRACE_S = 5.0  # after a call's time limit; a call that has not ended by then hangs
 log = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ class Retries:
     ) -> bool:
         """Whether to try a call again after `num_failed` failures; otherwise its prompt is left out.
 
-        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run. With
+        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run. One with
+        a true attribute `is_lost`, whose process is gone, is tried `LOST_TRIES` times where `tries` is None. With
         `keeps_prompt` only a sample is left out, and the prompt goes on with its others.
 
         Raises:
@@ -110,8 +112,13 @@ class Retries:
         """
         tries = self.policy.tries
         setting = f"{self.policy.owner}.tries"
-        if tries is None or getattr(error, "ends_run", False):
+        if getattr(error, "ends_run", False) or (tries is None and not getattr(error, "is_lost", False)):
             raise error
+        if tries is None:
+            if num_failed >= LOST_TRIES:
+                raise error
+            self._tries_log.warning("try %d of %d was lost, there is another: %s", num_failed, LOST_TRIES, error)
+            return True
         if num_failed < tries and not is_final:
             pause_s = self.policy.pause_s(num_failed)
             when = f" in {pause_s:g} s" if pause_s else ""

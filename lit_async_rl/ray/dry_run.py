@@ -1,0 +1,170 @@
+"""What a cluster would place where, without training: `cluster.dry_run`. Ray is asked for its nodes only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_async_rl.errors import SetupError
+from lit_async_rl.ray.cluster import RayCluster
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes that do the same.
+
+    Args:
+        setting: of their number.
+        number: how many.
+        needs: of each, by Ray's name of the resource.
+        is_packed: on as few nodes as possible; otherwise on as many.
+    """
+
+    setting: str
+    number: int
+    needs: Mapping[str, float]
+    is_packed: bool = False
+
+    @property
+    def each(self) -> str:
+        """What each needs, for people."""
+        return _listed(self.needs)
+
+
+@dataclass
+class Node:
+    """A machine of the cluster, with what is left of it."""
+
+    name: str
+    left: dict[str, float]
+    held: Counter[str] = field(default_factory=Counter)
+
+    def has_room(self, needs: Mapping[str, float]) -> bool:
+        """Whether one more process fits."""
+        return all(self.left.get(name, 0.0) + ROUNDING >= amount for name, amount in needs.items())
+
+    def take(self, role: Role) -> None:
+        """Gives a process of the role its resources."""
+        for name, amount in role.needs.items():
+            self.left[name] -= amount
+        self.held[role.setting] += 1
+
+
+def roles_of(cluster: RayCluster, has_gpus: bool) -> list[Role]:
+    """What Ray would place.
+
+    Args:
+        cluster: as it was configured.
+        has_gpus: whether the trainer may use GPUs, and the cluster has some.
+    """
+    roles = []
+    if cluster.places_ranks:
+        needs = {name: one for name, one in cluster.rank_resources(has_gpus=has_gpus).items() if one}
+        roles.append(Role("cluster.trainer_ranks", cluster.trainer_ranks, needs, is_packed=True))
+    if cluster.has_replicas:
+        roles.append(Role("cluster.engines.replicas", cluster.engines.replicas, cluster.engines.needs.by_name))
+    for name in ("rewards", "environments"):
+        if (pool := getattr(cluster, name)) is not None:
+            roles.append(Role(f"cluster.{name}.actors", pool.actors, pool.needs.by_name))
+    return roles
+
+
+def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
+    """Fills the nodes as Ray would: ranks packed, all others spread.
+
+    Raises:
+        SetupError: they do not fit; names the setting, what is needed, and what there is.
+    """
+    for role in roles:
+        for number in range(role.number):
+            free = [node for node in nodes if node.has_room(role.needs)]
+            if not free:
+                total = {name: role.number * amount for name, amount in role.needs.items()}
+                had = {name: sum(node.left.get(name, 0.0) for node in nodes) for name in role.needs}
+                had = {name: amount + number * role.needs[name] for name, amount in had.items()}
+                beside = " beside the others" if role is not roles[0] else ""
+                raise SetupError(
+                    f"{role.setting}={role.number} with {role.each} each do not fit: they need {_listed(total)}, "
+                    f"the cluster has {_listed(had)}{beside} on {_nodes(len(nodes))}, and there is room for {number}"
+                )
+            held = [node.held[role.setting] for node in free]
+            wanted = max(held) if role.is_packed else min(held)
+            free[held.index(wanted)].take(role)
+        on_each = {node.held[role.setting] for node in nodes if node.held[role.setting]}
+        if role.is_packed and len(on_each) > 1:
+            raise SetupError(
+                f"{role.setting}={role.number} with {role.each} each would be {_where(role, nodes)}, and each node "
+                "must have equally many: set cluster.trainer_resources so that they fit"
+            )
+
+
+def described(cluster: RayCluster, roles: Sequence[Role], nodes: Sequence[Node]) -> list[str]:
+    """Lines about a placement."""
+    rows = [("", "number", "each", "where")]
+    if not cluster.places_ranks:
+        rows.append(("trainer", "-", "-", "in the process of the command, not placed by Ray"))
+    rows += [(role.setting, str(role.number), role.each, _where(role, nodes)) for role in roles]
+    if not cluster.has_replicas:
+        rows.append(("engine", "-", "-", "with the trainer"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if cluster.has_replicas and cluster.engines.most > cluster.engines.replicas:
+        engines = Role("engines", 1, cluster.engines.needs.by_name)
+        more = 0
+        wanted = cluster.engines.most - cluster.engines.replicas
+        while more < wanted and (free := [node for node in nodes if node.has_room(engines.needs)]):
+            free[0].take(engines)
+            more += 1
+        lines.append(f"cluster.engines.max={cluster.engines.most}: there is room for {more} of {wanted} more")
+    return lines
+
+
+def print_dry_run(cluster: RayCluster, *, uses_gpus: bool) -> None:
+    """Prints what would be placed where.
+
+    Args:
+        cluster: as it was configured.
+        uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
+
+    Raises:
+        SetupError: the cluster cannot hold it, or is not reachable.
+    """
+    cluster.check()
+    if not roles_of(cluster, has_gpus=False):
+        print("dry run: Ray would place nothing; trainer, engine, rewards and environments are in one process")
+        return
+    with cluster.connected() as ray:
+        found = [node for node in ray.nodes() if node["Alive"]]
+        used = _used(ray)
+    nodes = [Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})", dict(node["Resources"])) for node in found]
+    has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)
+    roles = roles_of(cluster, has_gpus=has_gpus)
+    place(roles, nodes)
+    print(f"dry run: the cluster of {_nodes(len(nodes))} can hold it, and nothing is trained")
+    for line in described(cluster, roles, nodes):
+        print(line)
+    if used:
+        print(f"of this {_listed(used)} is in use at the moment; what waits for it starts later")
+
+
+def _used(ray: Any) -> dict[str, float]:
+    """What others use at the moment."""
+    free = ray.available_resources()
+    amounts = {name: total - free.get(name, 0.0) for name, total in ray.cluster_resources().items()}
+    return {name: amount for name, amount in amounts.items() if amount > ROUNDING and name in ("CPU", "GPU")}
+
+
+def _where(role: Role, nodes: Sequence[Node]) -> str:
+    return ", ".join(f"{node.held[role.setting]} on {node.name}" for node in nodes if node.held[role.setting])
+
+
+def _listed(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in amounts.items()) or "nothing"
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number} nodes"

@@ -1,0 +1,81 @@
+"""What the actors of all pools do: they start, say where they are, answer, and end."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import socket
+import traceback
+from typing import Any
+
+MAX_ERROR_CHARS = 4000
+# parts of files' names in the frames of an error that are not the user's own code
+NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "asyncio", "concurrent", "ray"))
+
+
+class PoolWorker:
+    """Base of the actors; all methods of a subclass that Ray calls are coroutines of one event loop.
+
+    The constructor does nothing: Ray makes the object anew after a crash, and `start` is called again.
+    """
+
+    def __init__(self) -> None:
+        faulthandler.enable()
+        self._was_started = False
+
+    async def start(self) -> dict[str, Any]:
+        """Makes what this process works with, and says where it is; or `error`."""
+        if self._was_started:  # the trainer has lost this process, and may not know what still runs in it
+            os._exit(1)
+        self._was_started = True
+        try:
+            await self.prepare()
+        except Exception as error:
+            traceback.print_exc()  # into the log of this process
+            return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
+        import ray
+
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "logs": [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")],
+        }
+
+    async def prepare(self) -> None:
+        """Makes what this process works with."""
+
+    async def wait(self) -> dict[str, Any]:
+        """Never answers: the call fails when this process is gone."""
+        await asyncio.Event().wait()
+        return {}
+
+    async def ping(self) -> dict[str, Any]:
+        """Answers, unless something blocks the event loop."""
+        return {}
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """An error as plain data: its type and message, where it was raised, and whether another try may help."""
+    traceback.print_exception(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in NOT_OF_INTEREST)]
+    at = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:MAX_ERROR_CHARS],
+        "at": at[:MAX_ERROR_CHARS],
+        "is_final": bool(getattr(error, "is_final", False)),
+        "ends_run": bool(getattr(error, "ends_run", False)),
+        "is_ours": type(error).__module__.startswith("lit_async_rl."),
+    }
+
+
+def find_fault(error: Any) -> str:
+    """What is wrong with the `error` of an answer; empty if nothing."""
+    if not isinstance(error, dict):
+        return f"an error that is {type(error).__name__}"
+    kinds = {"type": str, "message": str, "at": str, "is_final": bool, "ends_run": bool, "is_ours": bool}
+    wrong = next((name for name, kind in kinds.items() if type(error.get(name)) is not kind), "")
+    return f"an error whose {wrong} is {error.get(wrong)!r:.100}" if wrong else ""

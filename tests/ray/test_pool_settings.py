@@ -1,0 +1,254 @@
+"""Settings of pools, their answers when these are wrong, and the dry run; without Ray, but for the last test."""
+
+import pickle
+from pathlib import Path
+
+import pool_parts
+import pytest
+
+import lit_async_rl as rl
+from lit_async_rl.cli.app import AsyncRLCLI, main
+from lit_async_rl.environments.episode_engine import name_of
+from lit_async_rl.errors import LostRewardError, RewardError, SetupError
+from lit_async_rl.ray.dry_run import Node, described, place, roles_of
+from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observation
+from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
+from lit_async_rl.ray.pool_worker import find_fault
+from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_notes
+from lit_async_rl.rewards.forms import BatchedReward, TRLReward
+from lit_async_rl.rewards.scorer import reward_identity, reward_name
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.tries import LOST_TRIES, Retries, TryPolicy
+
+QUICKSTART = ["--config", "configs/quickstart.yaml"]
+
+
+@pytest.fixture
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (rl.RewardActors, dict(actors=0), "cluster.rewards.actors must be >= 1, got 0"),
+        (rl.RewardActors, dict(calls=0), "cluster.rewards.calls must be >= 1, got 0"),
+        (rl.RewardActors, dict(resources={"cpu": 1}), "cluster.rewards.resources.cpu: Ray calls it CPU"),
+        (rl.EnvironmentActors, dict(actors=0), "cluster.environments.actors must be >= 1, got 0"),
+        (rl.EnvironmentActors, dict(resources={"GPU": -1}), "cluster.environments.resources.GPU must be a number >= 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**settings)
+
+
+def test_pools_need_a_reward_and_an_environment():
+    cluster = rl.RayCluster(rewards=rl.RewardActors(), environments=rl.EnvironmentActors())
+    with pytest.raises(ValueError, match=r"cluster.rewards is set, and there is no data.reward"):
+        cluster.with_reward_actors(None, workers=1, timeout_s=1.0)
+    with pytest.raises(ValueError, match=r"cluster.environments is set, and data.engine \(EmbeddedEngine\) has no env"):
+        cluster.with_environment_actors(rl.EmbeddedEngine())
+
+
+def test_the_settings_of_a_run_from_python_are_a_configuration():
+    cluster = rl.RayCluster(rewards=rl.RewardActors(actors=3), environments=rl.EnvironmentActors(resources={"GPU": 1}))
+    given = cluster.as_config()["init_args"]
+    assert given["rewards"] == {"actors": 3, "resources": None, "calls": 1}
+    assert given["environments"] == {"actors": 2, "resources": {"GPU": 1}}
+
+
+def test_a_configuration_with_a_pool_of_rewards_scores_with_it(at_the_root, tmp_path):
+    flags = ["--cluster", "RayCluster", "--cluster.rewards.actors", "3", "--cluster.rewards.resources", "{CPU: 1}"]
+    logs = ["--trainer.logger.save_dir", str(tmp_path)]
+    cli = AsyncRLCLI([*QUICKSTART, *flags, *logs], starts_ranks=True)
+    plain = AsyncRLCLI([*QUICKSTART, *logs], starts_ranks=True)
+    assert not cli.places_ranks
+    reward = cli.datamodule.reward
+    assert isinstance(reward, RayReward)
+    assert (reward.pool.settings.actors, str(reward.pool.settings.resources)) == (3, "num_cpus=1")
+    assert reward_identity(reward) == reward_identity(plain.datamodule.reward)
+    assert reward_name(reward) == reward_name(plain.datamodule.reward)
+    assert reward.references is plain.datamodule.reward.references
+    assert cli.datamodule.held_out.success == plain.datamodule.held_out.success
+
+
+def test_a_configuration_with_a_pool_of_environments_plays_in_it(at_the_root, tmp_path):
+    flags = ["--cluster", "RayCluster", "--cluster.environments.actors", "3", "--cluster.engines.replicas", "2"]
+    words = ["--config", "configs/calculator.yaml", *flags, "--trainer.logger.save_dir", str(tmp_path)]
+    engine = AsyncRLCLI(words).datamodule.engine
+    assert isinstance(engine.engine, rl.RayEngine)
+    assert engine.environment.pool.settings.actors == 3
+    assert name_of(engine.environment) == "Calculator"
+    assert engine.fresh().environment is engine.environment, "also after a restart"
+    plain = AsyncRLCLI(["--config", "configs/calculator.yaml", "--trainer.logger.save_dir", str(tmp_path)])
+    assert engine.scoring_identity == plain.datamodule.engine.scoring_identity
+
+
+def test_rewards_and_environments_with_processes_are_made_anew_where_they_arrive():
+    for made in (
+        rl.CodeReward(allow_unsandboxed=True, timeout_s=7.0),
+        rl.JudgeReward(model="m", engine=None, base_url="http://127.0.0.1:1/v1"),
+        rl.IsolatedReward("my.reward", timeout_s=7.0),
+        rl.PythonTool(allow_unsandboxed=True, max_calls=7),
+        rl.GymnasiumEnvironment(pool_parts.length, max_threads=7),
+        BatchedReward(pool_parts.batched, 7),
+        TRLReward(pool_parts.batched, "solution", 7),
+    ):
+        other = pickle.loads(pickle.dumps(made))
+        assert type(other) is type(made)
+        assert reward_identity(other) == reward_identity(made)
+
+
+def test_a_prompt_arrives_as_it_was():
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    for prompt in (Prompt(text="a", answer="b", metadata={"c": [1]}, other_answers=("d",)), Prompt(messages=messages)):
+        there = unpack_prompt(pack_prompt(prompt))
+        assert (there.text, there.answers, there.metadata) == (prompt.text, prompt.answers, prompt.metadata)
+        assert there.messages == prompt.messages
+
+
+# -- tries ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_process_is_no_failure_of_the_reward_until_it_comes_again_and_again():
+    policy = dict(owner="data.scoring", timeout_s=1.0)
+    lost, own = LostRewardError("gone"), RewardError("raised")
+    retries = Retries(TryPolicy(**policy))
+    with pytest.raises(RewardError, match="raised"):
+        retries.may_try_again("p", 1, own)
+    assert all(retries.may_try_again("p", n, lost) for n in range(1, LOST_TRIES))
+    with pytest.raises(LostRewardError, match="gone"):
+        retries.may_try_again("p", LOST_TRIES, lost)
+    retries = Retries(TryPolicy(**policy, tries=2))
+    assert retries.may_try_again("p", 1, lost)
+    assert not retries.may_try_again("p", 2, lost), "the number that was set counts"
+
+
+# -- answers that cannot be right -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        (None, "None for 1 completions"),
+        ([], "0 values for 1 completions"),
+        ([1.0, 2.0], "2 values for 1 completions"),
+        (["1.0"], "a reward that is '1.0'"),
+        ([1], "a reward that is 1"),
+        ([float("nan")], "a reward that is nan; a reward must be finite"),
+        ([1e300], "at most 3.4e38"),
+        ([{"value": 1.0}], "a reward that is {'value': 1.0}"),
+        ([{"value": 1.0, "parts": {1: 1.0}}], "a reward that is {'value'"),
+        ([{"value": 1.0, "parts": {"a": "x"}}], "a reward that is 'x'"),
+        ([{"wrong": 1}], "a reason that is 1"),
+    ],
+)
+def test_wrong_rewards_are_refused(values, wrong):
+    assert wrong in _find_wrong(values, 1)
+
+
+def test_wrong_notes_errors_and_observations_are_refused():
+    assert _find_wrong([None, 1.0, {"value": 1.0, "parts": {"a": 1.0}}, {"wrong": "x"}], 4) == ""
+    assert "a state that is" in _find_wrong_notes({"state": {"a": [1]}})
+    assert "metrics that are" in _find_wrong_notes({"metrics": {"a": "1"}})
+    assert _find_wrong_notes({"state": {"a": 1}, "metrics": {"a": 1.0}}) == ""
+    assert find_fault("x") == "an error that is str"
+    assert find_fault({"type": "ValueError"}) == "an error whose message is None"
+    right = {"text": "a", "reward": 1.0, "done": False, "state": None}
+    assert find_wrong_observation(right) == ""
+    for name, value in (("text", 1), ("reward", float("inf")), ("reward", 1), ("done", 0), ("state", 1)):
+        assert f"an observation whose {name} is" in find_wrong_observation({**right, name: value})
+
+
+# -- dry run ----------------------------------------------------------------------------------------------------------
+
+
+def nodes(number=2, **resources):
+    return [Node(f"node {n}", {"CPU": 4.0, **resources}) for n in range(number)]
+
+
+def test_a_placement_packs_ranks_and_spreads_the_rest():
+    cluster = rl.RayCluster(
+        trainer_ranks=2,
+        trainer_resources={"CPU": 1.0},
+        engines=rl.EngineReplicas(replicas=2, max=8, resources={"CPU": 1.0}),
+        rewards=rl.RewardActors(actors=2, resources={"CPU": 0.5}),
+        environments=rl.EnvironmentActors(actors=1),
+    )
+    roles = roles_of(cluster, has_gpus=False)
+    found = nodes()
+    place(roles, found)
+    assert found[0].held == {
+        "cluster.trainer_ranks": 2,
+        "cluster.engines.replicas": 1,
+        "cluster.rewards.actors": 1,
+        "cluster.environments.actors": 1,
+    }
+    assert found[1].held == {"cluster.engines.replicas": 1, "cluster.rewards.actors": 1}
+    text = "\n".join(described(cluster, roles, found))
+    assert "cluster.trainer_ranks        2       CPU 1    2 on node 0" in text
+    assert "cluster.engines.max=8: there is room for 2 of 6 more" in text
+
+
+TOO_MANY = rl.RewardActors(actors=5, resources={"GPU": 1})
+TOO_LARGE = rl.EnvironmentActors(resources={"CPU": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            dict(rewards=TOO_MANY),
+            "cluster.rewards.actors=5 with GPU 1 each do not fit: they need GPU 5, the cluster has GPU 2 on 2 nodes, "
+            "and there is room for 2",
+        ),
+        (
+            dict(trainer_ranks=4, trainer_resources={"CPU": 1}, environments=TOO_LARGE),
+            "cluster.environments.actors=2 with CPU 3 each do not fit: they need CPU 6, the cluster has CPU 4 beside "
+            "the others on 2 nodes, and there is room for 1",
+        ),
+        (
+            dict(trainer_ranks=5, trainer_resources={"CPU": 1}),
+            "cluster.trainer_ranks=5 with CPU 1 each would be 4 on node 0, 1 on node 1, and each node must have equal",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(settings, message):
+    with pytest.raises(SetupError, match=message) as error:
+        place(roles_of(rl.RayCluster(**settings), has_gpus=False), nodes(GPU=1.0))
+    assert "\n" not in str(error.value)
+
+
+def test_without_anything_to_place_a_dry_run_starts_no_ray(at_the_root, capsys, monkeypatch):
+    monkeypatch.setattr(rl.RayCluster, "connected", lambda self: pytest.fail("connects"))
+    main([*QUICKSTART, "--cluster", "RayCluster", "--cluster.dry_run", "true"])
+    assert "dry run: Ray would place nothing" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_dry_run_shows_the_placement_or_fails_and_does_not_train(ray_cluster, at_the_root, tmp_path, capsys):
+    settings = ["--cluster", "RayCluster", "--cluster.address", ray_cluster.address, "--cluster.dry_run", "true"]
+    rewards = ["--cluster.rewards.actors", "3", "--cluster.trainer_ranks", "2"]
+    logs = ["--trainer.logger.save_dir", str(tmp_path)]
+    main([*QUICKSTART, *settings, *rewards, *logs])
+    shown = capsys.readouterr().out
+    assert "can hold it, and nothing is trained" in shown
+    assert "cluster.rewards.actors" in shown
+    assert "3 on 127.0.0.1" in shown
+    with pytest.raises(SystemExit) as end:
+        main([*QUICKSTART, *settings, *logs, "--cluster.rewards.resources", "{GPU: 8}"])
+    message = str(end.value.code) if isinstance(end.value.code, str) else capsys.readouterr().err
+    assert "cluster.rewards.actors=2 with GPU 8 each do not fit" in message
+    assert list(tmp_path.iterdir()) == [], "no folder of a run"
+    cluster = rl.RayCluster(address=ray_cluster.address, rewards=rl.RewardActors(), dry_run=True)
+    trainer = rl.fit(
+        rl.asset("sort_policy"), [{"prompt": "21=", "answer": "12"}], rl.exact_match, max_steps=2, cluster=cluster
+    )
+    assert trainer.global_step == 0
+    assert "nothing is trained" in capsys.readouterr().out

@@ -1,0 +1,340 @@
+"""Rewards and environments in actors: the same results as here, each once whatever happens, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import lightning.pytorch as pl
+import pool_parts
+import pytest
+from failing_engines import Watch, said
+from flow import fit, make_data, make_module
+from pool_parts import notes
+from processes import wait_for_the_end_of
+
+import lit_async_rl as rl
+from lit_async_rl.errors import (
+    EnvironmentFailure,
+    FinalRewardError,
+    LostEnvironment,
+    RewardError,
+    RewardSetupError,
+)
+from lit_async_rl.rewards import hooks
+from lit_async_rl.rewards.combined import CombinedReward
+from lit_async_rl.rewards.scorer import Scorer, reward_identity
+from lit_async_rl.tasks.arithmetic import Addition
+from lit_async_rl.tasks.calculator import Calculator
+from lit_async_rl.types import Prompt, Score
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]  # a busy machine starts processes slowly
+
+SMALL = {"CPU": 0.1}
+PROMPT = Prompt(text="p", answer="42", metadata={"unit": "m"}, other_answers=("43",))
+LIMIT_S = 60.0
+WAIT_S = 300.0
+
+
+def pooled(reward, timeout_s=LIMIT_S, **settings):
+    cluster = rl.RayCluster(rewards=rl.RewardActors(resources=SMALL, **settings))
+    return cluster.with_reward_actors(reward, workers=16, timeout_s=timeout_s)
+
+
+def ask(*calls):
+    """What several coroutines return or raise."""
+
+    async def ask():
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT_S)
+
+    return asyncio.run(ask())
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def parts(ray_cluster):
+    """Several rewards in one pool."""
+    rewards = {name: getattr(pool_parts, name) for name in ("length", "described", "faulty", "slow", "batched", "pid")}
+    made = pooled(CombinedReward(rewards), timeout_s=LIMIT_S, actors=2)
+    pool = made.rewards["length"].pool
+    pool.open()
+    until(lambda: len(pool.pids) == 2)
+    yield made
+    pids = pool.pids
+    hooks.close(made)
+    hooks.close(made)
+    wait_for_the_end_of(*pids)
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_of_all_forms_are_those_that_the_trainer_would_have_given(parts):
+    texts = ["", "a", "none", "score", "abc"]
+    names = ("length", "faulty", "slow", "batched")
+    here = CombinedReward({name: getattr(pool_parts, name) for name in names})
+    there = CombinedReward({name: parts.rewards[name] for name in names})
+    expected = ask(*(here(PROMPT, text) for text in texts))
+    found = ask(*(there(PROMPT, text) for text in texts))
+    for one in (*expected, *found):
+        one.parts.pop("batched", None)  # says how many were in its batch
+    assert [one.parts for one in found] == [one.parts for one in expected]
+    assert "faulty" not in found[2].parts, "None: does not apply"
+    assert ask(parts.rewards["described"](PROMPT, "x", token_ids=(1, 2, 3))) == [4.0]
+    (whole,) = ask(parts.rewards["faulty"](PROMPT, "score"))
+    assert isinstance(whole, Score)
+    assert whole.parts == {"a": 1.0, "b": 0.5}
+    assert len(set(ask(*(parts.rewards["pid"](PROMPT, "x") for _ in range(40))))) == 2, "both actors"
+    assert reward_identity(there) == reward_identity(here), "a run with a pool goes on from one without"
+
+
+def test_completions_that_wait_are_one_batch(parts):
+    sizes = ask(*(parts.rewards["batched"](PROMPT, "x") for _ in range(40)))
+    assert max(sizes) > 8
+    assert {round((size - int(size)) * 1000) for size in sizes} == {1}
+
+
+def test_errors_say_what_was_raised_and_where(parts):
+    faulty = parts.rewards["faulty"]
+    raised, final, setup, left, text, nan = ask(
+        *(faulty(PROMPT, word) for word in ("raise", "final", "setup", "exit", "text", "nan"))
+    )
+    assert type(raised) is RewardError
+    pids = faulty.pool.pids
+    assert "raised KeyError: 'no such case'" in str(raised)
+    assert "pool_parts.py" in str(raised)
+    assert any(f"pid {pid}" in str(raised) for pid in pids)
+    assert type(final) is FinalRewardError
+    assert "has tried itself" in str(final)
+    assert type(setup) is RewardSetupError
+    assert setup.ends_run
+    assert "SystemExit: 3" in str(left)
+    assert "returned '0.5', which is not a number" in str(text)
+    assert "nan; a reward must be finite" in str(nan)
+    assert faulty.pool.num_lost == 0
+
+
+class Jobs:
+    """Completions that a scorer scores; each is filed once or given up."""
+
+    def __init__(self, reward, **settings):
+        self.scorer = Scorer(reward, num_workers=4, timeout_s=LIMIT_S, **settings)
+        self.done = []
+
+    def submit(self, texts):
+        for text in texts:
+            self.scorer.submit(PROMPT, text, done=lambda value, text=text: self.done.append((text, value)))
+
+    def finish(self, number):
+        def is_done():
+            self.scorer.check()
+            return len(self.done) >= number
+
+        until(is_done)
+
+
+def test_killed_actors_cost_no_completion_and_double_none(parts, tmp_path, caplog):
+    once = pooled(pool_parts.once, actors=2)
+    jobs = Jobs(once)
+    texts = [str(tmp_path / f"{n}{'-' if n in (20, 60) else ''}") for n in range(100)]
+    jobs.submit(texts)
+    until(lambda: len(jobs.done) > 5)
+    os.kill(once.pool.pids[0], signal.SIGKILL)
+    jobs.finish(100)
+    jobs.scorer.close()
+    assert sorted(jobs.done) == sorted((text, 1.0) for text in texts)
+    assert once.pool.num_lost >= 2, "by a reward that ends its process, and from outside"
+    told = said(caplog, "an actor is started again")
+    assert told
+    assert all("pid" in line for line in told)
+    until(lambda: len(once.pool.pids) == 2)
+    pids = once.pool.pids
+    once.close()
+    wait_for_the_end_of(*pids)
+
+
+def test_calls_that_do_not_return_are_ended_and_others_go_on(ray_cluster, caplog):
+    reward = pooled(CombinedReward({"faulty": pool_parts.faulty, "slow": pool_parts.slow}), timeout_s=2.0, actors=2)
+    faulty, slow = reward.rewards["faulty"], reward.rewards["slow"]
+    assert ask(faulty(PROMPT, "x"), slow(PROMPT, "x")) == [1.0, 1.0]
+    until(lambda: len(faulty.pool.pids) == 2)
+    hung, other = ask(faulty(PROMPT, "hang"), faulty(PROMPT, "x"))
+    assert other == 1.0
+    until(lambda: len(faulty.pool.pids) == 2)
+    (cancelled,) = ask(slow(PROMPT, "hang"))
+    for late in (hung, cancelled):
+        assert type(late) is RewardError, "which uses up a try"
+        assert "did not return within data.scoring.timeout_s=2 (pid" in str(late)
+    until(lambda: said(caplog, "was killed: a reward did not return"))
+    assert any("last words" in line for line in said(caplog, "was killed")), "the last lines of its log"
+    until(lambda: len(faulty.pool.pids) == 2)
+    (blocked,) = ask(slow(PROMPT, "block"))
+    assert isinstance(blocked, RewardError)
+    until(lambda: said(caplog, "is blocked: it has not answered"))
+    until(lambda: len(faulty.pool.pids) == 2)
+    assert ask(*(faulty(PROMPT, "x") for _ in range(4))) == [1.0] * 4
+    reward.rewards["slow"].close()
+
+
+def test_a_reward_that_counts_is_in_one_actor_and_goes_on_in_the_next(ray_cluster, tmp_path):
+    counting = pooled(pool_parts.Counting(str(tmp_path)), timeout_s=2.0, actors=2)
+    hooks.use_folder(counting, tmp_path)
+    hooks.restore_state(counting, {"0": {"num": 100}})
+    began = []
+    found = ask(*(counting(PROMPT, "x", begun=lambda: began.append(1)) for _ in range(20)))
+    assert sorted(found) == [float(n) for n in range(101, 121)]
+    assert sum(began) == 20
+    assert ask(counting(PROMPT, "late")) == [121.0], "its time begins with its work"
+    assert hooks.save_state(counting) == {"0": {"num": 121}}
+    assert ask(counting.score_group(PROMPT, ["a", "b"])) == [[2.0, 2.0]]
+    time.sleep(0.6)  # the metrics are told so often
+    ask(counting(PROMPT, "x"))
+    assert hooks.metrics_of(counting) == {"counting/num_calls": 122.0, "counting/latency_s": 0.5}
+    for pid in counting.pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: counting.pool.num_lost == 2)
+    assert ask(counting(PROMPT, "x")) == [123.0]
+    counting.close()
+    assert any(line.startswith(f"closed 123 {tmp_path}") for line in notes(tmp_path, "closed"))
+
+
+def test_what_cannot_be_sent_or_started_is_said_at_once(ray_cluster):
+    lock = threading.Lock()
+    reward = pooled(lambda prompt, completion: float(lock.locked()))
+    (error,) = ask(reward(PROMPT, "x"))
+    assert isinstance(error, RewardSetupError)
+    assert "cluster.rewards: reward" in str(error)
+    assert "cannot be sent to another process" in str(error)
+    cluster = rl.RayCluster(rewards=rl.RewardActors(resources={"no_such_thing": 1.0}), start_timeout_s=0.5)
+    nowhere = cluster.with_reward_actors(pool_parts.length, workers=1, timeout_s=5.0)
+    (error,) = ask(nowhere(PROMPT, "x"))
+    assert error.ends_run
+    assert "none of 2 actors was there within cluster.start_timeout_s=0.5; each needs no_such_thing=1" in str(error)
+    nowhere.close()
+
+
+# -- environments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ladder(ray_cluster, tmp_path):
+    cluster = rl.RayCluster(environments=rl.EnvironmentActors(actors=2, resources=SMALL))
+    engine = rl.EpisodeEngine(rl.EmbeddedEngine(), pool_parts.Ladder(str(tmp_path)))
+    environment = cluster.with_environment_actors(engine).environment
+    environment.prepare()
+    until(lambda: len(environment.pool.pids) == 2)
+    yield environment
+    asyncio.run(environment.close())
+
+
+def test_episodes_stay_in_their_actor_and_are_closed_once(ladder, tmp_path):
+    async def play():
+        episode = await ladder.start(PROMPT)
+        turns = [await episode.step("x") for _ in range(3)]
+        cut = await episode.step_cut("x")
+        await episode.close()
+        return turns, cut
+
+    played = ask(*(play() for _ in range(10)))
+    for turns, cut in played:
+        assert [turn.reward for turn in turns] == [0.5] * 3
+        assert [turn.state for turn in turns] == ["turn 1", "turn 2", "turn 3"]
+        assert [turn.done for turn in turns] == [False, False, True]
+        assert len({turn.text for turn in turns}) == 1, "one process"
+        assert cut.reward == -1.0
+    assert len({turns[0].text for turns, _ in played}) == 2, "both"
+    begun = sorted(line.split()[1:] for line in notes(tmp_path, "begun"))
+    assert begun == sorted(line.split()[1:] for line in notes(tmp_path, "ended"))
+
+
+def test_cancelled_starts_and_steps_end_there_too(ladder, tmp_path):
+    async def play():
+        starting = asyncio.ensure_future(ladder.start(Prompt(text="slow start")))
+        episode = await ladder.start(PROMPT)
+        hung = asyncio.ensure_future(episode.step("hang"))
+        await asyncio.sleep(0.5)
+        for task in (starting, hung):
+            task.cancel()
+        await asyncio.gather(starting, hung, return_exceptions=True)
+        await episode.close()
+
+    ask(play())
+    until(lambda: notes(tmp_path, "start cancelled"))
+    assert len(notes(tmp_path, "begun")) == len(notes(tmp_path, "ended")) == 1
+    assert ladder.pool.num_lost == 0
+
+
+def test_an_episode_whose_process_is_gone_has_failed_and_others_play_on(ladder, caplog):
+    async def play(*turns):
+        episode = await ladder.start(PROMPT)
+        try:
+            return [await asyncio.wait_for(episode.step(turn), 3.0 if turn == "block" else WAIT_S) for turn in turns]
+        finally:
+            await episode.close()
+
+    raised, crashed = ask(play("raise"), play("x", "crash"))
+    assert type(raised) is EnvironmentFailure
+    assert "raised ValueError: no such rung" in str(raised)
+    assert "pool_parts.py" in str(raised)
+    assert "pid" in str(raised)
+    assert type(crashed) is LostEnvironment
+    assert crashed.is_lost
+    assert "pid" in str(crashed)
+    assert len(ask(play("x"))[0]) == 1
+    until(lambda: len(ladder.pool.pids) == 2)
+    (blocked,) = ask(play("block"))
+    assert isinstance(blocked, asyncio.TimeoutError)
+    until(lambda: said(caplog, "is blocked"))
+    assert len(ask(play("x"))[0]) == 1
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+class Kill(pl.Callback):
+    """Kills a process of each pool after some steps."""
+
+    def __init__(self, *pools):
+        self.pools = pools
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step in (2, 5):
+            for pid in [pid for pool in self.pools for pid in pool.pids[:1]]:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_whose_rewards_are_killed_trains_on_every_group_once(ray_cluster):
+    data, watch = make_data(groups_per_step=2, max_staleness=2), Watch()
+    data.replace_reward(pooled(data.reward, actors=2))
+    pool = data.reward.pool
+    fit(make_module(), data, 8, [Kill(pool), watch])
+    assert len(set(watch.trained)) == len(watch.trained) == 16
+    assert pool.num_lost >= 1
+    assert pool.pids == [], "closed at the end of the run"
+
+
+def test_a_run_whose_environments_are_killed_trains_on_every_group_once(ray_cluster):
+    cluster = rl.RayCluster(environments=rl.EnvironmentActors(actors=2, resources=SMALL))
+    model = rl.asset("calculator_policy")
+    engine = cluster.with_environment_actors(rl.EpisodeEngine(rl.EmbeddedEngine(), Calculator(), max_turns=4))
+    data = make_data(
+        model=model,
+        engine=engine,
+        reward=None,
+        prompts=Addition(3, size=1000),
+        groups_per_step=2,
+        max_staleness=2,
+    )
+    pool = engine.environment.pool
+    watch = Watch()
+    fit(make_module(model=model), data, 8, [Kill(pool), watch])
+    assert len(set(watch.trained)) == len(watch.trained) == 16
+    assert pool.num_lost >= 1
+    assert pool.pids == [], "closed at the end of the run"
