@@ -33,6 +33,7 @@ class _Use(Generic[T]):
     ready: asyncio.Future[T]
     stop: asyncio.Event
     task: asyncio.Task[None] | None = None
+    value: T | None = None
 
 
 class Held(Generic[T]):
@@ -44,9 +45,7 @@ class Held(Generic[T]):
         start_timeout_s: seconds that it may take to be entered.
     """
 
-    def __init__(
-        self, name: str, make: Callable[[], AbstractAsyncContextManager[T]], start_timeout_s: float
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], AbstractAsyncContextManager[T]], start_timeout_s: float) -> None:
         self.name = name
         self._make = make
         self._start_timeout_s = start_timeout_s
@@ -74,6 +73,7 @@ class Held(Generic[T]):
     async def _hold(self, use: _Use[T]) -> None:
         try:
             async with self._make() as value:
+                use.value = value
                 use.ready.set_result(value)
                 await use.stop.wait()
         except Exception as error:
@@ -91,10 +91,8 @@ class Held(Generic[T]):
 
     async def discard(self, value: T) -> None:
         """Leaves the context manager if it still is the one that has given this: it does not work any more."""
-        use = self._use
-        if use is not None and use.ready.done() and not use.ready.cancelled() and use.ready.exception() is None:
-            if use.ready.result() is value:
-                await self._end(use)
+        if self._use is not None and self._use.value is value:
+            await self._end(self._use)
 
     async def _end(self, use: _Use[T]) -> None:
         self._use = None if self._use is use else self._use

@@ -55,7 +55,7 @@ class McpTools:
         schemas: JSON schemas of the tools, in the form of OpenAI's chat API.
 
     Raises:
-        ValueError: a setting is malformed.
+        ValueError: a setting is malformed, or a variable is not set.
     """
 
     def __init__(self, command: Sequence[str], environment: Sequence[str] = (), timeout_s: float = 60.0) -> None:
@@ -63,6 +63,9 @@ class McpTools:
             raise ValueError(f"McpTools.command must be a list of program and arguments, got {command!r}")
         if isinstance(environment, (str, Mapping)):
             raise ValueError("McpTools.environment must be a list of names of environment variables")
+        missing = [name for name in environment if name not in os.environ]
+        if missing:
+            raise ValueError(f"McpTools.environment names {missing[0]!r}, which is not set in the environment")
         check_range("McpTools", "positive", timeout_s=timeout_s)
         self.command = list(command)
         self.environment = list(environment)
@@ -84,20 +87,16 @@ class McpTools:
         Raises:
             ImportError: the package `mcp` is not installed.
             McpServerError: the server does not start.
-            ValueError: an environment variable is not set.
         """
         try:
             from mcp import Client, StdioServerParameters, stdio_client
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
-        missing = [name for name in self.environment if name not in os.environ]
-        if missing:
-            raise ValueError(f"McpTools.environment names {missing[0]}, which is not set")
         self._stderr = self._exits.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         server = StdioServerParameters(
             command=self.command[0],
             args=self.command[1:],
-            env={name: os.environ[name] for name in self.environment},
+            env={name: os.environ.get(name, "") for name in self.environment},
         )
         transport = stdio_client(server, errlog=self._stderr)
         try:
