@@ -8,6 +8,7 @@ those of any agent. The rewards are those of the task.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -118,8 +119,8 @@ class VerifiersAgent:
           init_args: {env: {taskset: {id: my_taskset}, agent: {harness: {id: "null"}, max_turns: 4}}}
         ```
 
-    Agents that pin a model of their own (`client`, such as a judge's) keep it. The reward is that of the trained
-    agents' traces, their mean if there are several; its parts are the task's rewards by name.
+    Roles that pin a model of their own (`client`, such as a judge's) keep it. The reward is that of the trained
+    roles' traces, their mean if there are several; its parts are the task's rewards by name.
 
     Args:
         env: the block `env` of a configuration of `verifiers`: `taskset`, roles such as `agent`, `timeout`, `retries`.
@@ -151,18 +152,20 @@ class VerifiersAgent:
         services = await self._services.get()
         task = services.task(prompt)
         context = ModelContext(model="policy", client=services.policy, sampling=Sampling())
-        started: list[str] = []
+        started: dict[str, _Calls] = {}
 
         def begin(trace: Any) -> None:
-            started.append(trace.id)
-            services.episodes[trace.id] = client.episode
+            started[trace.id] = services.calls[trace.id] = _Calls(client.episode, trace.id)
+
+        def discard(trace: Any) -> None:
+            started[trace.id].withdraw()  # `verifiers` tries again: what was sampled in vain must not train
 
         try:
-            episode = await services.env.run_episode(task, context, on_trace=begin)
+            episode = await services.env.run_episode(task, context, on_trace=begin, on_discard=discard)
         finally:
             for trace_id in started:
-                services.episodes.pop(trace_id, None)
-        return _result(episode)
+                services.calls.pop(trace_id, None)
+        return _result(episode, is_complete=services.env.complete(episode))
 
     @asynccontextmanager
     async def _serve(self) -> AsyncIterator[_Services]:
@@ -180,7 +183,7 @@ class _Services:
     Attributes:
         env: the environment of `verifiers`, with its servers.
         policy: configuration of a client, by which calls of the policy are told from those of judges.
-        episodes: running episodes by the id of their trace.
+        calls: calls of running traces by their ids.
     """
 
     def __init__(self, env: Env) -> None:
@@ -188,7 +191,7 @@ class _Services:
 
         self.env = env
         self.policy = TrainClientConfig(base_url=NOWHERE, api_key_var=NO_KEY)
-        self.episodes: dict[str, AgentEpisode] = {}
+        self.calls: dict[str, _Calls] = {}
         self._numbered = enumerate(env.taskset)
         self._tasks: list[Task] = []
 
@@ -220,20 +223,56 @@ class _Services:
             async def acquire(self, session: Any) -> AsyncIterator[Any]:
                 async with inner.acquire(session) as slot:
                     if session.ctx.client == services.policy:
-                        session.client = _policy_client(services.episodes[session.trace.id])
+                        session.client = _policy_client()(services.calls[session.trace.id])
                     yield slot
 
         return PolicyInterception()
 
 
-def _policy_client(episode: AgentEpisode) -> Any:
-    """A client of `verifiers` whose model is the policy of an episode."""
+class _Calls:
+    """Calls of one trace, which is one try of an agent, to the policy.
+
+    Args:
+        episode: that they belong to.
+        trace_id: of the trace.
+    """
+
+    def __init__(self, episode: AgentEpisode, trace_id: str) -> None:
+        self._episode = episode
+        self._trace_id = trace_id
+        self._num_calls = 0
+
+    async def complete(self, body: Mapping[str, Any]) -> Reply:
+        """The reply to a chat completion's body; raises what `AgentEpisode.complete` raises, and ValueError."""
+        sampling = CallSampling(max_tokens=_max_tokens(body), stop=_stop(body), seed=body.get("seed"))
+        number = self._num_calls
+        self._num_calls += 1
+        replies = await self._episode.complete(
+            body["messages"], tools=body.get("tools"), sampling=sampling, call_id=self._name(number)
+        )
+        return replies[0]
+
+    def _name(self, number: int) -> str:
+        return f"{self._trace_id}-{number}"
+
+    def withdraw(self) -> None:
+        """Trains none of them."""
+        for number in range(self._num_calls):
+            self._episode.withdraw(self._name(number))
+
+
+@functools.cache
+def _policy_client() -> Any:
+    """Class of a client of `verifiers` whose model is the policy."""
     from verifiers.v1.clients import Client
     from verifiers.v1.clients.train import serialize_completion
     from verifiers.v1.dialects import ChatDialect
     from verifiers.v1.errors import ProviderError
 
     class PolicyClient(Client):
+        def __init__(self, calls: _Calls) -> None:
+            self._calls = calls
+
         async def get_response(
             self,
             dialect: Any,
@@ -247,8 +286,7 @@ def _policy_client(episode: AgentEpisode) -> Any:
                 text = f"the policy answers chat completions only, not calls of {type(dialect).__name__}"
                 raise ProviderError(text, status_code=400)
             try:
-                asked = CallSampling(max_tokens=_max_tokens(body), stop=_stop(body), seed=body.get("seed"))
-                (reply,) = await episode.complete(body["messages"], tools=body.get("tools"), sampling=asked)
+                reply = await self._calls.complete(body)
             except ValueError as error:
                 raise ProviderError(str(error), status_code=400) from error
             except AgentCallError as error:
@@ -257,7 +295,7 @@ def _policy_client(episode: AgentEpisode) -> Any:
             response.raw = serialize_completion(response, body["model"])
             return response
 
-    return PolicyClient()
+    return PolicyClient
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
@@ -281,13 +319,13 @@ def _response(reply: Reply, model: str) -> Any:
     return Response(id="", created=0, model=model, message=said, finish_reason=reply.finish_reason, usage=usage)
 
 
-def _result(episode: Any) -> AgentResult:
+def _result(episode: Any, is_complete: bool) -> AgentResult:
     """The reward of an episode, and its parts.
 
     Raises:
         VerifiersError: it failed, or no agent in it trains.
     """
-    if not episode.ok:
+    if not is_complete:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         last = errors[-1] if errors else None
         raise VerifiersError("an episode failed" if last is None else f"{last.type}: {last.message}")

@@ -45,7 +45,7 @@ class Task(vf.Task[Data]):
 
 class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
     def load(self):
-        for answer in ("", "fail", "other"):
+        for answer in ("", "fail", "other", "again"):
             yield Task(Data(prompt=f"1+{len(answer)}=", name=answer, answer=answer), self.config.task)
 
 
@@ -55,6 +55,9 @@ class Endless(vf.Taskset[Task, vf.TasksetConfig]):
     def load(self):
         while True:
             yield Task(Data(prompt="1+1="), self.config.task)
+
+
+launched = []
 
 
 class Asking(vf.Harness[vf.HarnessConfig]):
@@ -76,7 +79,8 @@ class Asking(vf.Harness[vf.HarnessConfig]):
                     if answer.status_code != 200:
                         return ProgramResult(1, "", answer.text)
                 messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "2+2="}]
-        return ProgramResult(0, "", "")
+        launched.append(data.answer)
+        return ProgramResult(int(data.answer == "again" and launched.count("again") == 1), "", "once more")
 
 
 __all__ = [KIND, "Asking"]
@@ -98,10 +102,10 @@ def taskset(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def play(name, index, **settings):
+def play(name, index, role=None, **settings):
     """The completion of one task, and the engine."""
     prompt = VerifiersPrompts({"id": name})[index]
-    agent = VerifiersAgent({"taskset": {"id": name}})
+    agent = VerifiersAgent({"taskset": {"id": name}, "agent": role or {}})
     engine = playing(agent, Instant(), timeout_s=90.0, **settings)
     try:
         ((completion,),) = run_requests(engine, [request_of(prompt)], timeout_s=90.0)
@@ -121,8 +125,8 @@ def test_tasks_are_prompts(taskset):
     assert [prompt.metadata[INDEX] for prompt in prompts] == [1, 2]
     with pytest.raises(IndexError):
         prompts[2]
-    with pytest.raises(ValueError, match=r"size=3 from first=1 on.*has only 3 tasks"):
-        VerifiersPrompts({"id": taskset()}, size=3, first=1)
+    with pytest.raises(ValueError, match=r"size=4 from first=1 on.*has only 4 tasks"):
+        VerifiersPrompts({"id": taskset()}, size=4, first=1)
     assert len(VerifiersPrompts({"id": taskset("Endless")}, size=5)) == 5
     with pytest.raises(ValueError, match=r"VerifiersPrompts\.size must be set"):
         VerifiersPrompts({"id": taskset("Endless")})
@@ -146,6 +150,14 @@ def test_an_episode_is_recorded_as_of_any_agent_and_a_retry_is_no_second_sample(
 def test_an_episode_that_fails_is_an_agent_that_fails(taskset, index, message):
     with pytest.raises(EnvironmentFailure, match=message):
         play(taskset(), index, tries=None)
+
+
+def test_what_a_discarded_try_has_sampled_does_not_train(taskset):
+    completion, engine = play(taskset(), 3, role={"retries": {"max_retries": 1}})
+    assert engine.stats.num_calls == 4
+    assert engine.stats.num_orphans == 2
+    assert len(completion.rows) == 1
+    assert sum(completion.rows[0].loss_mask) == 2
 
 
 def test_prompts_of_something_else_are_refused(taskset):
