@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -187,3 +188,10 @@ def test_the_page_trains_with_a_server_and_writes_its_keys_nowhere(tmp_path, tmp
     folder = next(runs.rglob("metrics.csv")).parent
     subprocess.run([*command, str(folder)], cwd=tmp_path, capture_output=True, timeout=TIMEOUT_S, check=True)
     check_that_no_file_has({PLANTED}, tmp_path)
+
+
+def test_the_example_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    metrics = runpy.run_path(str(ROOT / "examples" / "mcp_sums.py"))["main"]()
+    assert metrics["agent/num_calls"] >= 2 * 4 * 4
+    assert metrics["agent/num_lost"] == 0.0

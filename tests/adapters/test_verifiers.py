@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ pytest.importorskip("verifiers", reason="verifiers is not installed: `make test-
 from agent_runs import playing, request
 from instant_episodes import Instant
 from markdown_blocks import ROOT
-from page_runs import check_that_no_file_has, metrics_of, shown, train
+from page_runs import TIMEOUT_S, check_that_no_file_has, metrics_of, shown, train
 
 from lit_async_rl.agents.verifiers import INDEX, KEY, VerifiersAgent, VerifiersPrompts
 from lit_async_rl.engines.completion_check import run_requests
@@ -197,3 +199,16 @@ def test_the_agent_of_the_page_trains_word_for_word_and_no_key_is_written(tmp_pa
     assert found["agent/drift_template"][-1] == found["agent/drift_tokens"][-1] == found["agent/drift_other"][-1] == 0
     assert max(found["staleness/max"]) <= 4
     check_that_no_file_has({PLANTED}, tmp_path)
+
+
+def test_the_example_trains(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "verifiers_sums.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "'agent/num_lost': 0.0" in done.stdout, done.stdout[-2000:]
