@@ -3,7 +3,7 @@
     pip install "lit-async-rl[verifiers]"
     python examples/verifiers_sums.py
 
-The taskset, the tool server, which `verifiers` starts, and the training are in this file; usually a taskset is a package.
+Taskset, tool server (started by `verifiers`) and training are in this file; usually a taskset is a package.
 """
 
 from __future__ import annotations
