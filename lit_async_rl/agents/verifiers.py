@@ -61,7 +61,8 @@ class VerifiersPrompts(PromptSource):
         self.size = size
         self.first = first
         last = None if size is None else first + size
-        loaded = _environment({"taskset": self.taskset}).taskset
+        loaders = _loaders()
+        loaded = loaders.load_taskset(loaders.resolve_env_config({"taskset": self.taskset}).taskset)
         if size is None and not loaded.bounded:
             raise ValueError(f"VerifiersPrompts.size must be set: the taskset {loaded.config.id!r} has no end")
         self._prompts = [_prompt(index, task) for index, task in _numbered(loaded, first, last)]
@@ -96,17 +97,23 @@ def _prompt(index: int, task: Task) -> Prompt:
     return Prompt(text=text, metadata={INDEX: index, KEY: task.key})
 
 
-def _environment(config: Mapping[str, Any]) -> Env:
-    """The environment of a configuration, as `verifiers` builds it.
+def _loaders() -> Any:
+    """What `verifiers` loads its configurations with.
 
     Raises:
         ImportError: the package `verifiers` is not installed.
     """
     try:
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        from verifiers.v1.utils import loaders
     except ImportError as error:
         raise ImportError(f"{MISSING} ({error})") from error
-    return load_environment(resolve_env_config(dict(config)))
+    return loaders
+
+
+def _environment(config: Mapping[str, Any]) -> Env:
+    """The environment of a configuration; raises ImportError as `_loaders`."""
+    loaders = _loaders()
+    return loaders.load_environment(loaders.resolve_env_config(dict(config)))
 
 
 class VerifiersAgent:
@@ -146,10 +153,10 @@ class VerifiersAgent:
             ValueError: the prompt is of another taskset.
             VerifiersError: the episode failed.
         """
+        services = await self._services.get()  # says what is missing, before the imports would
         from verifiers.v1 import Sampling
         from verifiers.v1.clients import ModelContext
 
-        services = await self._services.get()
         task = services.task(prompt)
         context = ModelContext(model="policy", client=services.policy, sampling=Sampling())
         started: dict[str, _Calls] = {}
