@@ -22,6 +22,7 @@ from lit_async_rl.utils.checks import check_range
 
 MISSING = 'tools of MCP servers need the package mcp: pip install "lit-async-rl[mcp]"'
 MAX_ERROR_CHARS = 2000
+MAX_STDERR_BYTES = 2**20
 MAX_NAME_CHARS = 200
 START_LIMITS = 4  # requests until a server has listed its tools, each with its own limit
 
@@ -157,14 +158,17 @@ class McpTools:
     def _failure(self, what: str, error: BaseException) -> McpServerError:
         while getattr(error, "exceptions", None):  # a group of a task group
             error = error.exceptions[0]  # type: ignore[attr-defined]
-        text = f"{self.name} {what}: {type(error).__name__}: {error}"
         size = os.fstat(self._stderr.fileno()).st_size
-        tail = os.pread(self._stderr.fileno(), MAX_ERROR_CHARS, max(0, size - MAX_ERROR_CHARS))
-        written = tail.decode(errors="replace").strip()
-        text = f"{text}; it wrote: {written}" if written else text
+        tail = os.pread(self._stderr.fileno(), MAX_STDERR_BYTES, max(0, size - MAX_STDERR_BYTES))
+        written = self._concealed(tail.decode(errors="replace").strip())[-MAX_ERROR_CHARS:]
+        text = self._concealed(f"{self.name} {what}: {type(error).__name__}: {error}")
+        return McpServerError(f"{text}; it wrote: {written}" if written else text)
+
+    def _concealed(self, text: str) -> str:
+        """A text without the values of the variables that the server got: before it is cut, which would cut them."""
         for name in self.environment:
             text = text.replace(os.environ.get(name) or name, f"({name})")
-        return McpServerError(text)
+        return text
 
 
 def _is_answer(error: Exception) -> bool:

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
@@ -21,9 +21,6 @@ from lit_async_rl.agents.held import Held, HeldClients
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
-
-if TYPE_CHECKING:
-    from verifiers.v1 import Env, Task
 
 MISSING = 'tasks of verifiers need the package verifiers: pip install "lit-async-rl[verifiers]"'
 INDEX = "verifiers_index"
@@ -81,11 +78,11 @@ class VerifiersPrompts(PromptSource):
         return self._prompts[index]
 
 
-def _numbered(taskset: Any, first: int, last: int | None) -> Iterator[tuple[int, Task]]:
+def _numbered(taskset: Any, first: int, last: int | None) -> Iterator[tuple[int, Any]]:
     return itertools.islice(enumerate(taskset), first, last)
 
 
-def _prompt(index: int, task: Task) -> Prompt:
+def _prompt(index: int, task: Any) -> Prompt:
     """A task for logs and reports; what the policy reads is the harness's doing."""
     from verifiers.v1.types import content_text
 
@@ -110,7 +107,7 @@ def _loaders() -> Any:
     return loaders
 
 
-def _environment(config: Mapping[str, Any]) -> Env:
+def _environment(config: Mapping[str, Any]) -> Any:
     """The environment of a configuration; raises ImportError as `_loaders`."""
     loaders = _loaders()
     return loaders.load_environment(loaders.resolve_env_config(dict(config)))
@@ -140,7 +137,7 @@ class VerifiersAgent:
     """
 
     def __init__(self, env: Mapping[str, Any]) -> None:
-        if not isinstance(env, Mapping) or not (env.get("taskset") or {}).get("id"):
+        if not (env.get("taskset") or {}).get("id"):
             raise ValueError("VerifiersAgent.env must name a taskset: {taskset: {id: my_taskset}}")
         self.env = dict(env)
         self._services = Held("the services of verifiers", self._serve, START_TIMEOUT_S)
@@ -193,16 +190,16 @@ class _Services:
         calls: calls of running traces by their ids.
     """
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Any) -> None:
         from verifiers.v1.clients import TrainClientConfig
 
         self.env = env
         self.policy = TrainClientConfig(base_url=NOWHERE, api_key_var=NO_KEY)
         self.calls: dict[str, _Calls] = {}
         self._numbered = enumerate(env.taskset)
-        self._tasks: list[Task] = []
+        self._tasks: list[Any] = []
 
-    def task(self, prompt: Prompt) -> Task:
+    def task(self, prompt: Prompt) -> Any:
         """The task of a prompt.
 
         Raises:
