@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+ADAPTERS := .venv-adapters
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: browser quickstart smollm2 test test-slow test-ray test-ray-soak test-again test-vllm test-vllm-ray gpu-rehearsal vllm-cpu check lint layers
-.PHONY: types docs wheel pins smoke clean
+.PHONY: test-adapters types docs wheel pins smoke clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +68,19 @@ $(VLLM)/with-ray: $(VLLM)/installed
 test-vllm-ray: $(VLLM)/with-ray  ## the same in Ray replicas, of which one is killed
 	$(VLLM)/bin/python -m pytest -n 0 tests/with_vllm -m ray
 
+# Their packages cannot be installed side by side. Not part of .ci/run: what they pin is not ours to keep up with.
+$(ADAPTERS)/%/installed: pyproject.toml
+	$(PYTHON) -m venv $(ADAPTERS)/$*
+	$(ADAPTERS)/$*/bin/python -m pip install --quiet --upgrade pip
+	$(ADAPTERS)/$*/bin/python -m pip install --quiet "torch==2.13.0" $(TORCH_INDEX)
+	$(ADAPTERS)/$*/bin/python -m pip install --quiet -e ".[$*,test]"
+	touch $@
+
+test-adapters: $(foreach name,verifiers mcp openenv,$(ADAPTERS)/$(name)/installed)  ## agents and environments of other packages
+	for name in verifiers mcp openenv; do \
+	    PATH="$(CURDIR)/$(ADAPTERS)/$$name/bin:$$PATH" python -m pytest -n 0 tests/adapters/test_$$name.py || exit 1; \
+	done
+
 pins: $(VENV)/installed  ## the quick start with the lowest and the newest transformers, Lightning and jsonargparse
 	bash .ci/pins
 
@@ -97,4 +111,4 @@ smoke: $(VENV)/installed  ## the benchmarks that train grids at their smallest
 	$(BIN)/python benchmarks/configurations.py --steps 25 --seeds 0 --only stabilizers/vcpo_score --out "$$(mktemp -d)"
 
 clean:
-	rm -rf $(VENV) $(VLLM) dist build site
+	rm -rf $(VENV) $(VLLM) $(ADAPTERS) dist build site

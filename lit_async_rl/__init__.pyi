@@ -29,11 +29,17 @@ from .agents.endpoint.command import CommandAgent as CommandAgent
 from .agents.engine import AgentEngine as AgentEngine
 from .agents.episode import AgentCallInfo as AgentCallInfo
 from .agents.episode import AgentEpisode as AgentEpisode
+from .agents.mcp import McpAgent as McpAgent
+from .agents.mcp import McpServerError as McpServerError
+from .agents.mcp import McpTools as McpTools
 from .agents.parsing import ReplyParser as ReplyParser
 from .agents.parsing import TaggedParser as TaggedParser
 from .agents.parsing import TextParser as TextParser
 from .agents.template_parser import AutoParser as AutoParser
 from .agents.template_parser import TemplateParser as TemplateParser
+from .agents.verifiers import VerifiersAgent as VerifiersAgent
+from .agents.verifiers import VerifiersError as VerifiersError
+from .agents.verifiers import VerifiersPrompts as VerifiersPrompts
 from .api.run import fit as fit
 from .api.trainer import Trainer as Trainer
 from .assets import asset as asset
@@ -111,6 +117,8 @@ from .environments.base import Observation as Observation
 from .environments.episode_engine import EpisodeEngine as EpisodeEngine
 from .environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from .environments.gymnasium import GymnasiumPrompts as GymnasiumPrompts
+from .environments.openenv import OpenEnvEnvironment as OpenEnvEnvironment
+from .environments.openenv import OpenEnvPrompts as OpenEnvPrompts
 from .environments.python_tool import PythonTool as PythonTool
 from .errors import EngineDown as EngineDown
 from .errors import EngineError as EngineError

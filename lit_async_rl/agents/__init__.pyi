@@ -19,9 +19,15 @@ from .engine import AgentEngine as AgentEngine
 from .engine import AgentStats as AgentStats
 from .episode import AgentCallInfo as AgentCallInfo
 from .episode import AgentEpisode as AgentEpisode
+from .mcp import McpAgent as McpAgent
+from .mcp import McpServerError as McpServerError
+from .mcp import McpTools as McpTools
 from .parsing import ReplyParser as ReplyParser
 from .parsing import TaggedParser as TaggedParser
 from .parsing import TextParser as TextParser
 from .template_parser import AutoParser as AutoParser
 from .template_parser import TemplateParser as TemplateParser
 from .token_session import TokenSession as TokenSession
+from .verifiers import VerifiersAgent as VerifiersAgent
+from .verifiers import VerifiersError as VerifiersError
+from .verifiers import VerifiersPrompts as VerifiersPrompts

@@ -65,6 +65,8 @@ class TokenSession:
         self.num_calls = 0
         self._submit = submit
         self.max_model_len = max_model_len
+        # the calls of an episode begin alike, those of a group hardly: a group that stays together is a tail
+        self._place = _number_of(f"{request.session} {request.id} {sample_index}", num_bytes=7)
 
     def sample(
         self,
@@ -98,6 +100,7 @@ class TokenSession:
             num_samples=num_samples,
             sampling=params,
             num_resumed=0,
+            session=self._place,
             seed=self._seed(sampling),
         )
         self.num_calls += 1
@@ -115,5 +118,8 @@ class TokenSession:
         if base is None:
             return None
         number = 0 if sampling.seed is not None else self.num_calls
-        text = f"{base} {self.sample_index} {number}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
+        return _number_of(f"{base} {self.sample_index} {number}", num_bytes=4)
+
+
+def _number_of(text: str, num_bytes: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=num_bytes).digest(), "big")

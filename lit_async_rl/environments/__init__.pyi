@@ -4,4 +4,6 @@ from .base import Observation as Observation
 from .episode_engine import EpisodeEngine as EpisodeEngine
 from .gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from .gymnasium import GymnasiumPrompts as GymnasiumPrompts
+from .openenv import OpenEnvEnvironment as OpenEnvEnvironment
+from .openenv import OpenEnvPrompts as OpenEnvPrompts
 from .python_tool import PythonTool as PythonTool

@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.ray.placement import Placement
 from lit_async_rl.rollouts.group_book import GroupBook, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.resume import is_producer_state
 from lit_async_rl.tasks import Addition, CalculatorAgent, CalculatorParser
@@ -114,6 +116,28 @@ def test_credit_of_branches(credit, expected):
     credits = [row.credit for row in completion.rows]
     assert sorted(credits) == sorted(expected)
     assert credits[-1] == expected[-1]
+
+
+def test_calls_of_an_episode_stay_on_one_replica_until_it_is_far_behind():
+    """Where their beginning is cached; the samples of a group go to all replicas, so that none of them has the tail."""
+    inner = Numbered()
+    play(Branching(), num_samples=6, inner=inner)
+    by_episode = Counter(one.session for one in inner.requests)
+    assert sorted(by_episode.values()) == [5] * 6
+    placement = Placement(session_margin=4.0)
+    for number in range(2):
+        placement.add(number)
+    places: dict[int, list[int]] = {}
+    for one in inner.requests:
+        num_tokens = len(one.prompt_ids) + one.sampling.max_tokens
+        places.setdefault(one.session, []).append(placement.place(one.session, num_tokens))
+        if len(places[one.session]) > 1:
+            placement.finish(places[one.session][-2], num_tokens)
+    assert all(len(set(one)) == 1 for one in places.values())
+    assert sorted(one[0] for one in places.values()) == [0, 0, 0, 1, 1, 1]
+    session, (before, *_) = next(iter(places.items()))
+    assert placement.place(session, 10_000) == before  # a call as long as this may wait
+    assert placement.place(session, 100) != before
 
 
 class ByDepth(BranchCredit):

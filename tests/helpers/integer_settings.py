@@ -31,6 +31,8 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "GymnasiumEnvironment": dict(make=lambda prompt: None),
     "GymnasiumPrompts": dict(make=lambda prompt: None),
     "InMemoryPrompts": dict(records=[{"prompt": "a"}]),
+    "McpAgent": dict(command=["none"]),
+    "OpenEnvPrompts": dict(url="http://127.0.0.1:1"),
     "OverlongPenalty": dict(max_tokens=8, buffer_tokens=4),
     "PolicyModule": dict(model=MODEL),
     "ReasoningGym": dict(task="chain_sum"),
@@ -38,6 +40,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "RolloutDataModule": dict(prompts=PROMPTS, reward=rl.exact_match, model=MODEL),
     "SimulatedEngine": dict(latency=Constant(0.001)),
     "Sleeping": dict(latency=Constant(0.001)),
+    "VerifiersPrompts": dict(taskset={"id": "none"}),
     "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
 }
 VALUES = {

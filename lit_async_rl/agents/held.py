@@ -1,0 +1,117 @@
+"""An async context manager that all episodes of a run share: a tool server, or the services of a framework.
+
+Episodes are tasks that end at any time, and many context managers must be left by the task that entered them. So a
+task of its own enters and leaves it.
+
+| who | waits for | woken by |
+|---|---|---|
+| `Held.get` | the context manager to be entered, at most `start_timeout_s` | the holding task |
+| the holding task | `close` | the event of its use |
+| `Held.close` | the context manager to be left, at most `CLOSE_TIMEOUT_S` | the holding task |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from lit_async_rl.agents.clients import InProcessClients
+from lit_async_rl.errors import StalledError
+
+CLOSE_TIMEOUT_S = 5.0  # less than the time that an engine has to close
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Use(Generic[T]):
+    loop: asyncio.AbstractEventLoop
+    ready: asyncio.Future[T]
+    stop: asyncio.Event
+    task: asyncio.Task[None] | None = None
+    value: T | None = None
+
+
+class Held(Generic[T]):
+    """Enters a context manager at its first use, and leaves it at the end of a run. Used by one event loop.
+
+    Args:
+        name: of what is held, for messages.
+        make: makes the context manager, for each use anew.
+        start_timeout_s: seconds that it may take to be entered.
+    """
+
+    def __init__(self, name: str, make: Callable[[], AbstractAsyncContextManager[T]], start_timeout_s: float) -> None:
+        self.name = name
+        self._make = make
+        self._start_timeout_s = start_timeout_s
+        self._use: _Use[T] | None = None
+
+    async def get(self) -> T:
+        """What the context manager gives, entered by the first caller.
+
+        Raises:
+            StalledError: it took too long to be entered.
+            Exception: what it raised; the next caller tries again.
+        """
+        loop = asyncio.get_running_loop()
+        use = self._use
+        if use is None or use.loop is not loop or (use.task is not None and use.task.done()):
+            use = self._use = _Use(loop=loop, ready=loop.create_future(), stop=asyncio.Event())
+            use.task = loop.create_task(self._hold(use))
+        # not `wait_for`: a caller that is cancelled must not take it from the others
+        await asyncio.wait({use.ready}, timeout=self._start_timeout_s)
+        if not use.ready.done():
+            await self._end(use)
+            raise StalledError(f"{self.name} did not start within {self._start_timeout_s:g} s")
+        return use.ready.result()
+
+    async def _hold(self, use: _Use[T]) -> None:
+        try:
+            async with self._make() as value:
+                use.value = value
+                use.ready.set_result(value)
+                await use.stop.wait()
+        except Exception as error:
+            if use.ready.done():
+                log.warning("%s: its end raised %s: %s", self.name, type(error).__name__, error)
+            else:
+                use.ready.set_exception(error)
+        finally:
+            use.ready.cancel()  # does nothing to one that is set
+
+    async def close(self) -> None:
+        """Leaves the context manager. Safe to call twice; a later `get` enters another."""
+        if self._use is not None:
+            await self._end(self._use)
+
+    async def discard(self, value: T) -> None:
+        """Leaves the context manager if it still is the one that has given this: it does not work any more."""
+        if self._use is not None and self._use.value is value:
+            await self._end(self._use)
+
+    async def _end(self, use: _Use[T]) -> None:
+        self._use = None if self._use is use else self._use
+        use.stop.set()
+        if use.task is None or use.loop is not asyncio.get_running_loop():
+            return
+        if not use.ready.done():
+            use.task.cancel()  # it is still being entered
+        done, _ = await asyncio.wait({use.task}, timeout=CLOSE_TIMEOUT_S)
+        if not done:
+            log.warning("%s did not end within %g s", self.name, CLOSE_TIMEOUT_S)
+            use.task.cancel()
+
+
+class HeldClients(InProcessClients):
+    """Clients in this process, which close at the end of a run what their agents share."""
+
+    def __init__(self, held: Held[Any]) -> None:
+        self._held = held
+
+    async def end(self) -> None:
+        await self._held.close()

@@ -1,0 +1,69 @@
+"""Two steps of training with a configuration that a page shows, by the command, and what a run must not write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from markdown_blocks import ROOT, blocks_of
+
+TIMEOUT_S = 240.0
+DIGITS = {"prompts": {"class_path": "SortDigits", "init_args": {"size": 2, "split": "held_out"}}}
+
+
+def shown(page: Path, folder: Path, number: int) -> Path:
+    """The page's Python as files, and one of its configurations."""
+    for block in blocks_of(page):
+        if block.language == "python" and block.module:
+            (folder / f"{block.module}.py").write_text(block.code)
+    path = folder / "shown.yaml"
+    path.write_text([block.code for block in blocks_of(page) if block.language == "yaml"][number])
+    return path
+
+
+def train(
+    folder: Path,
+    config: Path,
+    *flags: str,
+    policy: str = "sort_policy",
+    validation: dict[str, Any] | None = DIGITS,
+    **variables: str,
+) -> Path:
+    """Two steps of the quick start with a configuration of the page, by the command; the folder of its runs."""
+    small = folder / "small.yaml"
+    data = {"groups_per_step": 2, "group_size": 2, "aggregation": "TokenMean", "validation": validation}
+    model = {"loss": "PPOClip", "proximal": None, "correction": None, "baseline": None, "scheduler": None}
+    model["model"] = str(ROOT / "lit_async_rl" / "assets" / policy)
+    trainer = {"max_steps": 2, "val_check_interval": 2, "enable_progress_bar": False}
+    small.write_text(yaml.safe_dump({"data": data, "model": model, "trainer": trainer}))
+    configs = [ROOT / "configs" / "quickstart.yaml", small, config]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py")]
+    command += [word for path in configs for word in ("--config", str(path))]
+    command += ["--trainer.logger.save_dir", str(folder / "runs"), "--trainer.logger.version", "0", *flags]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    paths["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | paths | variables
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    (folder / "said.txt").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder / "runs"
+
+
+def metrics_of(runs: Path) -> dict[str, list[float]]:
+    """The values of each metric that a run has logged."""
+    lines = [line.split(",") for line in next(runs.rglob("metrics.csv")).read_text().splitlines()]
+    columns = zip(*lines, strict=True)
+    return {name: [float(value) for value in values if value] for name, *values in columns}
+
+
+def check_that_no_file_has(secrets: set[str], folder: Path, *, but: Path | None = None) -> None:
+    """Looks through all that a run has written, `said.txt` with its output included, apart from one folder."""
+    written = [path for path in folder.rglob("*") if path.is_file() and (but is None or but not in path.parents)]
+    assert {path.suffix for path in written} >= {".yaml", ".ckpt", ".csv", ".txt"}
+    for path in written:
+        data = path.read_bytes()
+        assert not any(secret.encode() in data for secret in secrets), f"{path} has a key"
