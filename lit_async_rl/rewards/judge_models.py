@@ -540,7 +540,8 @@ class LocalModel:
         engine = self._given.fresh()
         problem = FinalRewardError(f"the judge {self._model!r} was closed")
         try:
-            codec = self._codec = TextCodec(self._model, "all")
+            # A verdict is followed by the token that ends the turn, which is no part of its line.
+            codec = self._codec = TextCodec(self._model, "tags")
             self.special_tokens = tuple(map(str, codec.tokenizer.all_special_tokens))
             with unrecorded():
                 engine.setup(self._model)
