@@ -81,8 +81,8 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
         )
     if hooks.wants_policy(reward) and not engine.in_flight_weight_updates:
         raise ValueError(
-            "JudgeReward.engine=policy needs data.engine.in_flight_weight_updates=true, and so an admission that is not "
-            "in order: its questions come while batches of rollouts run, each under one version of the weights"
+            "JudgeReward.engine=policy needs data.engine.in_flight_weight_updates=true, and so an admission that is "
+            "not in order: its questions come while batches of rollouts run, each under one version of the weights"
         )
 
 

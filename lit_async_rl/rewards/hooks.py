@@ -5,7 +5,7 @@
 | `close()` | at the end of the run; a later call of the reward may open again what it needs |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
-| `use_policy(policy)` | if `wants_policy` is true: at the start of a fit, in the process that samples; None at its end |
+| `use_policy(policy)` | where `wants_policy` is true: at the start of a fit, by what samples; None at its end |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
 """
 

@@ -340,8 +340,8 @@ class JudgeReward:
             raise ValueError(f"JudgeReward.engine must be an engine or {POLICY}, got {engine!r}")
         if (model is None) != (engine == POLICY):
             raise ValueError(
-                f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or an engine of the judge's own needs "
-                f"the name of a model, and the policy in training (engine: {POLICY}) has none besides its own"
+                f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or an engine of the judge's own "
+                f"needs the name of a model, and the policy in training (engine: {POLICY}) has none besides its own"
             )
         choices = {
             "mode": (self.mode, ("rubric", "reference", "pairwise")),

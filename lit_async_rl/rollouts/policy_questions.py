@@ -78,7 +78,9 @@ class PolicyQuestions:
             raise FinalRewardError(f"the policy cannot be asked as a judge: {error}") from error
         length = self._listener.engine.max_model_len
         if (room := length - len(ids)) < 1:
-            raise FinalRewardError(f"a question of {len(ids)} tokens is longer than the engine's max_model_len={length}")
+            raise FinalRewardError(
+                f"a question of {len(ids)} tokens is longer than the engine's max_model_len={length}"
+            )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         return GenerationRequest(
             id=next(self._ids), prompt_ids=ids, num_samples=1, sampling=sampling, priority=PRIORITY
