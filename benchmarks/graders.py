@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lit_async_rl as rl
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.types import Prompt
 
 KINDS = ("right", "differs on purpose", "reference is a solution", "refused", "stricter", "laxer")
@@ -111,21 +108,16 @@ def main() -> None:
         print(rows[-1])
     if given.out is None:
         return
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    found = measurement(
+        given.out.stem,
+        sum(row[-1] + row[-2] for row in rows),
+        "unexplained verdicts",
+        ["test set", "cases", *KINDS],
+        rows,
+        command=f"python benchmarks/graders.py {' '.join(map(str, given.tests))} --out {given.out}",
+        machine="any",  # counts, no times
     )
-    measurement = {
-        "name": given.out.stem,
-        "value": sum(row[-1] + row[-2] for row in rows),
-        "unit": "unexplained verdicts",
-        "interval": None,
-        "command": f"python benchmarks/graders.py {' '.join(map(str, given.tests))} --out {given.out}",
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-        "machine": "any",  # counts, no times
-        "table": {"columns": ["test set", "cases", *KINDS], "rows": rows},
-    }
-    given.out.write_text(json.dumps(measurement, indent=1) + "\n")
+    write_measurement(given.out, found)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,12 @@ if __name__ == "__main__":
 from aiohttp import web
 
 import lit_async_rl as rl
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.types import Prompt
 
 RETRY_AFTER_S = 1
 MODEL = "seed"  # the name of the model that is asked carries the seed
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def drawn(seed: int, question: int, number: int, *, given: argparse.Namespace) -> tuple[float, str]:
@@ -314,22 +313,18 @@ def main() -> None:
         first = first or [one["round"] for one in rounds]
         print(rows[-1], flush=True)
     half = 2.776 * statistics.stdev(first) / len(first) ** 0.5 if len(first) == 5 else 0.0  # Student's t, 4 degrees
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     mean = statistics.fmean(first)
-    measurement = {
-        "name": given.out.stem,
-        "value": round(mean, 3),
-        "unit": "share of the least time, 1,000 calls and 32 places",
-        "interval": [round(mean - half, 3), round(mean + half, 3)] if half else None,
-        "command": f"python benchmarks/performance/judge_throughput.py --out {given.out}",
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-        "machine": "two cores shared with other programs",
-        "table": {"columns": COLUMNS, "rows": rows},
-    }
-    given.out.write_text(json.dumps(measurement, indent=1) + "\n")
+    found = measurement(
+        given.out.stem,
+        round(mean, 3),
+        "share of the least time, 1,000 calls and 32 places",
+        COLUMNS,
+        rows,
+        command=f"python benchmarks/performance/judge_throughput.py --out {given.out}",
+        machine="two cores shared with other programs",
+        interval=[round(mean - half, 3), round(mean + half, 3)] if half else None,
+    )
+    write_measurement(given.out, found)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
         length_pay=length_pay(groups),
         repetition=statistics.fmean(shares) if shares else None,
         special_tokens=statistics.fmean(float(_has_special(one, special)) for one in rollouts),
-        group_std=statistics.fmean(statistics.pstdev(one.reward for one in group.rollouts) for group in groups),
+        group_std=statistics.fmean(float(np.std([one.reward for one in group.rollouts])) for group in groups),
         answer=answer,
         parts=means if answer is not None else {},
     )
