@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import lit_async_rl as rl
-from benchmarks.common.measurement import measurement, write_measurement
+import lit_async_rl as rl  # noqa: E402
+from benchmarks.common.measurement import measurement, write_measurement  # noqa: E402
 
 
 class Timed(rl.RewardHackingMonitor):

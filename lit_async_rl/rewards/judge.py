@@ -29,7 +29,7 @@ from typing import Any, Literal
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
 from lit_async_rl.rewards.judge_models import Answer, Endpoint, JudgeLimits, LocalModel, Places, Turn
-from lit_async_rl.rewards.judge_policy import POLICY, Policy, PolicyModel
+from lit_async_rl.rewards.judge_policy import POLICY, NoPolicyError, Policy, PolicyModel
 from lit_async_rl.rewards.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.types import Prompt, SamplingParams
@@ -562,6 +562,8 @@ class JudgeReward:
             deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
             mark = question.draw_mark()
             answer = await self._asked.ask(question.messages(mark, self._asked.special_tokens), turn, deadline)
+        except NoPolicyError:  # at the end of a fit, and no fault of a judge
+            raise
         except FinalRewardError:
             self._account.counts["failed"] += 1
             raise

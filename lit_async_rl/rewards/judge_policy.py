@@ -19,6 +19,16 @@ from lit_async_rl.types import SamplingParams
 POLICY = "policy"  # in place of an engine: that of the run
 
 
+class NoPolicyError(RewardSetupError):
+    """There is no fit whose policy could be asked: none was begun in this process, or it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none here: "
+            "a validation by itself, another rank, or a reward in a process of its own needs another judge"
+        )
+
+
 @runtime_checkable
 class Policy(Protocol):
     """What answers with the newest weights that the run's engine has, from any thread."""
@@ -81,10 +91,7 @@ class PolicyModel:
         """Answers a conversation; see `Endpoint.ask`."""
         policy = self.policy
         if policy is None:
-            raise RewardSetupError(
-                f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none "
-                "here: a validation by itself, another rank, or a reward in a process of its own needs another judge"
-            )
+            raise NoPolicyError
         self._on_request(True)
         loop = asyncio.get_running_loop()
         began = time.monotonic()

@@ -22,6 +22,7 @@ from dataclasses import replace
 from lit_async_rl.errors import FinalRewardError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.judge_models import Answer
+from lit_async_rl.rewards.judge_policy import NoPolicyError
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, PRIORITY
 from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
@@ -56,11 +57,12 @@ class PolicyQuestions:
         """Submits a question; `future` gets the answer.
 
         Raises:
-            FinalRewardError: the question cannot be asked, or the run has ended.
+            FinalRewardError: the question cannot be asked.
+            NoPolicyError: the fit has ended.
         """
         with self._listener.changed:
             if self._is_closed:
-                raise FinalRewardError("the run has ended, and the policy answers no judge any more")
+                raise NoPolicyError
             request = self._request(messages, sampling)
             if future.cancelled():  # while this waited for the lock
                 return
@@ -132,7 +134,7 @@ class PolicyQuestions:
             left = list(self._open.values())
             self._open.clear()
         for _, future in left:
-            _resolve(future, FinalRewardError("the run has ended, and the policy answers no judge any more"))
+            _resolve(future, NoPolicyError())
 
 
 def _resolve(future: Answered, outcome: Answer | FinalRewardError) -> None:

@@ -268,10 +268,10 @@ class Producer:
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         is_ended = self.listener.stop(timeout_s)
+        self.scorer.close()
         if self.questions is not None:
             hooks.use_policy(self.scorer.reward, None)
             self.questions.close()
-        self.scorer.close()
         return is_ended
 
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) --------------------------------
