@@ -42,10 +42,8 @@ class RewardHackingMonitor(pl.Callback):
 
     Example:
         ```yaml
-        trainer:
-          callbacks+:
-            - class_path: RewardHackingMonitor
-              init_args: {check: lit_async_rl.exact_match, num_checked: 4}
+        defaults:
+          reward_hacking: {init_args: {check: lit_async_rl.exact_match, num_checked: 4}}
         ```
 
     Attributes:
