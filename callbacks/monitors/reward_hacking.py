@@ -234,7 +234,8 @@ def _within(groups: Sequence[RolloutGroup], name: str) -> list[Any]:
 
 
 def _correlation(one: Sequence[Any], other: Sequence[Any]) -> float | None:
-    first, second = np.concatenate(one), np.concatenate(other)
+    first = np.concatenate(one)
+    second = np.concatenate(other)
     norm = float(np.sqrt((first @ first) * (second @ second)))
     return float(first @ second) / norm if norm > 0 and math.isfinite(norm) else None
 
