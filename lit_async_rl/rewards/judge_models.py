@@ -41,7 +41,7 @@ TRANSIENT = (408, 409, 425, 429)
 REFUSED = (401, 403, 404)
 JOIN_S = 10.0
 POLL_S = 0.1
-CONNECTIONS_PER_POOL = 16
+CONNECTIONS_PER_POOL = 4
 LIMITED = 429
 REFUSALS = 4  # in a row, by 429: the endpoint refuses everything, and not one of ten requests
 
