@@ -86,6 +86,25 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
         )
 
 
+def check_validation(reward: object, has_prompts: bool) -> None:
+    """Checks that what scores held-out completions is there when they are scored.
+
+    Args:
+        reward: `data.reward`.
+        has_prompts: whether `data.validation.prompts` is set.
+
+    Raises:
+        ValueError: the policy in training is the judge, whose engine runs during a fit only; validations come before
+            and after it, too, and on every rank.
+    """
+    if has_prompts and hooks.wants_policy(reward):
+        raise ValueError(
+            "JudgeReward.engine=policy with data.validation.prompts: the engine of the policy runs during training "
+            "only, and validations come before and after it, too. Leave the prompts out, and use the Evaluation "
+            "callback, which samples held-out prompts while training goes on"
+        )
+
+
 def check_limits(reward: object, scoring_timeout_s: float) -> None:
     """Checks that the limit of a reward's process is less than that of the reward.
 

@@ -25,7 +25,7 @@ class NoPolicyError(RewardSetupError):
     def __init__(self) -> None:
         super().__init__(
             f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none here: "
-            "a validation by itself, another rank, or a reward in a process of its own needs another judge"
+            "outside of training, and for a reward in a process of its own or of a monitor, use another judge"
         )
 
 

@@ -124,26 +124,19 @@ def test_pairs_of_a_group_and_a_part_of_several_rewards_ask_the_policy(model):
     assert all(one.reward_parts["style"] == 0.7 for _, groups in seen.groups for g in groups for one in g.rollouts)
 
 
-def test_validation_within_a_fit_asks_the_policy_too(model):
-    found = []
-
-    class Held(rl.RolloutMonitor):
-        def on_validation_end(self, trainer, *args):
-            found.append(float(trainer.callback_metrics["val/reward"]))
-
-    data = make_data(
-        model=model,
-        prompts=PROMPTS,
-        reward=policy_judge(),
-        groups_per_step=2,
-        group_size=2,
-        sampling=rl.SamplingParams(max_tokens=6),
-        engine=JudgingEngine(num_slots=4),
-        val_prompts=PROMPTS[:4],
+def test_an_evaluation_asks_the_policy_too(model):
+    """It shares engine and reward workers with the rollouts."""
+    evaluation = rl.Evaluation(
+        datasets={"sums": PROMPTS[:4]}, every_n_steps=1, sampling=rl.SamplingParams(max_tokens=6)
     )
-    settings = dict(val_check_interval=1, check_val_every_n_epoch=None, num_sanity_val_steps=0)
-    fit(make_module(model=model), data, 2, [Held()], **settings)
-    assert found == [pytest.approx(0.7)] * 2
+    run(model, policy_judge(), callbacks=[evaluation])
+    assert evaluation.results
+    assert all(result.metrics["reward"] == pytest.approx(0.7) for result in evaluation.results)
+
+
+def test_validations_outside_of_training_are_refused_with_what_works(model):
+    with pytest.raises(ValueError, match=r"JudgeReward\.engine=policy with data\.validation\.prompts.*Evaluation"):
+        make_data(model=model, prompts=PROMPTS, reward=policy_judge(), val_prompts=PROMPTS[:4])
 
 
 @pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
