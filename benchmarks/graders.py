@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lit_async_rl as rl
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.types import Prompt
 
 KINDS = ("right", "differs on purpose", "reference is a solution", "refused", "stricter", "laxer")
@@ -110,19 +108,16 @@ def main() -> None:
         print(rows[-1])
     if given.out is None:
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    measurement = {
-        "name": given.out.stem,
-        "value": sum(row[-1] + row[-2] for row in rows),
-        "unit": "unexplained verdicts",
-        "interval": None,
-        "command": "python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py",
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-        "machine": "any",
-        "table": {"columns": ["test set", "cases", *KINDS], "rows": rows},
-    }
-    given.out.write_text(json.dumps(measurement, indent=1) + "\n")
+    found = measurement(
+        given.out.stem,
+        sum(row[-1] + row[-2] for row in rows),
+        "unexplained verdicts",
+        ["test set", "cases", *KINDS],
+        rows,
+        command=f"python benchmarks/graders.py {' '.join(map(str, given.tests))} --out {given.out}",
+        machine="any",  # counts, no times
+    )
+    write_measurement(given.out, found)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,8 @@ class RewardHackingMonitor(pl.Callback):
 
     Example:
         ```yaml
-        trainer:
-          callbacks+:
-            - class_path: RewardHackingMonitor
-              init_args: {check: lit_async_rl.exact_match, num_checked: 4}
+        defaults:
+          reward_hacking: {init_args: {check: lit_async_rl.exact_match, num_checked: 4}}
         ```
 
     Attributes:
@@ -204,6 +202,7 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     part = success.part
     shares = [share for one in rollouts[:MAX_COMPLETIONS] if (share := repetition(_own_ids(one))) is not None]
+    rewards = _within(groups, "reward")
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in (rollout.reward_parts or {}).items():
@@ -214,10 +213,10 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
         length=statistics.fmean(one.num_policy_tokens for one in rollouts),
         reward=statistics.fmean(one.reward for one in rollouts),
         accuracy=success.number(one.score for one in rollouts) / len(rollouts) if is_grader else None,
-        length_pay=length_pay(groups),
+        length_pay=_correlation(rewards, _within(groups, "num_policy_tokens")),
         repetition=statistics.fmean(shares) if shares else None,
         special_tokens=statistics.fmean(float(_has_special(one, special)) for one in rollouts),
-        group_std=statistics.fmean(statistics.pstdev(one.reward for one in group.rollouts) for group in groups),
+        group_std=statistics.fmean(math.sqrt(float(row @ row) / len(row)) for row in rewards),
         answer=answer,
         parts=means if answer is not None else {},
     )
@@ -225,15 +224,20 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
 
 def length_pay(groups: Sequence[RolloutGroup]) -> float | None:
     """Correlation of reward and length within groups; None if one of them does not vary."""
-    rewards = np.concatenate([_centred([one.reward for one in group.rollouts]) for group in groups])
-    lengths = np.concatenate([_centred([one.num_policy_tokens for one in group.rollouts]) for group in groups])
-    norm = float(np.linalg.norm(rewards) * np.linalg.norm(lengths))
-    return float(rewards @ lengths) / norm if norm > 0 and math.isfinite(norm) else None
+    return _correlation(_within(groups, "reward"), _within(groups, "num_policy_tokens"))
 
 
-def _centred(values: Sequence[float | int]) -> Any:
-    array = np.asarray(values, dtype=np.float64)
-    return array - array.mean()
+def _within(groups: Sequence[RolloutGroup], name: str) -> list[Any]:
+    """A number of each rollout less the mean of its group, by group."""
+    values = [np.array([getattr(one, name) for one in group.rollouts], dtype=np.float64) for group in groups]
+    return [row - row.sum() / len(row) for row in values]
+
+
+def _correlation(one: Sequence[Any], other: Sequence[Any]) -> float | None:
+    first = np.concatenate(one)
+    second = np.concatenate(other)
+    norm = float(np.sqrt((first @ first) * (second @ second)))
+    return float(first @ second) / norm if norm > 0 and math.isfinite(norm) else None
 
 
 def _own_ids(rollout: Rollout) -> Sequence[int]:
@@ -246,5 +250,7 @@ def _own_ids(rollout: Rollout) -> Sequence[int]:
 def _has_special(rollout: Rollout, special: frozenset[int]) -> bool:
     """Whether a special token stands before the last one of a turn."""
     ids = _own_ids(rollout)
-    ends = 1 if rollout.turns is None else len(rollout.turns)
+    if rollout.turns is None:
+        return not special.isdisjoint(ids[:-1])
+    ends = len(rollout.turns)
     return sum(token in special for token in ids) > (ends if ids and ids[-1] in special else ends - 1)

@@ -180,6 +180,7 @@ class RolloutDataModule(pl.LightningDataModule):
         setting_checks.check_engine(engine, reward, self.admission, sampling=sampling)
         engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
         setting_checks.check_limits(reward, scoring.timeout_s)
+        setting_checks.check_validation(reward, has_prompts=validation.source is not None)
         setting_checks.check_parts(self.advantage, reward, self.intake.filters)
         setting_checks.check_sleep(engine, max_staleness, stream_groups)
         setting_checks.check_groups(self.intake.filters, self.admission, stream_groups, has_replay=replay is not None)

@@ -13,6 +13,7 @@ from lit_async_rl.losses.aggregation import Aggregation, SequenceMean, within_so
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.replay.tape import Tape
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rollouts.intake import GroupFilter, OverlongPenalty
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
@@ -77,6 +78,30 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
         raise ValueError(
             f"data.admission={type(admission).__name__} needs data.engine.in_flight_weight_updates=false: a completion "
             "must come from one version, or a run could not be repeated"
+        )
+    if hooks.wants_policy(reward) and not engine.in_flight_weight_updates:
+        raise ValueError(
+            "JudgeReward.engine=policy needs data.engine.in_flight_weight_updates=true, and so an admission that is "
+            "not in order: its questions come while batches of rollouts run, each under one version of the weights"
+        )
+
+
+def check_validation(reward: object, has_prompts: bool) -> None:
+    """Checks that what scores held-out completions is there when they are scored.
+
+    Args:
+        reward: `data.reward`.
+        has_prompts: whether `data.validation.prompts` is set.
+
+    Raises:
+        ValueError: the policy in training is the judge, whose engine runs during a fit only; validations come before
+            and after it, too, and on every rank.
+    """
+    if has_prompts and hooks.wants_policy(reward):
+        raise ValueError(
+            "JudgeReward.engine=policy with data.validation.prompts: the engine of the policy runs during training "
+            "only, and validations come before and after it, too. Leave the prompts out, and use the Evaluation "
+            "callback, which samples held-out prompts while training goes on"
         )
 
 

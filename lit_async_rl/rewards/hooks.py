@@ -5,6 +5,7 @@
 | `close()` | at the end of the run; a later call of the reward may open again what it needs |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
+| `use_policy(policy)` | where `wants_policy` is true: at the start of a fit, by what samples; None at its end |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward
+from lit_async_rl.rewards.judge_policy import Policy
 from lit_async_rl.rewards.scorer import is_async
 
 MAX_WAITING = 64  # threads that wait for one plain part of a combined reward
@@ -60,6 +62,18 @@ def use_folder(reward: Any, folder: Path) -> None:
     for owner in parts_of(reward):
         if (use := getattr(owner, "use_folder", None)) is not None:
             use(folder)
+
+
+def wants_policy(reward: Any) -> bool:
+    """Whether the reward or a part of it asks the policy in training."""
+    return any(getattr(owner, "wants_policy", False) for owner in parts_of(reward))
+
+
+def use_policy(reward: Any, policy: Policy | None) -> None:
+    """Gives the rewards that ask the policy in training what answers them, or takes it away."""
+    for owner in parts_of(reward):
+        if getattr(owner, "wants_policy", False):
+            owner.use_policy(policy)
 
 
 def save_state(reward: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
 from lit_async_rl.rewards.judge_models import Answer, Endpoint, JudgeLimits, LocalModel, Places, Turn
+from lit_async_rl.rewards.judge_policy import POLICY, NoPolicyError, Policy, PolicyModel
 from lit_async_rl.rewards.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.types import Prompt, SamplingParams
@@ -216,10 +217,13 @@ class JudgeReward(Remade):
     have no group: there `pairwise` compares with `prompt.answer`.
 
     Args:
-        model: name that the endpoint knows; with `engine` a Hugging Face name or folder.
+        model: name that the endpoint knows; with an `engine` a Hugging Face name or folder; None for the policy.
         base_url: of an OpenAI-compatible endpoint, such as `https://api.openai.com/v1`.
         engine: in place of `base_url`: an engine that runs the model here, beside the policy's, such as
-            `EmbeddedEngine()`. Its model keeps its weights, also where `model` is the policy in training.
+            `EmbeddedEngine()`; its model keeps its weights, also where `model` is what training started from. Or
+            `policy`: the policy in training judges with its newest weights, on the engine that samples its rollouts,
+            which must update weights in flight. Its answers take no slot of the staleness bound, are not trained on,
+            and are not kept, because the next version may judge otherwise.
         api_key_env: name of the environment variable with the endpoint's key; None sends none. The key is read from
             there, and written nowhere.
         mode: see above.
@@ -250,9 +254,9 @@ class JudgeReward(Remade):
 
     def __init__(
         self,
-        model: str,
+        model: str | None = None,
         base_url: str | None = None,
-        engine: RolloutEngine | None = None,
+        engine: RolloutEngine | Literal["policy"] | None = None,
         api_key_env: str | None = None,
         mode: Literal["rubric", "reference", "pairwise"] = "rubric",
         criteria: str | None = None,
@@ -273,7 +277,7 @@ class JudgeReward(Remade):
         name: str = "judge",
     ) -> None:
         # What verdicts depend on is public under the argument's name, for `reward_identity`; all else is private.
-        self.model = model
+        self.model = model if model is not None else POLICY
         self.mode = mode
         self.criteria = criteria or {"rubric": RUBRIC, "reference": REFERENCE, "pairwise": PAIRWISE}.get(mode, "")
         self.scale = (float(scale[0]), float(scale[1]))
@@ -290,9 +294,10 @@ class JudgeReward(Remade):
         self._name = name
         self._limits = limits
         self._account = Account(budget)
-        self._check(base_url, engine)
-        self._asked: Endpoint | LocalModel
-        if base_url is not None:
+        self._check(base_url, engine, model)
+        self._check_cache(engine, cache)
+        self._asked: Endpoint | LocalModel | PolicyModel
+        if base_url is not None and model is not None:
             length = {} if "max_completion_tokens" in self.request else {"max_tokens": max_tokens}
             warmth = {} if temperature is None else {"temperature": temperature}
             self._asked = Endpoint(
@@ -304,15 +309,18 @@ class JudgeReward(Remade):
                 on_request=self._account.note_request,
                 on_answer=self._account.note_answer,
             )
-        elif engine is not None:
+        else:
             sampling = SamplingParams(temperature=1.0 if temperature is None else temperature, max_tokens=max_tokens)
-            self._asked = LocalModel(
-                model,
-                engine,
-                sampling=sampling,
-                on_request=self._account.note_request,
-                on_answer=self._account.note_answer,
-            )
+            account = self._account
+            self._asked = PolicyModel(sampling=sampling, on_request=account.note_request, on_answer=account.note_answer)
+            if model is not None and isinstance(engine, RolloutEngine):
+                self._asked = LocalModel(
+                    model,
+                    engine,
+                    sampling=sampling,
+                    on_request=account.note_request,
+                    on_answer=account.note_answer,
+                )
         self._cache_setting = cache
         self._cache = VerdictCache()
         if cache not in (None, IN_RUN):
@@ -325,10 +333,17 @@ class JudgeReward(Remade):
         self._loop: LoopThread | None = None
         self._log = LimitedLog(log)
 
-    def _check(self, base_url: str | None, engine: RolloutEngine | None) -> None:
+    def _check(self, base_url: str | None, engine: RolloutEngine | str | None, model: str | None) -> None:
         if (base_url is None) == (engine is None):
             which = "neither" if base_url is None else "both"
             raise ValueError(f"JudgeReward needs either base_url or engine, got {which}")
+        if isinstance(engine, str) and engine != POLICY:
+            raise ValueError(f"JudgeReward.engine must be an engine or {POLICY}, got {engine!r}")
+        if (model is None) != (engine == POLICY):
+            raise ValueError(
+                f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or an engine of the judge's own "
+                f"needs the name of a model, and the policy in training (engine: {POLICY}) has none besides its own"
+            )
         choices = {
             "mode": (self.mode, ("rubric", "reference", "pairwise")),
             "aggregate": (self.aggregate, ("mean", "median")),
@@ -359,6 +374,14 @@ class JudgeReward(Remade):
                 raise ValueError(f"JudgeReward.{name}=fallback needs JudgeReward.fallback, a reward")
         if not self._name.isidentifier():
             raise ValueError(f"JudgeReward.name must be letters, digits and underscores, got {self._name!r}")
+
+    @staticmethod
+    def _check_cache(engine: RolloutEngine | str | None, cache: str | None) -> None:
+        if engine == POLICY and cache not in (None, IN_RUN):
+            raise ValueError(
+                f"JudgeReward.cache={cache!r} with engine={POLICY}: the policy's verdicts are those of one version of "
+                "its weights, and are not kept; leave cache out"
+            )
 
     # -- what scorer, data module and monitors use, from any thread ---------------------------------------------------
 
@@ -405,13 +428,23 @@ class JudgeReward(Remade):
             raise FinalRewardError(f"{self._name} was closed")
         return await asyncio.wrap_future(future)
 
+    @property
+    def wants_policy(self) -> bool:
+        """Whether the policy in training is asked."""
+        return isinstance(self._asked, PolicyModel)
+
+    def use_policy(self, policy: Policy | None) -> None:
+        """Sets what answers for the policy in training; None outside of a fit."""
+        if isinstance(self._asked, PolicyModel):
+            self._asked.policy = policy
+
     def metrics(self) -> dict[str, float]:
         """Totals so far and recent latencies, for loggers."""
         return {f"{self._name}/{name}": value for name, value in self._account.metrics().items()}
 
     def use_folder(self, folder: Path) -> None:
         """Keeps verdicts in the folder of the run, if `cache` says so."""
-        if self._cache_setting == IN_RUN:
+        if self._cache_setting == IN_RUN and not self.wants_policy:
             self._cache.use(folder / f"{self._name}_verdicts.jsonl")
 
     def save_state(self) -> dict[str, int]:
@@ -530,6 +563,8 @@ class JudgeReward(Remade):
             deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
             mark = question.draw_mark()
             answer = await self._asked.ask(question.messages(mark, self._asked.special_tokens), turn, deadline)
+        except NoPolicyError:  # at the end of a fit, and no fault of a judge
+            raise
         except FinalRewardError:
             self._account.counts["failed"] += 1
             raise
@@ -539,7 +574,7 @@ class JudgeReward(Remade):
         if verdict is None:
             self._account.counts["unreadable"] += 1
             self._log.warning("%s: no verdict in the answer %.200r", self._name, answer.text)
-        else:
+        elif not self.wants_policy:
             self._cache.put(key, verdict)
         return verdict
 

@@ -41,7 +41,7 @@ TRANSIENT = (408, 409, 425, 429)
 REFUSED = (401, 403, 404)
 JOIN_S = 10.0
 POLL_S = 0.1
-CONNECTIONS_PER_POOL = 16
+CONNECTIONS_PER_POOL = 4
 LIMITED = 429
 REFUSALS = 4  # in a row, by 429: the endpoint refuses everything, and not one of ten requests
 
@@ -58,8 +58,9 @@ class JudgeLimits:
         tries: failed requests of one question. Tried again are 408, 409, 425, 429 and 5xx, connections that fail, and
             answers that are no chat completion. `data.scoring.tries` does not try these again. A 429 says when to come
             back, and is no failure of the question: it counts towards `timeout_s` only.
-        backoff_s: pause before the second request; each further one is twice as long, with a random part, and none is
-            shorter than the endpoint's `Retry-After`. It does not grow while the endpoint answers other questions. A
+        backoff_s: longest pause before the second request, which is random. While nothing is answered, each further
+            one is longer by twice as much as the one before (1 to 2 times `backoff_s`, 3 to 4, 7 to 8); none grows
+            while the endpoint answers other questions, and none is shorter than the endpoint's `Retry-After`. A
             question that pauses leaves its place to others; after four 429 in a row all wait for `Retry-After`.
 
     Raises:
@@ -315,7 +316,7 @@ class Endpoint:
             """Grows with the failures of this question, as long as the endpoint has answered no other meanwhile."""
             asked_s = state.outcome.exception().retry_after_s
             doublings = min(state.attempt_number, self._failures_in_row, MAX_DOUBLINGS) - 1
-            growing_s = min(MAX_PAUSE_S, limits.backoff_s * (2 ** max(0, doublings) + random.random()))
+            growing_s = min(MAX_PAUSE_S, limits.backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
             return max(growing_s, asked_s + random.random() * limits.backoff_s if asked_s else 0.0)
 
         retrying = tenacity.AsyncRetrying(
@@ -540,7 +541,8 @@ class LocalModel:
         engine = self._given.fresh()
         problem = FinalRewardError(f"the judge {self._model!r} was closed")
         try:
-            codec = self._codec = TextCodec(self._model, "all")
+            # A verdict is followed by the token that ends the turn, which is no part of its line.
+            codec = self._codec = TextCodec(self._model, "tags")
             self.special_tokens = tuple(map(str, codec.tokenizer.all_special_tokens))
             with unrecorded():
                 engine.setup(self._model)

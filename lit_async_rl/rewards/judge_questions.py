@@ -22,6 +22,10 @@ CONTROL = re.compile(
     r"<\|[^<>|\n]{1,60}\|>|<｜[^<>｜\n]{1,60}｜>|<(?:start|end)_of_(?:turn|image)>|</?(?:s|bos|eos|pad|unk)>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
 )
+VERDICT = re.compile(  # once: to compile it for each mark would take as long as the rest of a question
+    r"^[ \t*_>`#]*VERDICT[ \t]+(?P<mark>[0-9A-Za-z]+)[*_`]*[ \t]*:[ \t*_`]*(?P<value>[^\s*_`]+)[ \t*_`]*\r?$",
+    re.IGNORECASE | re.MULTILINE,
+)
 RUBRIC = "How good is the response? Judge whether it does what the task asks, and is correct, complete and clear."
 REFERENCE = (
     "Is the response correct? Its final answer must agree with the reference answer; another form of the same answer "
@@ -94,11 +98,8 @@ class Question:
 
         The last line of the stated form counts. None without one, or if its value is not of the stated kind.
         """
-        line = re.compile(
-            rf"^[ \t*_>`#]*VERDICT[ \t]+{mark}[*_`]*[ \t]*:[ \t*_`]*(?P<value>[^\s*_`]+)[ \t*_`]*\r?$",
-            re.IGNORECASE | re.MULTILINE,
-        )
-        found = [match["value"].rstrip(".") for match in line.finditer(answer or "")]
+        lines = VERDICT.finditer(answer or "")
+        found = [line["value"].rstrip(".") for line in lines if line["mark"].lower() == mark.lower()]
         if not found:
             return None
         if len(self.responses) == 2:

@@ -71,11 +71,13 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
 from lit_async_rl.rollouts.intake import FAILED, RESTARTED, FateTotals, Intake
+from lit_async_rl.rollouts.policy_questions import PolicyQuestions
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
 from lit_async_rl.utils.spans import TRAINER, recorder
@@ -100,6 +102,7 @@ class Producer:
     Attributes:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
+        questions: of a judge that is the policy; None without one.
     """
 
     def __init__(
@@ -151,6 +154,10 @@ class Producer:
             num_scored=lambda: self._num_scored,
         )
         self.timer = WaitTimer()
+        self.questions: PolicyQuestions | None = None
+        if hooks.wants_policy(scorer.reward):
+            self.questions = PolicyQuestions(self.listener, codec.model)
+            hooks.use_policy(scorer.reward, self.questions)
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
@@ -205,7 +212,8 @@ class Producer:
     def rest(self) -> None:
         """Lets an engine that has nothing to do before the next publication sleep."""
         with self.changed:  # nothing may be admitted between "nothing to do" and `sleep`
-            if not self.book.unfinished and not self.admission.num_admissible:
+            is_asked = self.questions is not None and self.questions.is_asked
+            if not self.book.unfinished and not self.admission.num_admissible and not is_asked:
                 self.listener.sleep()
 
     def replace_engine(self, engine: RolloutEngine) -> int:
@@ -217,6 +225,8 @@ class Producer:
             self.intake.drop_tokens(RESTARTED, self.listener.num_under_way)
             sampling = self.book.in_state(GroupState.SAMPLING)
             requests = [request for group in sampling for request in self.book.missing(group)]
+            if self.questions is not None:
+                requests += self.questions.again()
             self.listener.replace(engine, requests, self.version)
             self._admit()
             return len(sampling)
@@ -259,6 +269,9 @@ class Producer:
         """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         is_ended = self.listener.stop(timeout_s)
         self.scorer.close()
+        if self.questions is not None:
+            hooks.use_policy(self.scorer.reward, None)
+            self.questions.close()
         return is_ended
 
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) --------------------------------
@@ -301,6 +314,8 @@ class Producer:
         self.listener.abort(running)
 
     def _collect(self, completion: Completion) -> None:
+        if self.questions is not None and self.questions.collect(completion):
+            return
         if self.evaluation is not None and self.evaluation.collect(completion):
             return
         found = self.book.collect(completion)
@@ -344,6 +359,8 @@ class Producer:
 
     def _lose_request(self, request_id: int) -> None:
         """Files that the engine gave a request up."""
+        if self.questions is not None and self.questions.lose(request_id):
+            return
         if self.evaluation is not None and self.evaluation.give_up(request_id):
             return
         if (group := self.book.group_of(request_id)) is not None:
@@ -351,6 +368,8 @@ class Producer:
 
     def _lose_sample(self, request_id: int, sample: int) -> None:
         """Files that the engine gave a sample up: its group goes on with the others, if there are any."""
+        if self.questions is not None and self.questions.lose(request_id):
+            return
         if self.evaluation is not None and self.evaluation.lose(request_id):
             return
         group = self.book.lose(request_id, sample)

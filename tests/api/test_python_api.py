@@ -25,7 +25,7 @@ SMALL = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tok
 CPU = dict(accelerator="cpu", devices=1, enable_progress_bar=False)
 CLASSES = "WeightSync RolloutMonitor StalenessMonitor ImportanceMonitor ThroughputMonitor GradientMonitor SampleLogger"
 CLASSES += " EngineCheck LiveView BottleneckVerdict RunSummary SkipNonFinite LinkedCheckpoint SaveOnFailure"
-CLASSES += " SaveOnSigterm"
+CLASSES += " SaveOnSigterm RewardHackingMonitor"
 
 
 @pytest.fixture(autouse=True)
