@@ -2,12 +2,14 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import wandb
 import yaml
 from flow import MODEL, fit, make_data, make_module
@@ -17,6 +19,7 @@ import lit_async_rl as rl
 from lit_async_rl.api.run_folders import drop_later_rows
 from lit_async_rl.callbacks import SampleLogger
 from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main, run_name
+from lit_async_rl.rollouts.resume import VOCABULARY
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
 
@@ -72,6 +75,40 @@ def test_a_resumed_run_goes_on_in_its_folder_and_an_evaluation_leaves_nothing(tm
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1] * 4
     assert all(sample["answer"] == "".join(sorted(sample["prompt"].rstrip("="))) for sample in samples)
+
+
+def with_swapped_tokens(folder: Path) -> Path:
+    """The small policy, whose tokenizer has the ids of two digits the other way round."""
+    shutil.copytree(rl.asset("small_sort_policy"), folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.mark.parametrize("knows_vocabulary", [True, False])
+def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(knows_vocabulary, tmp_path):
+    main(flags(tmp_path, 3, "--data.weight_sync_steps", "2"))
+    folder = tmp_path / "quickstart" / "version_0"
+    last = (folder / "checkpoints" / "last.ckpt").resolve()
+    if not knows_vocabulary:  # as those of earlier versions
+        checkpoint = torch.load(last, weights_only=True)
+        del checkpoint["RolloutDataModule"]["settings"][VOCABULARY]
+        torch.save(checkpoint, last)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = ("--model.model", str(with_swapped_tokens(tmp_path / "other")))
+    changed = {
+        ("--data.weight_sync_steps", "4"): r"data\.weight_sync_steps is 8, and was 4 when",
+        ("--data.weight_sync_steps", "2", *other): "vocabulary is" if knows_vocabulary else "the tokenizer or its chat",
+    }
+    for more, message in changed.items():
+        with pytest.raises(SystemExit, match=message):
+            main(flags(tmp_path, 6, *more, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt")))
+        after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert after == before
+        assert names(tmp_path / "quickstart") == {"version_0"}
 
 
 def test_tables_are_cut_at_the_step(tmp_path):
@@ -223,6 +260,7 @@ def test_runs_that_begin_together_get_a_folder_each(tmp_path):
 def test_a_run_through_the_api_keeps_others_out_of_its_folder(tmp_path):
     holder = """
 import sys, time
+from lit_async_rl.rollouts.resume import VOCABULARY
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
 log = CSVLog(sys.argv[1], "x", version="fixed")
