@@ -2,12 +2,15 @@
 
 import csv
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import click
 import pytest
 import torch
 import wandb
@@ -22,6 +25,7 @@ from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main, run_name
 from lit_async_rl.rollouts.resume import VOCABULARY
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.wandb_runs import STEP, _sync_appends, logged_metrics, read_records
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -166,17 +170,73 @@ def test_wandb_knows_all_settings_and_the_runs_name(tmp_path, monkeypatch):
     run.finish()
 
 
-def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_goes_on_with_its_wandb_run_and_logs_each_step_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    more = ("--config", "configs/loggers/wandb.yaml", "--data.validation.prompts", "null")
     folder = tmp_path / "quickstart" / "version_0"
-    for steps, resumed in ((2, []), (3, ["--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]), (1, [])):
-        main(flags(tmp_path, steps, *more, *resumed))
+    saved = str(folder / "checkpoints" / "epoch=0-step=2.ckpt")
+    commands = {}
+    for steps, more in ((4, []), (5, ["--ckpt_path", saved]), (1, ["--seed_everything", "1"])):
+        main(flags(tmp_path, steps, "--config", "configs/loggers/wandb.yaml", *more))
         wandb.finish()
-    ids = [path.name.split("-")[3] for path in sorted((folder / "wandb").glob("offline-run-*"))]
+        commands[steps] = re.search(r"upload with: (wandb sync .+)", capsys.readouterr().out)[1]
+    parts = sorted((folder / "wandb").glob("offline-run-*"))
+    ids = [path.name.split("-")[3] for path in parts]
     assert len(ids) == 2
     assert {*ids} == {(folder / "wandb_id.txt").read_text().strip()}
-    assert (folder.parent / "version_1" / "wandb_id.txt").read_text().strip() not in ids, "a new run is another one"
+    other = folder.parent / "version_1"
+    assert (other / "wandb_id.txt").read_text().strip() not in ids, "a new run is another one"
+    assert [Path(part).resolve() for part in shlex.split(commands[5])[-2:]] == parts, "both parts of one run"
+    assert len(shlex.split(commands[4])) == len(shlex.split(commands[1])) == 3
+
+    logged = [logged_metrics(place, id) for place, id in ((folder, ids[0]), (other, ""))]
+    assert logged[1] == {}, "of no other run"
+    records = [list(read_records(next(part.glob("*.wandb")))) for part in (*parts, *(other / "wandb").glob("offline*"))]
+    first, second, new = (next(record.run for record in part if record.HasField("run")) for part in records)
+    assert first.run_group == second.run_group == new.run_group, "they differ in the seed alone"
+    assert re.fullmatch(r"quickstart-[0-9a-f]{6}", first.run_group)
+    assert {(run.job_type, *run.tags) for run in (first, second, new)} == {("train", "quickstart", "asynchronous")}
+    best = {record.metric.name for record in records[0] if record.HasField("metric") and record.metric.summary.max}
+    assert {"reward/mean", "val/reward", "val/pass@1"} <= best
+    steps = [
+        (name, int(float(row[STEP])))
+        for row in wandb_rows([*records[0], *records[1]])
+        for name in ("reward/mean", "val/pass@1")
+        if name in row
+    ]
+    assert sorted(steps) == [*(("reward/mean", n) for n in range(5)), *(("val/pass@1", n) for n in (0, 2, 4, 5))]
+    assert {step for step, names in logged[0].items() if "reward/mean" in names} == set(range(5))
+
+
+def wandb_rows(records):
+    """Rows of the history, values as JSON."""
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            yield {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+
+
+@pytest.mark.parametrize("cut", [1, 40, 32768 * 2])
+def test_a_wandb_log_that_ends_in_a_crash_is_read_up_to_there(cut, tmp_path):
+    run = wandb.init(mode="offline", dir=tmp_path)
+    for step in range(400):
+        run.log({"text": "x" * 500, STEP: step})
+    run.finish()
+    (file,) = tmp_path.rglob("*.wandb")
+    whole = [record.SerializeToString() for record in read_records(file)]
+    assert len(list(wandb_rows(read_records(file)))) == 400
+    for end in (file.read_bytes()[:-cut], file.read_bytes()[:-cut] + bytes(cut)):  # some file systems leave zeros
+        file.write_bytes(end)
+        found = [record.SerializeToString() for record in read_records(file)]
+        assert len(whole) / 2 < len(found) < len(whole)
+        assert found == whole[: len(found)]
+
+
+def test_the_sync_command_appends_where_wandb_has_to_be_told(monkeypatch):
+    from wandb.cli.cli import cli
+
+    known = {option.name for option in cli.commands["sync"].params}
+    assert _sync_appends() == ("append" in known)
+    monkeypatch.setattr(cli.commands["sync"], "params", [click.Option(["--append/--no-append"])])
+    assert _sync_appends()
 
 
 def test_a_name_of_the_configuration_files():
@@ -263,6 +323,7 @@ import sys, time
 from lit_async_rl.rollouts.resume import VOCABULARY
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.wandb_runs import STEP, _sync_appends, logged_metrics, read_records
 log = CSVLog(sys.argv[1], "x", version="fixed")
 log.experiment
 print("held", flush=True)
