@@ -27,6 +27,7 @@ from lit_async_rl.types import Completion
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
 SEED = "data.seed"
 NUM_PROMPTS = "number of data.prompts"
+SHUFFLE = "data.shuffle"
 VOCABULARY = "the digest of the tokenizer's vocabulary"
 FORMAT = 1  # of the state of `save_producer`; raised when entries change their meaning
 log = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ def check_prompts(state: Mapping[str, Any], stream: PromptStream, codec: TextCod
         ValueError: it has not, or another version of this library saved the checkpoint.
     """
     _check_format(state)
-    now = {SEED: stream.seed, NUM_PROMPTS: len(stream.source), VOCABULARY: codec.vocabulary_digest}
-    _check_order_settings(state["settings"], now)
+    _check_order_settings(state["settings"], _order_settings(stream, codec))
     for position, token_ids in unpack_prompts(state["groups"]):
         prompt = stream.at(position)
         if codec.encode(prompt) != token_ids:
@@ -116,14 +116,24 @@ def check_prompts(state: Mapping[str, Any], stream: PromptStream, codec: TextCod
             )
 
 
+def _order_settings(stream: PromptStream, codec: TextCodec) -> dict[str, Any]:
+    return {
+        SEED: stream.seed,
+        NUM_PROMPTS: len(stream.source),
+        SHUFFLE: stream.shuffle,
+        VOCABULARY: codec.vocabulary_digest,
+    }
+
+
 def _check_format(state: Mapping[str, Any]) -> None:
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
 
 
 def _check_order_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name in (SEED, NUM_PROMPTS):
-        before = saved["data.intake.seed"] if name == SEED and name not in saved else saved[name]  # its former name
+    older = {SEED: saved.get("data.intake.seed"), SHUFFLE: now[SHUFFLE]}  # its former name, and what was not saved
+    for name in (SEED, NUM_PROMPTS, SHUFFLE):
+        before = saved.get(name, older.get(name))
         if before != now[name]:
             raise ValueError(
                 f"{name} is {now[name]}, and was {before} when the checkpoint was saved: the order of prompts "
@@ -210,9 +220,7 @@ _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": 
 def _settings(producer: Producer) -> dict[str, Any]:
     usable = producer.stream.usable
     return {
-        SEED: producer.stream.seed,
-        NUM_PROMPTS: len(producer.stream.source),
-        VOCABULARY: producer.book.codec.vocabulary_digest,
+        **_order_settings(producer.stream, producer.book.codec),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
         "data.reward": producer.scorer.identity,
@@ -238,7 +246,7 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)
     after = _flat(now)
-    later = _ENVIRONMENT, _ANSWERS, _OWN_ANSWERS, VOCABULARY
+    later = _ENVIRONMENT, _ANSWERS, _OWN_ANSWERS, SHUFFLE, VOCABULARY
     unknown = {name for name in later if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)

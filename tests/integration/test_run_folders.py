@@ -92,20 +92,24 @@ def with_swapped_tokens(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("knows_vocabulary", [True, False])
-def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(knows_vocabulary, tmp_path):
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(is_new, tmp_path):
     main(flags(tmp_path, 3, "--data.weight_sync_steps", "2"))
     folder = tmp_path / "quickstart" / "version_0"
     last = (folder / "checkpoints" / "last.ckpt").resolve()
-    if not knows_vocabulary:  # as those of earlier versions
+    if not is_new:  # as one of an earlier version
         checkpoint = torch.load(last, weights_only=True)
         del checkpoint["RolloutDataModule"]["settings"][VOCABULARY]
+        del checkpoint["RolloutDataModule"]["settings"]["data.shuffle"]
         torch.save(checkpoint, last)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     other = ("--model.model", str(with_swapped_tokens(tmp_path / "other")))
+    tokens = "data.prompts, the tokenizer or its chat template has changed"
+    same = ("--data.weight_sync_steps", "2")
     changed = {
         ("--data.weight_sync_steps", "4"): r"data\.weight_sync_steps is 8, and was 4 when",
-        ("--data.weight_sync_steps", "2", *other): "vocabulary is" if knows_vocabulary else "the tokenizer or its chat",
+        (*same, "--data.shuffle", "false"): r"data\.shuffle is False, and was True" if is_new else tokens,
+        (*same, *other): "the digest of the tokenizer's vocabulary is" if is_new else tokens,
     }
     for more, message in changed.items():
         with pytest.raises(SystemExit, match=message):
