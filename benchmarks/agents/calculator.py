@@ -1,10 +1,14 @@
 """Does an agent learn the calculator task at a staleness of 4? One run for each seed.
 
     python benchmarks/agents/calculator.py --seeds 0 1 2 --out results/agent_calculator
+    python benchmarks/agents/calculator.py --seeds 0 1 2 --out results/agent_calculator \
+        --output docs/measurements/agent_calculator.json
 
-The agent plays through messages and a tool, in up to three turns, with one branch (a second attempt from the question)
-and one side call (a title, which does not train). Its reward is the mean over both attempts. Accuracy is the share of
-held-out sums for which that is 1, sampled at temperature 1.
+The agent is written against `openai.AsyncOpenAI`, and talks to the endpoint over HTTP, or with `--in_process` to the
+client in the process, which samples the same in less time. It plays through messages and a
+tool, in up to three turns, with one branch (a second attempt from the question) and one side call (a title, which does
+not train). Its reward is the mean over both attempts, and so is the held-out reward: the accuracy of one attempt,
+sampled at temperature 1. The held-out accuracy is the share of sums for which both attempts are right.
 
 Resumable: seeds with a result are skipped.
 """
@@ -12,19 +16,30 @@ Resumable: seeds with a result are skipped.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import lightning.pytorch as pl
 
 import lit_async_rl as rl
-from lit_async_rl.tasks.calculator_agent import ADD, CalculatorAgent
+from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.tasks.calculator_agent import CalculatorAgent
+from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.files import replacing
+
+OLDEST = "sample/staleness_max"
+LAST_STEPS = 3  # evaluations whose mean is the accuracy at the end
 
 
 class Agent(CalculatorAgent):
@@ -51,11 +66,16 @@ class HeldOut(pl.Callback):
             self.accuracy[trainer.global_step] = float(trainer.callback_metrics["val/pass@1"])
 
 
-def run(seed: int, steps: int, out: Path) -> dict[str, Any]:
+def run(seed: int, steps: int, out: Path, *, in_process: bool) -> dict[str, Any]:
     """Trains one seed."""
     held_out = HeldOut()
+    log = CSVLog(out / f"seed{seed}", name="")
     engine = rl.AgentEngine(
-        rl.EmbeddedEngine(seed=seed), Agent(), parser=rl.CalculatorParser(), chat_template="calculator_chat.jinja"
+        rl.EmbeddedEngine(seed=seed),
+        Agent(),
+        clients=None if in_process else rl.EndpointClients(),
+        parser=rl.CalculatorParser(),
+        chat_template="calculator_chat.jinja",
     )
     began = time.monotonic()
     trainer = rl.fit(
@@ -69,28 +89,71 @@ def run(seed: int, steps: int, out: Path) -> dict[str, Any]:
         group_size=8,
         learning_rate=2.5e-4,
         sampling={"max_tokens": 12},
-        validation=rl.Validation(prompts=rl.Addition(num_digits=3, size=256, split="held_out"), batch_size=256),
-        scoring={"success_reward": 1.0},
+        validation=rl.Validation(
+            prompts=rl.Addition(num_digits=3, size=256, split="held_out"), batch_size=256, success_reward=1.0
+        ),
         val_check_interval=10,
         check_val_every_n_epoch=None,
         callbacks=[held_out],
         accelerator="cpu",
         seed=seed,
-        default_root_dir=str(out / f"seed{seed}"),
+        logger=log,
     )
     if trainer.global_step < steps:
         raise SystemExit(f"seed {seed} was stopped after {trainer.global_step} steps, and has no result")
     rewards = held_out.rewards
+    with Path(log.log_dir, "metrics.csv").open(newline="") as file:
+        ages = [float(row[OLDEST]) for row in csv.DictReader(file) if row.get(OLDEST)]
     return {
+        "client": "in the process" if in_process else "`openai`, over HTTP",
         "seed": seed,
         "steps": trainer.global_step,
         "seconds": time.monotonic() - began,
         "held_out_reward": {str(step): value for step, value in rewards.items()},
         "held_out_accuracy": {str(step): value for step, value in held_out.accuracy.items()},
         "steps_to_0.9": next((step for step, value in sorted(rewards.items()) if value >= 0.9), None),
-        "tool": ADD["function"]["name"],
+        "max_staleness": max(ages),
         **engine.metrics(),
     }
+
+
+def summary(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """The measurement of finished seeds."""
+    rows = []
+    ends = []
+    for found in results:
+        rewards = [value for _, value in sorted(found["held_out_reward"].items(), key=lambda item: int(item[0]))]
+        ends.append(statistics.fmean(rewards[-LAST_STEPS:]))
+        drift = sum(found[f"agent/drift_{kind}"] for kind in ("template", "tokens", "other"))
+        row = [
+            found["client"],
+            found["seed"],
+            rewards[0],
+            ends[-1],
+            found["steps_to_0.9"] or "not reached",
+            found["max_staleness"],
+        ]
+        rows.append([*(round(one, 3) if isinstance(one, float) else one for one in row), drift])
+    return measurement(
+        "agent_calculator",
+        round(statistics.fmean(ends), 3),
+        f"held-out reward of an agent after {options.steps} steps, mean of the last {LAST_STEPS} evaluations and of "
+        "the seeds",
+        columns=[
+            "client",
+            "seed",
+            "at the start",
+            "at the end",
+            "0.9 at step",
+            "oldest token, versions",
+            "drift",
+        ],
+        rows=rows,
+        command=f"python benchmarks/agents/calculator.py --steps {options.steps} "
+        f"--seeds {' '.join(str(found['seed']) for found in results)}",
+        machine=f"{options.machine}; the interval is the range over seeds",
+        interval=[round(min(ends), 3), round(max(ends), 3)],
+    )
 
 
 def main() -> None:
@@ -99,21 +162,29 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("results/agent_calculator"))
+    parser.add_argument("--in_process", action="store_true", help="the client in the process, without HTTP")
+    parser.add_argument("--output", type=Path, help="file of the measurement")
+    parser.add_argument("--machine", default="two cores")
     parser.add_argument("--one", type=int, help="this seed, in this process")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.one is not None:
-        found = run(options.one, options.steps, options.out)
+        found = run(options.one, options.steps, options.out, in_process=options.in_process)
         with replacing(options.out / f"seed{options.one}.json") as file:
             file.write(json.dumps(found, indent=1).encode())
         return
+    results = []
     for seed in options.seeds:
         path = options.out / f"seed{seed}.json"
         if not path.exists():
             arguments = ["--one", str(seed), "--steps", str(options.steps), "--out", str(options.out)]
+            arguments += ["--in_process"] if options.in_process else []
             subprocess.run([sys.executable, __file__, *arguments], check=True)
         found = json.loads(path.read_text())
+        results.append(found)
         print(f"seed {seed}: held-out reward {found['held_out_reward']}")
+    if options.output is not None:
+        write_measurement(options.output, summary(results, options))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Random conversation trees: do the recorded tokens of agents have the probabilities that a slow oracle computes?
 
     python benchmarks/agents/trees.py --trees 2000 --out results/agent_trees.json
+    python benchmarks/agents/trees.py --trees 200 --dtype float32 --out results/agent_trees_float32.json
+    python benchmarks/agents/trees.py --summary results/agent_trees.json results/agent_trees_float32.json
 
 Each tree is an agent that calls the tiny shipped policy in a random order of turns, tools, branches, retries,
 cancellations, side calls, concurrent calls and rewritten histories, while new weights are published. Checked are:
@@ -25,18 +27,25 @@ import copy
 import functools
 import json
 import random
+import sys
 import time
+import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from benchmarks.common.measurement import ROOT, measurement, write_measurement
 from lit_async_rl.agents.calls import AgentCallError, Reply
 from lit_async_rl.agents.engine import AgentEngine
 from lit_async_rl.agents.episode import AgentEpisode
@@ -52,7 +61,14 @@ from lit_async_rl.utils.files import replacing
 MODEL = asset("calculator_policy")
 TEMPLATE = asset("calculator_chat.jinja")
 TOLERANCES = {"float64": 2e-6, "float32": 5e-5}  # absolute and relative, by the precision of the engine
-MAX_CONTEXT = 230
+GOAL = 1e-5  # nats, of float32
+SUMS = {
+    "num_calls": "calls",
+    "num_rows": "rows",
+    "num_tokens": "tokens that train",
+    "num_older": "tokens older than their call",
+    "drift": "drift",
+}
 ACTIONS = (
     ("turn", 5),
     ("tool", 4),
@@ -85,6 +101,7 @@ class Tree:
     Args:
         seed: of its choices.
         num_actions: calls, about.
+        newest: gives the version of the weights that the engine has.
     """
 
     seed: int
@@ -92,11 +109,16 @@ class Tree:
     read: list[Read] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     episode: AgentEpisode | None = None
+    newest: Callable[[], int] = int
+    num_older: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
 
     async def __call__(self, prompt: Prompt, client: Any) -> float:
         self.episode = client.episode
         self.read = []
         self.done = Counter()
+        self.num_older = 0
+        self.begun = {}
         chance = random.Random(self.seed)
         tools = chance.choice(([ADD], None))
         first = [{"role": "user", "content": prompt.text}]
@@ -140,9 +162,20 @@ class Tree:
         spelled = "".join(reply.token_texts)
         messages.append(reply.message.as_message() | {"spelled": spelled})
 
+    async def _complete(self, messages: list[dict[str, Any]], **settings: Any) -> list[Reply]:
+        """Calls the policy, and counts tokens that are older than the weights when the call first began."""
+        version = self.begun.setdefault(settings.get("call_id") or uuid.uuid4().hex, self.newest())
+        settings.setdefault("tools", self.tools)
+        replies = await self.episode.complete(messages, **settings)
+        self._count_older(replies, version)
+        return replies
+
+    def _count_older(self, replies: Sequence[Reply], version: int) -> None:
+        self.num_older += sum(one < version for reply in replies for one in reply.versions)
+
     async def _call(self, place: int, **settings: Any) -> list[Reply]:
         messages = self.conversations[place]
-        replies = await self.episode.complete(self._sent(messages), tools=self.tools, **settings)
+        replies = await self._complete(self._sent(messages), **settings)
         self._note(replies, messages)
         self._answered(messages, replies[-1])
         return replies
@@ -171,8 +204,8 @@ class Tree:
         messages = self.conversations[place]
         messages.append({"role": "user", "content": "7+7="})
         sent = self._sent(messages)
-        replies = await self.episode.complete(sent, tools=self.tools, call_id=name)
-        again = await self.episode.complete(sent, tools=self.tools, call_id=name)
+        replies = await self._complete(sent, call_id=name)
+        again = await self._complete(sent, call_id=name)
         assert again is replies or again == replies, "a retry got another sample"
         self._note(replies, messages)
         self._answered(messages, replies[0])
@@ -181,19 +214,19 @@ class Tree:
         messages = self.conversations[place]
         messages.append({"role": "user", "content": "8+8="})
         sent = self._sent(messages)
-        first = asyncio.ensure_future(self.episode.complete(sent, tools=self.tools, call_id=name))
+        first = asyncio.ensure_future(self._complete(sent, call_id=name))
         await asyncio.sleep(chance.choice((0.0, 0.002)))
         if not first.done():
             first.cancel()
         await asyncio.wait({first})
-        replies = await self.episode.complete(sent, tools=self.tools, call_id=name)
+        replies = await self._complete(sent, call_id=name)
         self._note(replies, messages)
         self._answered(messages, replies[0])
 
     async def _abandon(self, place: int, chance: random.Random, name: str) -> None:
         messages = self.conversations[place]
         messages.append({"role": "user", "content": "9+9="})
-        first = asyncio.ensure_future(self.episode.complete(self._sent(messages), tools=self.tools))
+        first = asyncio.ensure_future(self._complete(self._sent(messages)))
         await asyncio.sleep(chance.choice((0.0, 0.003)))
         first.cancel()
         await asyncio.wait({first})
@@ -203,7 +236,7 @@ class Tree:
 
     async def _side(self, place: int, chance: random.Random, name: str) -> None:
         messages = [{"role": "system", "content": f"title {chance.randrange(9)}"}, {"role": "user", "content": "12"}]
-        replies = await self.episode.complete(messages, tools=None)
+        replies = await self._complete(messages, tools=None)
         self._note(replies, messages, trains=False)
 
     async def _sub_agent(self, place: int, chance: random.Random, name: str) -> None:
@@ -216,7 +249,7 @@ class Tree:
         messages = self.conversations[place]
         messages.append({"role": "user", "content": "3+4="})
         sent = self._sent(messages)
-        found = await asyncio.gather(*(self.episode.complete(sent, tools=self.tools) for _ in range(2)))
+        found = await asyncio.gather(*(self._complete(sent) for _ in range(2)))
         for replies in found:
             self._note(replies, messages)
         self._answered(messages, found[0][0])
@@ -234,7 +267,7 @@ class Tree:
                     call["id"] = "another"
                     arguments = json.loads(call["function"]["arguments"])
                     call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
-        replies = await self.episode.complete(sent, tools=self.tools)
+        replies = await self._complete(sent)
         self._note(replies, messages)
         self._answered(messages, replies[0])
 
@@ -242,7 +275,9 @@ class Tree:
         """A conversation through texts, without a template; its system prompt and tools are those of nobody."""
         known = self.texts.get(place % 2, f"{chance.randrange(99)}+1=")
         before, shown = known if isinstance(known, tuple) else (known, known)
+        version = self.newest()
         (reply,) = await self.episode.complete_text(shown)
+        self._count_older([reply], version)
         shares = not any(message["role"] == "system" for message in self.conversations[0])
         self.read.append(Read(reply, before, trains=shares))
         more = f"{chance.randrange(99)}:"
@@ -305,6 +340,8 @@ class Checked:
         error: largest difference of log-probabilities in nats, over 1 + the size of the log-probability, with which
             rounding grows.
         num_tokens: tokens that train.
+        num_older: sampled tokens that are older than the weights when their call began.
+        drift: calls that should have continued a conversation and did not.
     """
 
     seed: int
@@ -313,6 +350,8 @@ class Checked:
     num_rows: int
     num_calls: int
     num_versions: int
+    num_older: int
+    drift: int
     actions: dict[str, int]
 
 
@@ -331,6 +370,7 @@ class Forest:
         lm = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
         self.oracle = Oracle(lm, num_versions)
         self.num_versions = num_versions
+        self.newest = 0
 
     def check(self, seeds: Sequence[int]) -> list[Checked]:
         """Plays the trees of these seeds together, and checks each.
@@ -338,7 +378,8 @@ class Forest:
         Raises:
             AssertionError: a tree's record is wrong.
         """
-        trees = {seed: Tree(seed) for seed in seeds}
+        self.newest = 0
+        trees = {seed: Tree(seed, newest=lambda: self.newest) for seed in seeds}
 
         async def agent(prompt: Prompt, client: Any) -> float:
             return await trees[prompt.metadata["seed"]](prompt, client)
@@ -361,16 +402,16 @@ class Forest:
         ]
         engine.submit(requests)
         completions: dict[int, Completion] = {}
-        version = 0
         until = time.monotonic() + 300
         while len(completions) < len(seeds):
             assert time.monotonic() < until, "the trees did not end"
             completions |= {seeds[c.request_id]: c for c in engine.poll(0.02)}
-            if version + 1 < self.num_versions and engine.num_tokens > (version + 1) * 60 * len(seeds) / 4:
-                version += 1
+            version = self.newest + 1
+            if version < self.num_versions and engine.num_tokens > version * 60 * len(seeds) / 4:
                 engine.load_weights(version, self.oracle.weights(version))
+                self.newest = version  # after the engine has them: a call that begins now gets no older ones
         try:
-            return [self._checked(trees[seed], completions[seed], version) for seed in seeds]
+            return [self._checked(trees[seed], completions[seed], self.newest) for seed in seeds]
         finally:
             engine.close()
             engine.end()
@@ -379,6 +420,7 @@ class Forest:
         assert tree.episode is not None
         graph = tree.episode.graph
         assert graph.drift.total == 0, f"tree {tree.seed}: {graph.drift}"
+        assert tree.num_older == 0, f"tree {tree.seed}: {tree.num_older} tokens are older than their call"
         expected = Counter(one.reply.token_ids for one in tree.read if one.trains)
         trained: Counter[tuple[int, ...]] = Counter()
         texts = {(one.reply.token_ids, one.reply.versions, one.reply.logprobs): one.before for one in tree.read}
@@ -419,8 +461,32 @@ class Forest:
             num_rows=len(rows),
             num_calls=tree.episode.num_calls,
             num_versions=len(set(completion.all_versions)),
+            num_older=tree.num_older,
+            drift=graph.drift.total,
             actions=dict(tree.done),
         )
+
+
+def summary(files: Sequence[Path], *, machine: str) -> dict[str, Any]:
+    """The measurement of what the files hold, the first of them the headline."""
+    rows = []
+    for path in files:
+        found = json.loads(path.read_text())
+        trees = found["trees"].values()
+        sums = {name: sum(one[name] for one in trees) for name in SUMS}
+        retries = [one["actions"].get(name, 0) for one in trees for name in ("retry", "retry_cancelled")]
+        errors = [one["error"] for one in trees]
+        above = sum(error > GOAL for error in errors)
+        rows.append([found["dtype"], len(trees), *sums.values(), sum(retries), above, f"{max(errors):.2g}"])
+    return measurement(
+        "agent_trees",
+        float(rows[0][-1]),
+        f"nats, largest difference of a recorded log-probability over 1 + its size, engine in {rows[0][0]}",
+        columns=["engine", "trees", *SUMS.values(), "retries", f"trees above {GOAL}", "largest difference, nats"],
+        rows=rows,
+        command=f"python benchmarks/agents/trees.py --trees {rows[0][1]} --out results/agent_trees.json",
+        machine=machine,
+    )
 
 
 def main() -> None:
@@ -430,24 +496,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float64", help="of the engine")
     parser.add_argument("--out", type=Path, default=Path("results/agent_trees.json"))
+    parser.add_argument("--summary", type=Path, nargs="+", help="files to sum up in --output; no tree is played")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/measurements/agent_trees.json")
+    parser.add_argument("--machine", default="two cores")
     options = parser.parse_args()
+    if options.summary:
+        write_measurement(options.output, summary(options.summary, machine=options.machine))
+        return
     torch.set_num_threads(1)
-    known: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    known: dict[str, Any] = {}
+    if options.out.exists():
+        found = json.loads(options.out.read_text())
+        if found["dtype"] != options.dtype:
+            raise SystemExit(f"--out {options.out} has trees in {found['dtype']}, and --dtype is {options.dtype}")
+        known = found["trees"]
     missing = [seed for seed in range(options.trees) if str(seed) not in known]
     forest = Forest(dtype=options.dtype)
     for begin in range(0, len(missing), options.batch):
-        found = forest.check(missing[begin : begin + options.batch])
-        known |= {str(one.seed): vars(one) for one in found}
+        known |= {str(one.seed): vars(one) for one in forest.check(missing[begin : begin + options.batch])}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(options.out) as file:
-            file.write(json.dumps(known).encode())
+            file.write(json.dumps({"dtype": options.dtype, "trees": known}).encode())
         worst = max(one["error"] for one in known.values())
         print(f"{len(known)} trees, largest error {worst:.2g}", flush=True)
-    total: Counter[str] = Counter()
-    for one in known.values():
-        total.update(one["actions"])
-    print({name: sum(one[name] for one in known.values()) for name in ("num_tokens", "num_rows", "num_calls")})
-    print(dict(total))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Processor time from Enter to the first line, to the short help, and to the first optimizer step of the quick start.
 
     python benchmarks/performance/first_step.py --out docs/measurements/first_step.json
-    python benchmarks/performance/first_step.py --trl /tmp/others/bin/trl --litgpt /tmp/others/bin/litgpt
+    python benchmarks/performance/first_step.py --trl trl_env/bin/trl --litgpt litgpt_env/bin/litgpt
 
 Each round measures everything once, in turn, and `python -c 'import torch, lightning, transformers'` beside it: the
 difference is what this package adds. Processor time counts all threads and child processes, and hardly depends on what
-else runs. TRL's and LitGPT's commands are measured beside ours where they are given, in an environment with the same
-torch and transformers (`pip install trl==1.16.0 litgpt==0.5.13`); TRL's first step is that of its GRPO command on the
-quick start's model, prompts, reward and size of a step, without a validation. LitGPT has no reinforcement learning.
+else runs. TRL's and LitGPT's commands are measured beside ours where they are given, in environments with the same
+torch (`pip install torch==2.13.0`, then `trl==1.16.0 transformers==5.19.0` in one and `litgpt==0.5.13` in another);
+TRL's first step is that of its GRPO command on the quick start's model, prompts, reward and size of a step, without a
+validation. LitGPT has no reinforcement learning.
 """
 
 from __future__ import annotations
@@ -143,6 +144,8 @@ def main() -> None:
         write_trl_folder(Path(folder))
         one_round(folder, arguments.trl, arguments.litgpt)  # reads all files once
         rounds = [one_round(folder, arguments.trl, arguments.litgpt) for _ in range(arguments.rounds)]
+    given = {"--trl trl": arguments.trl, "--litgpt litgpt": arguments.litgpt}
+    peers = [flag for flag, command in given.items() if command is not None]
     rows = []
     for key, name in NAMES.items():
         if key not in rounds[0]:
@@ -157,8 +160,9 @@ def main() -> None:
         unit="s of processor time to the first optimizer step of the quick start, above the bare import",
         columns=["what", "processor time, median", f"of {arguments.rounds} rounds"],
         rows=rows,
-        command="python benchmarks/performance/first_step.py",
-        machine=arguments.machine,
+        command=" ".join([f"python benchmarks/performance/first_step.py --rounds {arguments.rounds}", *peers]),
+        machine=f"{arguments.machine}; the interval is the range over rounds",
+        interval=[round(above[0], 2), round(above[-1], 2)],
     )
     write_measurement(arguments.out, found)
 

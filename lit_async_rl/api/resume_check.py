@@ -29,15 +29,15 @@ def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule
 
     Raises:
         ValueError: it has no state of an optimizer or that of another kind, is of another model, of a schedule of
-            another length, or of prompts in another order.
+            another length, of other prompts, or of another tokenizer.
     """
     if ckpt_path is None or "://" in ckpt_path:
         return
     path = Path(ckpt_path)
     if path.is_dir():
-        checkpoint = read_safely(path / "meta.pt", f"ckpt_path={ckpt_path!r}")  # without weights
+        checkpoint = read_safely(path / "meta.pt", f"ckpt_path={ckpt_path!r}", with_values=True)  # without weights
     else:
-        checkpoint = read_safely(path, f"ckpt_path={ckpt_path!r}")
+        checkpoint = read_safely(path, f"ckpt_path={ckpt_path!r}", with_values=True)
         if OPTIMIZERS not in checkpoint:
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} holds weights and no state of an optimizer (save_weights_only), so that no "
@@ -47,4 +47,5 @@ def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule
     module.trainer = trainer
     module.check_resumable(checkpoint)
     if (state := saved_state(data, checkpoint)) is not None:
+        data.use_model(module.model)  # whose tokenizer it is, unless the data has one of its own
         data.check_resumable(state)

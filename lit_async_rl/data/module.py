@@ -43,7 +43,7 @@ from lit_async_rl.rewards.scorer import Reward, Scorer, check_reward, score_all
 from lit_async_rl.rewards.success import Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
-from lit_async_rl.rollouts.resume import START_ANEW, check_order, is_producer_state
+from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_kinds, check_range
@@ -422,13 +422,15 @@ class RolloutDataModule(pl.LightningDataModule):
         self._source.load_state_dict({name: value for name, value in state_dict.items() if name != REWARD_STATE})
 
     def check_resumable(self, state: Mapping[str, Any]) -> None:
-        """Checks that the prompts of this run are in the order of those of a saved state.
+        """Checks that this run can go on with the prompts and the groups of a saved state; it has its model.
 
         Raises:
-            ValueError: they are not.
+            ValueError: the prompts are others or in another order, the tokenizer has changed, or the state is from the
+                middle of a round of another length.
         """
         if TAPE not in state:  # that of a replay says nothing of prompts
-            check_order(state, self.stream)
+            check_prompts(state, self.stream, self.codec)
+            self._slots.check_round(state["admission"])
 
     def stop(self) -> None:
         """Stops the background thread and closes the engine. Safe to call twice."""

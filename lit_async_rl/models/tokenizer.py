@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -171,6 +172,12 @@ class TextCodec:
     def ends(self) -> EndTokens:
         """Tokens that end a completion, the same as in the engines."""
         return stored_end_tokens(self.model)
+
+    @functools.cached_property
+    def vocabulary_digest(self) -> str:
+        """Digest of the tokens and their ids."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda token: (token[1], str(token[0])))
+        return hashlib.sha256(repr(vocabulary).encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
     def pad_token_id(self) -> int:

@@ -501,6 +501,19 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for row in values for value in row], dtype=dtype)
 
 
+def unpack_prompts(packed: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Position in the stream and token ids of the prompt of each group of `pack_groups`, and nothing else of it."""
+    token_ids = packed["prompt_ids"].tolist()
+    found = []
+    begin = 0
+    for head in packed["groups"].tolist():
+        position = head[1]
+        end = begin + head[6]
+        found.append((position, tuple(token_ids[begin:end])))
+        begin = end
+    return found
+
+
 def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt]) -> list[GroupEntry]:
     """Inverse of `pack_groups`: the saved groups, finished (also those that were taken) or to be sampled.
 

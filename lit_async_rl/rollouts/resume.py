@@ -16,16 +16,19 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream, rewarded_by
 from lit_async_rl.rewards.scorer import without_code
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
+from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups, unpack_prompts
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Completion
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
 SEED = "data.seed"
 NUM_PROMPTS = "number of data.prompts"
+SHUFFLE = "data.shuffle"
+VOCABULARY = "the digest of the tokenizer's vocabulary"
 FORMAT = 1  # of the state of `save_producer`; raised when entries change their meaning
 log = logging.getLogger(__name__)
 
@@ -96,14 +99,30 @@ def is_producer_state(value: Any) -> bool:
     return isinstance(value, Mapping) and {"format", "settings", "admission", "groups", "position"} <= value.keys()
 
 
-def check_order(state: Mapping[str, Any], stream: PromptStream) -> None:
-    """Checks that the prompts of a run are in the order of those of a state of `save_producer`.
+def check_prompts(state: Mapping[str, Any], stream: PromptStream, codec: TextCodec) -> None:
+    """Checks that a run has the prompts of a state of `save_producer`, in its order and with its tokens.
 
     Raises:
-        ValueError: they are not, or another version of this library saved the checkpoint.
+        ValueError: it has not, or another version of this library saved the checkpoint.
     """
     _check_format(state)
-    _check_order_settings(state["settings"], {SEED: stream.seed, NUM_PROMPTS: len(stream.source)})
+    _check_order_settings(state["settings"], _order_settings(stream, codec))
+    for position, token_ids in unpack_prompts(state["groups"]):
+        prompt = stream.at(position)
+        if codec.encode(prompt) != token_ids:
+            raise ValueError(
+                f"data.prompts: prompt {position} of the run is {prompt.text[:80]!r}, other tokens than in the "
+                "checkpoint: data.prompts, the tokenizer or its chat template has changed. " + START_ANEW
+            )
+
+
+def _order_settings(stream: PromptStream, codec: TextCodec) -> dict[str, Any]:
+    return {
+        SEED: stream.seed,
+        NUM_PROMPTS: len(stream.source),
+        SHUFFLE: stream.shuffle,
+        VOCABULARY: codec.vocabulary_digest,
+    }
 
 
 def _check_format(state: Mapping[str, Any]) -> None:
@@ -112,13 +131,20 @@ def _check_format(state: Mapping[str, Any]) -> None:
 
 
 def _check_order_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name in (SEED, NUM_PROMPTS):
-        before = saved["data.intake.seed"] if name == SEED and name not in saved else saved[name]  # its former name
+    older = {SEED: saved.get("data.intake.seed"), SHUFFLE: now[SHUFFLE]}  # its former name, and what was not saved
+    for name in (SEED, NUM_PROMPTS, SHUFFLE):
+        before = saved.get(name, older.get(name))
         if before != now[name]:
             raise ValueError(
                 f"{name} is {now[name]}, and was {before} when the checkpoint was saved: the order of prompts "
                 "could not go on. " + START_ANEW
             )
+    before = saved.get(VOCABULARY, now[VOCABULARY])  # older checkpoints do not have it
+    if before != now[VOCABULARY]:
+        raise ValueError(
+            f"{VOCABULARY} is {now[VOCABULARY]}, and was {before} when the checkpoint was saved: the tokens of its "
+            "rollouts would have another meaning. " + START_ANEW
+        )
 
 
 def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
@@ -128,11 +154,10 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
         True if all groups of the checkpoint are sampled again, because settings changed.
 
     Raises:
-        ValueError: see `check_order`.
+        ValueError: see `check_prompts`.
     """
-    _check_format(state)
+    check_prompts(state, producer.stream, producer.book.codec)
     now = _settings(producer)
-    _check_order_settings(state["settings"], now)
     saved = unpack_groups(state["groups"], producer.stream.at)
     now[_OWN_ANSWERS] = _answers_of(saved)
     changed, has_new_rewards = _changed_settings(state["settings"], now, producer.scorer.keeps_rewards)
@@ -173,11 +198,6 @@ def _file(producer: Producer, groups: list[GroupEntry]) -> None:
     """Moves each group to its former state: finished, to be scored, or to be sampled."""
     requests = []
     for group in groups:
-        if producer.book.codec.encode(group.prompt) != group.prompt_ids:
-            raise ValueError(
-                f"data.prompts: prompt {group.position} of the run is {group.prompt.text[:80]!r}, other tokens than in "
-                "the checkpoint: data.prompts or the tokenizer has changed. " + START_ANEW
-            )
         requests += producer.book.restore(group)
         if group.state is GroupState.FINISHED:
             producer.admission.finish(group.index)
@@ -200,8 +220,7 @@ _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": 
 def _settings(producer: Producer) -> dict[str, Any]:
     usable = producer.stream.usable
     return {
-        SEED: producer.stream.seed,
-        NUM_PROMPTS: len(producer.stream.source),
+        **_order_settings(producer.stream, producer.book.codec),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
         "data.reward": producer.scorer.identity,
@@ -223,14 +242,12 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
 
     With `keeps_rewards`, a log line names those that rewards depend on, and they are not returned.
 
-    Raises:
-        ValueError: a setting changed that the order of prompts depends on.
     """
-    _check_order_settings(saved, now)
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)
     after = _flat(now)
-    unknown = {name for name in (_ENVIRONMENT, _ANSWERS, _OWN_ANSWERS) if name not in saved}  # to older checkpoints
+    later = _ENVIRONMENT, _ANSWERS, _OWN_ANSWERS, SHUFFLE, VOCABULARY
+    unknown = {name for name in later if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)
     found = {

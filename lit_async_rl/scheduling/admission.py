@@ -218,6 +218,18 @@ class Admission:
             "bounds": dict(self.bounds),
         }
 
+    def check_round(self, state: Mapping[str, Any]) -> None:
+        """Refuses a `state_dict` from the middle of a round of another length.
+
+        Raises:
+            ValueError: the number of groups per round was changed in the middle of a round.
+        """
+        if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
+            raise ValueError(
+                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
+                f"{state['groups_per_round']} when the checkpoint was saved; between two publications it must stay"
+            )
+
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
         """Restores a `state_dict` with these groups admitted (index: deadline), as far as the bound allows.
 
@@ -228,13 +240,9 @@ class Admission:
             The groups admitted; the others must be sampled again.
 
         Raises:
-            ValueError: the number of groups per round was changed in the middle of a round.
+            ValueError: see `check_round`.
         """
-        if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
-            raise ValueError(
-                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
-                f"{state['groups_per_round']} when the checkpoint was saved; between two publications it must stay"
-            )
+        self.check_round(state)
         self.round = state["round"]
         self.next_index = state["next_index"]
         self.num_taken = state["num_taken"]

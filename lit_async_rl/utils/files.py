@@ -385,21 +385,28 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
         raise ValueError(f"{where} is not a checkpoint of a PolicyModule: it lacks one of {needed}, and holds {found}")
 
 
-def read_safely(file: Path, where: str) -> Any:
-    """Content of a `torch.save` file on the meta device (no tensor values), without warnings; never executes code.
+def read_safely(file: Path, where: str, *, with_values: bool = False) -> Any:
+    """Content of a `torch.save` file, without warnings; never executes code.
+
+    Args:
+        file: to read.
+        where: of messages.
+        with_values: False puts tensors on the meta device; True maps the file into memory, so that values are read
+            when they are used.
 
     Raises:
         ValueError: the file is damaged, or cannot be read without executing code.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return read_in_thread(file, where)
+        return read_in_thread(file, where, with_values=with_values)
 
 
-def read_in_thread(file: Path, where: str) -> Any:
+def read_in_thread(file: Path, where: str, *, with_values: bool = False) -> Any:
     """As `read_safely`, for any thread: does not change the filters of warnings, which all threads share."""
+    device = "cpu" if with_values else "meta"
     try:
-        return torch.load(file, map_location="meta", weights_only=True)
+        return torch.load(file, map_location=device, weights_only=True, mmap=with_values)
     except pickle.UnpicklingError as error:
         if match := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
             raise ValueError(f"{where} holds code, which is never executed: {match[1]}") from None

@@ -22,6 +22,8 @@ NO_RESULTS = (  # of this project: names, settings and requirements
     *(r"every 50 steps", r"half a minute", r"`[^`]*`", r"\]\([^)]*\)", r"temperature 1\b", r"95 % intervals"),
 )
 SOURCE = re.compile(r"\]\(docs/(?:measurements/\w+\.json|results\.md)\)")
+CITED = re.compile(r"\]\((docs/(?:measurements/\w+\.json|results\.md|results/report\.md))\)")
+DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 EXPLAINED = {  # a word of the field, and what has to stand before it or beside it
     "recipe": "the quick start and `rl.fit` do by default",
     "redundant": "the slowest are aborted",
@@ -51,6 +53,19 @@ def test_every_sentence_with_a_number_names_its_measurement():
     numbered = [sentence for sentence in sentences() if NUMBER.search(without_names(sentence))]
     assert len(numbered) >= 8
     assert not [sentence for sentence in numbered if not SOURCE.search(sentence)]
+
+
+def test_the_decimals_of_a_sentence_are_in_the_measurement_that_it_names():
+    num_found = 0
+    for sentence in sentences():
+        told = DECIMAL.findall(without_names(sentence))
+        sources = CITED.findall(sentence)
+        known = [float(value) for source in sources for value in DECIMAL.findall((ROOT / source).read_text())]
+        for value in told if sources else ():
+            num_found += 1
+            half_a_digit = 0.501 * 10.0 ** -len(value.partition(".")[2])
+            assert any(abs(float(value) - one) <= half_a_digit for one in known), (value, sentence)
+    assert num_found >= 15
 
 
 def test_the_first_screen_says_what_it_is_for_whom_and_the_first_command():

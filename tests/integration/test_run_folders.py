@@ -2,12 +2,17 @@
 
 import csv
 import json
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import click
 import pytest
+import torch
 import wandb
 import yaml
 from flow import MODEL, fit, make_data, make_module
@@ -17,8 +22,10 @@ import lit_async_rl as rl
 from lit_async_rl.api.run_folders import drop_later_rows
 from lit_async_rl.callbacks import SampleLogger
 from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main, run_name
+from lit_async_rl.rollouts.resume import VOCABULARY
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.wandb_runs import STEP, _sync_appends, logged_metrics, read_records
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -73,6 +80,44 @@ def test_a_resumed_run_goes_on_in_its_folder_and_an_evaluation_leaves_nothing(tm
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1] * 4
     assert all(sample["answer"] == "".join(sorted(sample["prompt"].rstrip("="))) for sample in samples)
+
+
+def with_swapped_tokens(folder: Path) -> Path:
+    """The small policy, whose tokenizer has the ids of two digits the other way round."""
+    shutil.copytree(rl.asset("small_sort_policy"), folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(is_new, tmp_path):
+    main(flags(tmp_path, 3, "--data.weight_sync_steps", "2"))
+    folder = tmp_path / "quickstart" / "version_0"
+    last = (folder / "checkpoints" / "last.ckpt").resolve()
+    if not is_new:  # as one of an earlier version
+        checkpoint = torch.load(last, weights_only=True)
+        del checkpoint["RolloutDataModule"]["settings"][VOCABULARY]
+        del checkpoint["RolloutDataModule"]["settings"]["data.shuffle"]
+        torch.save(checkpoint, last)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = ("--model.model", str(with_swapped_tokens(tmp_path / "other")))
+    tokens = "data.prompts, the tokenizer or its chat template has changed"
+    same = ("--data.weight_sync_steps", "2")
+    changed = {
+        ("--data.weight_sync_steps", "4"): r"data\.weight_sync_steps is 8, and was 4 when",
+        (*same, "--data.shuffle", "false"): r"data\.shuffle is False, and was True" if is_new else tokens,
+        (*same, *other): "the digest of the tokenizer's vocabulary is" if is_new else tokens,
+    }
+    for more, message in changed.items():
+        with pytest.raises(SystemExit, match=message):
+            main(flags(tmp_path, 6, *more, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt")))
+        after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert after == before
+        assert names(tmp_path / "quickstart") == {"version_0"}
 
 
 def test_tables_are_cut_at_the_step(tmp_path):
@@ -133,17 +178,72 @@ def test_wandb_knows_all_settings_and_the_runs_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_goes_on_with_its_wandb_run_and_logs_each_step_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    more = ("--config", "configs/loggers/wandb.yaml", "--data.validation.prompts", "null")
     folder = tmp_path / "quickstart" / "version_0"
-    for steps, resumed in ((2, []), (3, ["--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]), (1, [])):
-        main(flags(tmp_path, steps, *more, *resumed))
+    saved = str(folder / "checkpoints" / "epoch=0-step=2.ckpt")
+    commands = {}
+    for steps, more in ((4, []), (5, ["--ckpt_path", saved]), (1, ["--seed_everything", "1"])):
+        main(flags(tmp_path, steps, "--config", "configs/loggers/wandb.yaml", *more))
         wandb.finish()
-    ids = [path.name.split("-")[3] for path in sorted((folder / "wandb").glob("offline-run-*"))]
+        commands[steps] = re.search(r"upload with: (wandb sync .+)", capsys.readouterr().out)[1]
+    parts = sorted((folder / "wandb").glob("offline-run-*"))
+    ids = [path.name.split("-")[3] for path in parts]
     assert len(ids) == 2
     assert {*ids} == {(folder / "wandb_id.txt").read_text().strip()}
-    assert (folder.parent / "version_1" / "wandb_id.txt").read_text().strip() not in ids, "a new run is another one"
+    other = folder.parent / "version_1"
+    assert (other / "wandb_id.txt").read_text().strip() not in ids, "a new run is another one"
+    assert [Path(part).resolve() for part in shlex.split(commands[5])[-2:]] == parts, "both parts of one run"
+    assert len(shlex.split(commands[4])) == len(shlex.split(commands[1])) == 3
+
+    assert logged_metrics(other, ids[0]) == {}, "of another run"
+    logged = logged_metrics(folder, ids[0])
+    records = [list(read_records(next(part.glob("*.wandb")))) for part in (*parts, *(other / "wandb").glob("offline*"))]
+    first, second, new = (next(record.run for record in part if record.HasField("run")) for part in records)
+    assert first.run_group == second.run_group == new.run_group, "they differ in the seed alone"
+    assert re.fullmatch(r"quickstart-[0-9a-f]{6}", first.run_group)
+    assert {(run.job_type, *run.tags) for run in (first, second, new)} == {("train", "quickstart", "asynchronous")}
+    best = {record.metric.name for record in records[0] if record.HasField("metric") and record.metric.summary.max}
+    assert {"reward/mean", "val/reward", "val/pass@1"} <= best
+    steps = [
+        (name, int(float(row[STEP])))
+        for row in wandb_rows([*records[0], *records[1]])
+        for name in ("reward/mean", "val/pass@1")
+        if name in row
+    ]
+    assert sorted(steps) == [*(("reward/mean", n) for n in range(5)), *(("val/pass@1", n) for n in (0, 2, 4, 5))]
+    assert {step for step, names in logged.items() if "reward/mean" in names} == set(range(5))
+
+
+def wandb_rows(records):
+    """Rows of the history, values as JSON."""
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            yield {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+
+
+@pytest.mark.parametrize("cut", [1, 40, 32768 * 2])
+def test_a_wandb_log_that_ends_in_a_crash_is_read_up_to_there(cut, tmp_path):
+    run = wandb.init(mode="offline", dir=tmp_path)
+    for step in range(400):
+        run.log({"text": "x" * 500, STEP: step})
+    run.finish()
+    (file,) = tmp_path.rglob("*.wandb")
+    whole = [record.SerializeToString() for record in read_records(file)]
+    assert len(list(wandb_rows(read_records(file)))) == 400
+    file.write_bytes(file.read_bytes()[:-cut])
+    found = [record.SerializeToString() for record in read_records(file)]
+    assert len(whole) / 2 < len(found) < len(whole)
+    assert found == whole[: len(found)]
+
+
+def test_the_sync_command_appends_where_wandb_has_to_be_told(monkeypatch):
+    from wandb.cli.cli import cli
+
+    known = {option.name for option in cli.commands["sync"].params}
+    assert _sync_appends() == ("append" in known)
+    monkeypatch.setattr(cli.commands["sync"], "params", [click.Option(["--append/--no-append"])])
+    assert _sync_appends()
 
 
 def test_a_name_of_the_configuration_files():
@@ -230,8 +330,10 @@ def test_runs_that_begin_together_get_a_folder_each(tmp_path):
 def test_a_run_through_the_api_keeps_others_out_of_its_folder(tmp_path):
     holder = """
 import sys, time
+from lit_async_rl.rollouts.resume import VOCABULARY
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.wandb_runs import STEP, _sync_appends, logged_metrics, read_records
 log = CSVLog(sys.argv[1], "x", version="fixed")
 log.experiment
 print("held", flush=True)
