@@ -1,0 +1,230 @@
+"""StalenessController: down before a forecast collapse, back to healthy weights after one, up again when it is calm."""
+
+import math
+import random
+
+import pytest
+import torch
+from flow import make_data, make_module
+from foreign_modules import Probe, Regression, fit, weights
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_all_callbacks import BoundedRows
+
+import lit_async_rl as rl
+from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
+from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
+
+pytestmark = pytest.mark.filterwarnings("ignore:StalenessController at")
+LR = 0.01
+
+
+def scripted(odds=None, rewards=None):
+    """A module with these rewards, and a forecast with these log-odds, step by step; the last one stays."""
+
+    class Scripted(Regression):
+        def signals(self, batch):
+            step = self.trainer.global_step
+            found = super().signals(batch)
+            if rewards:
+                found["rewards"] = torch.full_like(found["rewards"], rewards[min(step, len(rewards) - 1)])
+            return found
+
+    module = Scripted(make_optimizer=lambda params: torch.optim.SGD(params, lr=LR))
+
+    def observe(seen):
+        return (odds or [-9.0])[min(module.trainer.global_step, len(odds or [0]) - 1)]
+
+    return module, observe
+
+
+def run(odds=None, rewards=None, max_steps=30, data=None, ckpt_path=None, callbacks=(), **settings):
+    module, observe = scripted(odds, rewards)
+    controller = rl.StalenessController(**settings)
+    controller.forecast.observe = observe
+    data = data or BoundedRows()
+    probe = Probe()
+    settings = dict(max_steps=max_steps, max_epochs=9)
+    settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    fit(module, probe, controller, *callbacks, data=data, ckpt_path=ckpt_path, **settings)
+    return controller, data, probe, module
+
+
+def test_first_the_rate_is_halved_and_then_the_bound_down_to_its_minimum():
+    data = BoundedRows()
+    bounds = []
+    data.set_max_staleness = lambda bound: (bounds.append(bound), setattr(data, "max_staleness", bound))
+    controller, _, probe, _ = run([9.0], max_steps=33, data=data, max_halvings=2, min_staleness=2, cooldown_steps=1)
+    assert [rate for n, rate in enumerate(probe.used_lr) if n == 0 or rate != probe.used_lr[n - 1]] == [
+        LR,
+        LR / 2,
+        LR / 4,
+    ]
+    assert bounds == [8, 4, 2]
+    assert probe.scheduled_lr == [LR] * 33, "schedulers and checkpoints never see it"
+    assert controller.rung == 4
+    assert "the learning rate is multiplied by 0.5" in controller.reports[0]
+    assert "max_staleness is 4 now, and was 8" in controller.reports[2]
+
+
+def test_after_a_change_of_the_bound_it_waits_for_the_data_of_the_old_one():
+    controller, _, _, _ = run([9.0], max_steps=30, max_halvings=0, cooldown_steps=1)
+    steps = [int(report.split("step ")[1].split(":")[0]) for report in controller.reports]
+    assert steps == [1, 1 + 1 + 9 + 1, 1 + 1 + 9 + 1 + 1 + 5 + 1]  # data of a bound of 8 need 9 steps, of 4 five
+
+
+def test_calm_steps_bring_the_rate_back_and_nothing_beyond_the_configured_one():
+    odds = [9.0, 9.0, 9.0, 9.0, -9.0]
+    controller, data, probe, _ = run(odds, calm_steps=3, cooldown_steps=1, min_staleness=None)
+    assert min(probe.used_lr) == LR / 4
+    assert probe.used_lr[-1] == LR
+    assert controller.rung == 0
+    assert data.max_staleness == 8
+
+
+def test_between_the_two_limits_nothing_changes():
+    controller, _, _, _ = run([9.0, CollapseForecast.LIMIT - 0.5], calm_steps=1, cooldown_steps=1)
+    assert controller.rung == 1
+
+
+def test_lost_rewards_bring_healthy_weights_back_and_that_rung_is_not_climbed_again():
+    rewards = [0.5] * 10 + [1.0] * 10 + [0.0] * 10 + [1.0]
+    controller, _, probe, _ = run(
+        rewards=rewards, max_steps=33, copy_every_n_steps=1, calm_steps=2, min_staleness=None, cooldown_steps=1
+    )
+    assert controller.rollback.num_rollbacks == 1
+    assert "half of the gained reward was lost. Weights and moments were rolled back" in controller.reports[0]
+    assert min(probe.used_lr) == LR / 4
+    assert probe.used_lr[-1] <= LR / 2, "never again the rate at which the reward was lost"
+
+
+def test_the_weights_after_a_rollback_are_those_of_a_calm_step():
+    seen = {}
+
+    class Look(Probe):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen[trainer.global_step] = weights(pl_module)
+
+    rewards = [0.5] * 10 + [1.0] * 10 + [0.0]
+    controller, *_ = run(rewards=rewards, max_steps=30, copy_every_n_steps=1, min_staleness=None, callbacks=[Look()])
+    words = controller.reports[0]
+    came = int(words.split("at step ")[1].split(":")[0])
+    back = int(words.rsplit("after step ", 1)[1].split(".")[0])
+    assert back < 20 + GainWatch.WINDOW * GainWatch.COLLAPSE  # the reward fell at step 20
+    assert torch.equal(seen[came], seen[back])
+
+
+def test_without_a_forecast_the_first_weights_are_the_ones_to_return_to():
+    controller, *_ = run([None], rewards=[0.5] * 10 + [0.0], max_steps=19, min_staleness=None)
+    assert "were rolled back to those after step 0" in controller.reports[0]
+
+
+def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path):
+    odds = [9.0] * 6 + [-9.0]
+    settings = dict(cooldown_steps=1, calm_steps=3, max_halvings=1, min_staleness=1)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=8, save_top_k=-1)
+    whole, data, probe, module = run(odds, max_steps=24, callbacks=[saver], **settings)
+    resumed = tmp_path / "step=8.ckpt"
+    found, data_again, probe_again, again = run(odds, max_steps=24, ckpt_path=resumed, **settings)
+    assert probe_again.used_lr == probe.used_lr[8:]
+    assert data_again.max_staleness == data.max_staleness
+    assert found.reports == whole.reports
+    assert found.state_dict()["rung"] == whole.state_dict()["rung"]
+    assert len(weights(again)) == len(weights(module))
+
+
+def test_a_fixed_lag_has_no_bound_to_lower_and_is_refused_at_the_start():
+    data = make_data(admission=rl.FixedLag(), max_staleness=2)
+    with pytest.raises(ValueError, match="FixedLag"):
+        fit(make_module(), rl.StalenessController(), data=data)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [dict(max_halvings=-1), dict(min_staleness=-1), dict(cooldown_steps=0), dict(limit=math.nan), dict(margin=-1.0)],
+)
+def test_settings_out_of_range_are_refused_by_name(setting):
+    with pytest.raises(ValueError, match=rf"StalenessController.{next(iter(setting))}"):
+        rl.StalenessController(**setting)
+
+
+# -- The forecast ------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_odds_are_those_of_the_formula_and_continue_after_a_resume():
+    drawn = random.Random(3)
+    steps = [(drawn.uniform(0.01, 1), drawn.uniform(0.1, 9)) for _ in range(40)]
+    forecast = CollapseForecast()
+    for number, (ess, norm) in enumerate(steps):
+        found = forecast.observe(StepHealth(ess_ratio=ess, grad_norm=norm))
+        assert forecast.observe(StepHealth(ess_ratio=None, grad_norm=norm)) is None, "not measured: no step"
+        if number == 20:
+            state = forecast.state_dict()
+            forecast = CollapseForecast()
+            forecast.load_state_dict(state)
+        if number < 9:
+            assert found is None
+            continue
+        ages = [0.5 ** ((number - n) / 5) for n in range(number + 1)]
+        e, g = (sum(a * s[k] for a, s in zip(ages, steps, strict=False)) / sum(ages) for k in (0, 1))
+        first = sorted(norm for _, norm in steps[:5])[2]
+        expected = -5.69 * math.log10(e) + 2.51 * math.log10(g / first) - 5.72
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_share_that_is_lost_is_of_the_gain_or_of_the_first_value_without_one():
+    watch = GainWatch()
+    assert [watch.observe(0.4) for _ in range(9)] == [0.0] * 9
+    assert watch.observe(0.4) == 0
+    for _ in range(10):
+        share = watch.observe(0.1)
+    assert share == pytest.approx(0.75)
+    for _ in range(10):
+        watch.observe(0.9)
+    for _ in range(10):
+        share = watch.observe(0.65)
+    assert share == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+def test_the_constants_are_those_that_the_benchmark_fits():
+    from benchmarks.staleness.predictor import fit as fitted
+    from benchmarks.staleness.predictor import is_fitted, read_steps, runs_of, threshold
+
+    steps = read_steps()
+    runs = runs_of(steps[is_fitted(steps)])
+    found = fitted(runs)
+    assert found == pytest.approx([*CollapseForecast.WEIGHTS, CollapseForecast.CONSTANT], abs=0.03)
+    assert threshold(runs, found) == pytest.approx(CollapseForecast.LIMIT, abs=0.03)
+
+
+# -- Two factors of one step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_two_factors_of_one_rate_multiply_and_neither_is_kept(in_step):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    first = OneStepLearningRate(optimizer)
+    second = OneStepLearningRate(optimizer)
+
+    def closure():
+        if in_step:
+            first.scale(0.5)
+            second.scale(0.25)
+        parameter.grad = torch.ones(1)
+        return torch.zeros(())
+
+    for number in range(1, 3):
+        if not in_step:
+            second.scale(0.25)
+            first.scale(0.5)
+        optimizer.step(closure)
+        assert parameter.item() == pytest.approx(-0.125 * number)
+        assert optimizer.param_groups[0]["lr"] == 1.0
+    first.close()
+    second.scale(0.5)
+    optimizer.step(lambda: parameter.grad.fill_(1.0).sum())
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    second.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not hasattr(optimizer, "_step_rate")
