@@ -128,14 +128,14 @@ class EnvironmentPool(ActorPool):
 
     def begin_end(self, worker: Worker, life: int, number: int) -> None:
         """Has an actor close an episode, without waiting for it; its process may be gone, and the episode with it."""
-        self._tell(worker, life, "end", number=number)
+        self._order(worker, life, "end", number=number)
         self.release(worker, number)
 
     def cancel(self, worker: Worker, life: int, number: int) -> None:
         """Has an actor cancel the call of an episode."""
-        self._tell(worker, life, "cancel", number=number)
+        self._order(worker, life, "cancel", number=number)
 
-    def _tell(self, worker: Worker, life: int, method: str, *, number: int) -> None:
+    def _order(self, worker: Worker, life: int, method: str, *, number: int) -> None:
         """Says something because a call was cancelled, and looks whether that blocks the actor."""
         with self._lock:
             if worker.life == life and worker.is_ready:
