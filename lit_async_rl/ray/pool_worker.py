@@ -58,7 +58,8 @@ class PoolWorker:
 
 def described(error: BaseException) -> dict[str, Any]:
     """An error as plain data: its type and message, where it was raised, and whether another try may help."""
-    traceback.print_exception(error)
+    if not isinstance(error, asyncio.CancelledError):  # which is nobody's fault
+        traceback.print_exception(error)  # into the log of this process
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in NOT_OF_INTEREST)]
     at = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
