@@ -19,14 +19,17 @@ from lit_async_rl.types import SamplingParams
 POLICY = "policy"  # in place of an engine: that of the run
 
 
+NO_POLICY = (
+    f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none here: outside "
+    "of training, and for a reward in a process of its own or of a monitor, use another judge"
+)
+
+
 class NoPolicyError(RewardSetupError):
     """There is no fit whose policy could be asked: none was begun in this process, or it has ended."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none here: "
-            "outside of training, and for a reward in a process of its own or of a monitor, use another judge"
-        )
+    def __init__(self, message: str = NO_POLICY) -> None:  # scorers make it anew, with the prompt in the message
+        super().__init__(message)
 
 
 @runtime_checkable
