@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="no further kill after so long")
     parser.add_argument("--folder", type=Path, default=Path("runs/ray_soak"))
@@ -279,7 +280,7 @@ def main() -> None:
         while len(done) < args.kills and time.monotonic() < ends_at:
             rng = random.Random(f"{args.seed} {len(done)}")
             time.sleep(rng.uniform(0.2, 4.0))
-            (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+            (kind,) = rng.choices(args.kinds, [KINDS[one] for one in args.kinds])
             done.append(kill(run, nodes, kind, rng))
             with kills.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
