@@ -324,6 +324,9 @@ def report(args: argparse.Namespace, done: list[dict[str, Any]], counted: dict[s
             groups_trained_on_once=counted["groups"],
             steps_repeated_from_checkpoints=counted["repeated"],
             trainer_deaths_that_engines_outlived=f"{sum(kept)} of {len(kept)}",
+            longest_seconds_until_nothing_was_left_of_a_command=max(
+                (d["gone_s"] for d in done if "gone_s" in d), default=None
+            ),
         ),
     )
 
