@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scipy.stats import t as student
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -85,6 +87,14 @@ def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
     return found
 
 
+def interval(values: list[float]) -> list[float] | None:
+    """95 % interval of the mean (Student's t); None for a single value."""
+    if len(values) < 2:
+        return None
+    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return [round(statistics.fmean(values) - half, 4), round(statistics.fmean(values) + half, 4)]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,14 +130,15 @@ def main() -> None:
         args.output,
         measurement(
             f"ray_{args.what}",
-            round(statistics.median(compared), 4),
+            round(statistics.fmean(compared), 4),
             unit,
             columns=columns,
             rows=rows,
             command=f"python benchmarks/ray/replicas.py {args.what} --rounds {args.rounds}",
-            machine=f"{args.machine}; medians of {args.rounds} paired runs, the interval is the range; "
+            machine=f"{args.machine} ({args.rounds} paired runs; the table has their medians), "
             f"load {os.getloadavg()[0]:.1f} at the end",
-            interval=[round(min(compared), 4), round(max(compared), 4)],
+            interval=interval(compared),
+            of_each_round=[round(one, 4) for one in compared],
         ),
     )
 

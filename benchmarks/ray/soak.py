@@ -1,156 +1,332 @@
-"""Kills replicas at random moments of a run, and counts what that costs: every step and group once, or it fails.
+"""Kills replicas, nodes, trainer ranks and the command of one run: every step and group once, or it fails.
 
     OMP_NUM_THREADS=1 python benchmarks/ray/soak.py --kills 100 --output docs/measurements/ray_soak.json
 
-SIGKILL, or SIGSTOP for some seconds, of a random replica, after a random time: while it samples, starts or takes an
-update. The next one comes when all replicas are back.
+A cluster of simulated nodes on loopback: the command and its ranks on the first one, a replica on each of the others.
+SIGKILL after a random time (while it samples, starts, takes an update or a checkpoint is written). The next one comes
+when the run has trained on, three times in four before all replicas are back: the other one may be starting still. Each
+kill is a line of `--folder`/kills.jsonl, and a soak that was interrupted goes on from there, with the run's own
+`last.ckpt`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import secrets
 import signal
 import statistics
+import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import psutil
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import lit_async_rl as rl
-from benchmarks.common.measurement import measurement, write_measurement
+from benchmarks.common.measurement import ROOT, measurement, write_measurement
+from lit_async_rl.ray import runtime
+from lit_async_rl.ray.security import CLUSTERS
 
-STOP_S = 3.0
+KINDS = {"replica": 0.5, "node": 0.15, "rank": 0.25, "command": 0.1}  # shares of the kills
+LIMIT_S = 300.0  # until the run has trained on, or the soak ends: that is a hang
+IS_BACK = (" is back, with the weights of version ", "the ranks start again, for the ")
+CHECKPOINT_STEPS = 5
+HEALTH = dict(initial_delay_ms=1000, period_ms=500, timeout_ms=500, failure_threshold=10)  # 5 s until a node is lost
+RUN = [
+    *(sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml"),
+    *("--config", "configs/strategies/ddp.yaml", "--trainer.accelerator", "cpu", "--trainer.max_steps", "1000000"),
+    *("--trainer.val_check_interval", "1000000", "--data.validation.prompts.init_args.size", "8"),
+    *("--model.scheduler", "null", "--model.learning_rate", "1e-6", "--data.groups_per_step", "4"),
+    *("--data.group_size", "4", "--defaults.checkpoint.init_args.every_n_train_steps", str(CHECKPOINT_STEPS)),
+    *("--defaults.checkpoint.init_args.save_top_k", "0", "--trainer.enable_progress_bar", "false"),
+    *("--trainer.callbacks+", "benchmarks.ray.trained_groups.TrainedGroups"),
+    *("--cluster", "RayCluster", "--cluster.max_failures", "-1", "--cluster.engines.init_args.replicas", "2"),
+]
 
 
-class Kills(pl.Callback):
-    """Kills, and checks that each step's groups are new and within their bound.
+@dataclass
+class Nodes:
+    """The cluster: a node for the command and its ranks, and one for each replica."""
 
-    Args:
-        number: kills, after which the run ends.
-        seed: of their moments.
+    num_replicas: int
+    was_whole: bool = True  # all replicas were back after the last kill
+
+    def __post_init__(self) -> None:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # before ray is imported
+        runtime.import_ray("the soak")
+        from ray._private import ray_constants
+        from ray.cluster_utils import Cluster
+
+        os.environ[CLUSTERS] = "0"  # all on loopback
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        os.environ["PYTHONPATH"] = runtime.search_path()
+        os.environ |= {f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()}
+        head = dict(num_cpus=4, object_store_memory=200 << 20, include_dashboard=False)
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.others = [self._add() for _ in range(self.num_replicas)]
+        self.cluster.wait_for_nodes()
+
+    def _add(self) -> Any:
+        return self.cluster.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"engine": 1.0})
+
+    @property
+    def replicas(self) -> list[int]:
+        """Processes of the engines."""
+        found = []
+        for node in (self.cluster.head_node, *self.others):
+            try:
+                raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+                found += [p.pid for p in raylet.children() if "ray::Replica" in " ".join(p.cmdline())]
+            except (psutil.Error, KeyError):
+                continue
+        return found
+
+    def lose(self, number: int) -> None:
+        """Takes a node away without notice; another one joins."""
+        self.cluster.remove_node(self.others[number], allow_graceful=False)
+        self.others[number] = self._add()
+
+
+class Run:
+    """The command, its processes, and what they have trained on."""
+
+    def __init__(self, folder: Path, address: str, *, ranks: int, replicas: int) -> None:
+        self.folder = folder
+        self.command: subprocess.Popen[bytes] | None = None
+        self._flags = ["--cluster.address", address, "--cluster.trainer_ranks", str(ranks)]
+        if ranks == 1:
+            self._flags += ["--cluster.trainer_resources", '{"CPU": 0.5}']
+        self._flags += ["--cluster.engines", json.dumps({"replicas": replicas, "resources": {"engine": 1.0}})]
+        self._flags += ["--trainer.logger.init_args.save_dir", str(folder / "runs")]
+
+    def start(self) -> None:
+        """Starts the command, from the run's last checkpoint if there is one."""
+        saved = sorted(self.folder.glob("runs/**/last.ckpt"), key=lambda path: path.stat().st_mtime)
+        flags = self._flags + (["--ckpt_path", str(saved[-1])] if saved else [])
+        with (self.folder / "log.txt").open("a") as log:
+            self.command = subprocess.Popen(
+                [*RUN, *flags], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(os.environ)
+            )
+
+    @property
+    def ranks(self) -> list[int]:
+        """Processes of the trainer."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_rank = any("lit_async_rl.ray.rank" in part for part in process.cmdline())
+                if is_rank and process.environ().get("TRAINED_GROUPS") == str(self.folder):
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """What each step of each rank has trained on, in the order of time."""
+        for path in sorted(self.folder.glob("groups_*.jsonl")):
+            for line in path.read_text().splitlines():
+                if line.endswith("}"):  # else it was being written when its rank was killed
+                    yield json.loads(line)
+
+    def num_records(self) -> int:
+        """Steps that were trained, those that were repeated after a kill among them."""
+        return sum(path.read_text().count("\n") for path in self.folder.glob("groups_*.jsonl"))
+
+    def has_trained(self, before: int) -> bool:
+        """Whether a few more steps were trained than so many.
+
+        Raises:
+            RuntimeError: the command has ended.
+        """
+        if assert_command(self).poll() is not None:
+            raise RuntimeError(f"the command has ended: {(self.folder / 'log.txt').read_text()[-2000:]}")
+        return self.num_records() > before + 2
+
+
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> float:
+    """Seconds until something holds.
+
+    Raises:
+        TimeoutError: it did not within the limit.
     """
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > limit_s:
+            raise TimeoutError(f"{what} took more than {limit_s:g} s")
+        time.sleep(0.1)
+    return time.monotonic() - began
 
-    def __init__(self, number: int, seed: int) -> None:
-        self.number = number
-        self.rng = random.Random(seed)
-        self.trained: set[int] = set()
-        self.kinds: list[str] = []
-        self.back_s: list[float] = []
-        self.step_s: list[float] = []
-        self._last = 0.0
-        self._step = 0
-        self._is_over = threading.Event()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._last = time.monotonic()
-        self._thread = threading.Thread(target=self._kill, args=(trainer.datamodule.engine,), daemon=True)
-        self._thread.start()
+def kill(run: Run, nodes: Nodes, kind: str, rng: random.Random) -> dict[str, Any]:
+    """One kill; what it cost.
 
-    def _kill(self, engine: rl.RayEngine) -> None:
-        while len(self.kinds) < self.number and not self._is_over.wait(self.rng.uniform(0.2, 4.0)):
-            pid = self.rng.choice(engine.pids)
-            kind = "stop" if self.rng.random() < 0.2 else "kill"
-            began = time.monotonic()
-            lost = engine.num_lost
-            os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-            if kind == "stop":
-                self._is_over.wait(STOP_S)
-                os.kill(pid, signal.SIGCONT)
-            while kind == "kill" and engine.num_lost == lost and time.monotonic() < began + 30:
-                time.sleep(0.05)
-            while engine.num_ready < engine.replicas and not self._is_over.is_set():
-                time.sleep(0.05)
-            if kind == "kill":
-                self.back_s.append(time.monotonic() - began)
-            self.kinds.append(kind)
-            print(f"{len(self.kinds)}: {kind}, all are back after {time.monotonic() - began:.1f} s", flush=True)
+    Raises:
+        TimeoutError: the run did not go on.
+        RuntimeError: something was left of a command that was killed, or engines were restarted with the trainer.
+    """
+    before = sorted(nodes.replicas)
+    is_whole = len(before) == len(nodes.others) and nodes.was_whole
+    num_proved = num_back(run)
+    began = time.monotonic()
+    if kind == "replica":
+        os.kill(rng.choice(before or run.ranks), signal.SIGKILL)
+    elif kind == "node":
+        nodes.lose(rng.randrange(len(nodes.others)))
+    elif kind == "rank":
+        os.kill(rng.choice(run.ranks), signal.SIGKILL)
+    else:
+        assert_command(run).kill()
+        assert_command(run).wait()
+        left_s = wait_until(lambda: not run.ranks and not nodes.replicas, "the end of all that a command had started")
+        run.start()
+    trained = run.num_records()
+    on_s = wait_until(lambda: run.has_trained(trained), f"training after the kill of a {kind}")
+    on_s = time.monotonic() - began if kind in ("rank", "command") else on_s
+    found: dict[str, Any] = {"kind": kind, "trains_s": round(on_s, 2), "others_were_there": is_whole}
+    nodes.was_whole = rng.random() < 0.25
+    if nodes.was_whole:
+        wait_until(lambda: len(nodes.replicas) == len(nodes.others), f"all replicas after the kill of a {kind}")
+        if kind in ("replica", "node"):
+            wait_until(lambda: num_back(run) > num_proved, "the proof of a replica")
+        found["all_back_s"] = round(time.monotonic() - began, 2)
+    if kind == "command":
+        found["gone_s"] = round(left_s, 2)
+    if kind == "rank":
+        found["engines_kept"] = set(before) <= set(nodes.replicas)
+    return found
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
-        now = time.monotonic()
-        self.step_s.append(now - self._last)
-        self._last = now
-        groups = trainer.datamodule.last_step_groups
-        for group in groups:
-            if group.index in self.trained:
-                raise RuntimeError(f"group {group.index} was trained on twice")
-            oldest = min(min(rollout.versions) for rollout in group.rollouts)
-            if pl_module.stabilizer_signals["version"] - oldest > trainer.datamodule.max_staleness:
-                raise RuntimeError(f"group {group.index} has a token of version {oldest}")
-        self.trained |= {group.index for group in groups}
-        trainer.should_stop = len(self.kinds) >= self.number
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._is_over.set()
+def num_back(run: Run) -> int:
+    """How often a replica has proved to be what the run needs, alone or with new ranks."""
+    text = (run.folder / "log.txt").read_text()
+    return sum(map(text.count, IS_BACK))
+
+
+def assert_command(run: Run) -> subprocess.Popen[bytes]:
+    """The command.
+
+    Raises:
+        RuntimeError: it was not started.
+    """
+    if run.command is None:
+        raise RuntimeError("the command was not started")
+    return run.command
+
+
+def check(run: Run) -> dict[str, int]:
+    """Counts steps and groups of the run's final history: what was repeated from a checkpoint counts as it was last.
+
+    Raises:
+        RuntimeError: a step is missing, a group was trained on twice, or a token is older than the bound.
+    """
+    steps: dict[tuple[int, int], dict[str, Any]] = {}
+    repeated = 0
+    for record in run.records():
+        if record["step"] < record["resumed"]:
+            raise RuntimeError(f"step {record['step']} before its checkpoint {record['resumed']}")
+        key = (record["rank"], record["step"])
+        if record["is_first"]:  # of a start: what came after its checkpoint is repeated
+            gone = [k for k in steps if k[0] == record["rank"] and k[1] >= record["step"]]
+            repeated += len(gone)
+            for k in gone:
+                del steps[k]
+        steps[key] = record
+        if record["lag"] > record["bound"]:
+            raise RuntimeError(f"step {record['step']} has a token {record['lag']} versions old: {record['bound']}")
+    for rank in {rank for rank, _ in steps}:
+        mine = sorted(step for r, step in steps if r == rank)
+        if mine != list(range(1, len(mine) + 1)):
+            raise RuntimeError(f"steps of rank {rank} are not each there once: {mine[:5]} ... {mine[-5:]}")
+    groups = [group for record in steps.values() for group in record["groups"]]
+    if len(set(groups)) != len(groups):
+        raise RuntimeError(f"{len(groups) - len(set(groups))} groups were trained on twice")
+    return {"steps": max(step for _, step in steps), "groups": len(groups), "repeated": repeated}
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="no further kill after so long")
+    parser.add_argument("--folder", type=Path, default=Path("runs/ray_soak"))
     parser.add_argument("--machine", default="two cores")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    model = str(rl.asset("sort_policy"))
-    engine = rl.RayEngine(rl.EmbeddedEngine(), replicas=args.replicas, num_cpus=0.1)
-    data = rl.RolloutDataModule(
-        model=model,
-        engine=engine,
-        prompts=rl.SortDigits(8, size=100_000),
-        reward=rl.exact_match,
-        groups_per_step=4,
-        group_size=4,
-        max_staleness=4,
-        sampling=rl.SamplingParams(max_tokens=12),
-    )
-    kills = Kills(args.kills, args.seed)
-    module = rl.PolicyModule(model, learning_rate=1e-5)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=10**7,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[rl.WeightSync(), kills],
-    )
-    trainer.fit(module, datamodule=data)
-    steps = trainer.global_step
-    if len(kills.trained) != 4 * steps or data.feed.num_restarts:
-        raise RuntimeError(f"{len(kills.trained)} groups in {steps} steps, {data.feed.num_restarts} engine restarts")
-    table = [
-        ["kills of a replica", kills.kinds.count("kill")],
-        [f"replicas stopped for {STOP_S:g} s", kills.kinds.count("stop")],
-        ["optimizer steps", steps],
-        ["groups trained on, each once", len(kills.trained)],
-        ["restarts of the whole engine", data.feed.num_restarts],
-        ["median seconds until a killed replica was back", round(statistics.median(kills.back_s), 1)],
-        ["most seconds until a killed replica was back", round(max(kills.back_s), 1)],
-        ["longest step in seconds", round(max(kills.step_s[5:]), 1)],
-    ]
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    ends_at = time.monotonic() + 60 * args.minutes
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    os.environ["TRAINED_GROUPS"] = str(folder)  # also of the nodes: by it the processes of this soak are known
+    kills = folder / "kills.jsonl"
+    done = [json.loads(line) for line in kills.read_text().splitlines()] if kills.exists() else []
+    nodes = Nodes(args.replicas)
+    run = Run(folder, nodes.cluster.address, ranks=args.ranks, replicas=args.replicas)
+    try:
+        trained = run.num_records()
+        run.start()
+        wait_until(lambda: run.has_trained(trained), "the start")
+        while len(done) < args.kills and time.monotonic() < ends_at:
+            rng = random.Random(f"{args.seed} {len(done)}")
+            time.sleep(rng.uniform(0.2, 4.0))
+            (kind,) = rng.choices(args.kinds, [KINDS[one] for one in args.kinds])
+            done.append(kill(run, nodes, kind, rng))
+            with kills.open("a") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+            print(f"{time.strftime('%H:%M:%S')} {len(done)}: {done[-1]}", flush=True)
+        assert_command(run).send_signal(signal.SIGTERM)
+        wait_until(lambda: assert_command(run).poll() is not None, "the end of the command", limit_s=120.0)
+        wait_until(lambda: not run.ranks and not nodes.replicas, "the end of ranks and engines")
+    finally:
+        if run.command is not None and run.command.poll() is None:
+            run.command.kill()
+        nodes.cluster.shutdown()
+    report(args, done, check(run))
+
+
+def report(args: argparse.Namespace, done: list[dict[str, Any]], counted: dict[str, int]) -> None:
+    """Writes the measurement."""
+    rows = []
+    for kind in KINDS:
+        for is_whole in (True, False):
+            mine = [one for one in done if one["kind"] == kind and one.get("others_were_there", True) is is_whole]
+            if mine:
+                trains = [one["trains_s"] for one in mine]
+                while_others = "" if is_whole else ", while another started"
+                row = [kind + while_others, len(trains), round(statistics.median(trains), 1), round(max(trains), 1)]
+                back = [one["all_back_s"] for one in mine if "all_back_s" in one]
+                rows.append([*row, round(statistics.median(back), 1) if back else "-"])
+    kept = [one["engines_kept"] for one in done if one["kind"] == "rank"]
     write_measurement(
         args.output,
         measurement(
             "ray_soak",
-            len(kills.kinds),
-            "kills and stops of replicas in one run, without a group lost, doubled or beyond its staleness bound",
-            columns=["", "number"],
-            rows=table,
-            command=f"python benchmarks/ray/soak.py --kills {args.kills}",
+            len(done),
+            "kills in one run, without a step or group lost or trained on twice, or a token over its staleness bound",
+            columns=["killed", "times", "median seconds until it trains on", "longest", "median until all are back"],
+            rows=rows,
+            command=f"python benchmarks/ray/soak.py --kills {args.kills} --ranks {args.ranks}",
             machine=f"{args.machine}, load {os.getloadavg()[0]:.1f} at the end",
+            interval=None,
+            hangs=0,
+            steps=counted["steps"],
+            groups_trained_on_once=counted["groups"],
+            steps_repeated_from_checkpoints=counted["repeated"],
+            trainer_deaths_that_engines_outlived=f"{sum(kept)} of {len(kept)}",
+            longest_seconds_until_nothing_was_left_of_a_command=max(
+                (d["gone_s"] for d in done if "gone_s" in d), default=None
+            ),
         ),
     )
 

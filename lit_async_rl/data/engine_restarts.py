@@ -152,6 +152,7 @@ class ReplaceableEngine:
     def _discard(self, error: Exception) -> None:
         """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""
         traceback.clear_frames(error.__traceback__)  # their local variables hold what filled the memory
+        self.engine.has_failed = True
         with contextlib.suppress(Exception):  # it has failed already
             self.calls.close(CLOSE_S)
         gc.collect()

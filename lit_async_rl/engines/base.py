@@ -50,6 +50,7 @@ class RolloutEngine(ABC):
         needs_weights: whether the weights were freed, so that `load_weights` must come before the next token.
         probe: log-probabilities computed by the trainer with the next weights, for engines that check their own.
         is_used: whether a run has set the engine up; another run then makes a fresh one.
+        has_failed: whether the run replaces it by a new one, so that nothing of it is to be kept.
         special_tokens: form of special tokens in texts for environments, see `data.scoring.special_tokens`.
         self_check: whether decoding is compared with plain forward passes; None means as in the model's setting.
     """
@@ -72,6 +73,7 @@ class RolloutEngine(ABC):
     sleep_level: int = 0
     probe: Probe | None = None
     is_used: bool = False
+    has_failed: bool = False
     self_check: bool | None = None
     special_tokens: SpecialTokens = "tags"
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -296,6 +298,14 @@ class EngineWrapper(RolloutEngine):
     @is_used.setter
     def is_used(self, is_used: bool) -> None:
         self.engine.is_used = is_used
+
+    @property
+    def has_failed(self) -> bool:  # type: ignore[override]
+        return self.engine.has_failed
+
+    @has_failed.setter
+    def has_failed(self, has_failed: bool) -> None:
+        self.engine.has_failed = has_failed
 
     @property
     def scoring_identity(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import uuid
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.own_process import from_json
 from lit_async_rl.errors import EngineError
+from lit_async_rl.ray.residence import Residence
 
 LOG_LINES = 12
 LOG_S = 3.0  # to read the log of a process on another node
@@ -56,26 +57,28 @@ class Resources:
         return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
 
 
-def make_actor(ray: Any, engine: RolloutEngine, number: int, resources: Resources, run: str) -> Any:
+def make_actor(ray: Any, engine: RolloutEngine, number: int, resources: Resources, residence: Residence) -> Any:
     """An actor that Ray starts when it has found room, and again whenever its process or node is gone.
+
+    One that an earlier trainer has left under the same name is found as it is.
 
     Args:
         ray: the module, connected.
         engine: the replica makes its own with the same arguments.
         number: of the replica.
         resources: that it needs.
-        run: part of its name.
+        residence: its name, and whether it outlives this process.
     """
     from lit_async_rl.ray.replica import Recipe, Replica
 
-    kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1})(Replica)
+    kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1, "lease": 1})(Replica)
     options = kind.options(
-        name=f"lit_async_rl.{run}.replica{number}.{uuid.uuid4().hex[:4]}",
+        **residence.options(number),
         max_restarts=-1,
         max_task_retries=0,  # requests are placed again by the engine, which knows what is missing
         **resources.options,
     )
-    return options.remote(Recipe.of(engine), number)
+    return options.remote(Recipe.of(engine), number, residence.lease)
 
 
 def kill_actor(ray: Any, actor: Any, is_for_good: bool) -> None:
@@ -102,6 +105,24 @@ def log_of(ray: Any, place: Mapping[str, Any]) -> str:
     is_here = place["node"] == ray.get_runtime_context().get_node_id()
     text = tail(paths, LOG_LINES) if is_here else _remote_log(ray, place["node"], paths)
     return f". The last lines of its log:\n{text}" if text else ""
+
+
+def warn_with_log(ray: Any, text: str, place: Mapping[str, Any]) -> None:
+    """Warns of a lost replica; nobody waits for a log on another node, which may be gone, too.
+
+    Args:
+        ray: the module, connected.
+        text: of the warning, with `{log}` where the last lines go.
+        place: see `log_of`.
+    """
+
+    def warn() -> None:
+        log.warning("%s", text.replace("{log}", log_of(ray, place)))
+
+    if not place or place["node"] == ray.get_runtime_context().get_node_id():
+        warn()
+    else:
+        threading.Thread(target=warn, name="log-of-replica", daemon=True).start()
 
 
 def _remote_log(ray: Any, node: str, paths: Sequence[str]) -> str:

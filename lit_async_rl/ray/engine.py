@@ -4,9 +4,10 @@
 any engine. It places requests, publishes weights, and brings replicas back that were lost. The life of a replica:
 
     STARTING   its process builds the engine; nothing else may be asked of it
-        |  `start` has answered: same model, and where it runs
+        |  `start` has answered: same model, and where it runs; one that an earlier trainer has left says what it has
         v
-    LOADING    it reads the newest weights, samples a token, and computes log-probabilities of a fixed sequence
+    LOADING    it reads the newest weights unless it has them, samples a token, and computes log-probabilities of a
+        |      fixed sequence
         |  it has accepted them, their checksums are those of what was sent, the token is tagged with their version,
         |  and the log-probabilities are the trainer's
         v
@@ -34,7 +35,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.base import EngineWrapper, Probe, RolloutEngine, check_request
+from lit_async_rl.engines.base import EngineWrapper, Probe, RolloutEngine, check_request, set_up
 from lit_async_rl.engines.completion_check import show
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.own_process import pack_requests
@@ -51,10 +51,28 @@ from lit_async_rl.engines.vllm.background import free_cached_memory
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
-from lit_async_rl.ray.actors import Resources, as_error, first_line, kill_actor, last_line, log_of, make_actor
+from lit_async_rl.ray.actors import (
+    Resources,
+    as_error,
+    first_line,
+    kill_actor,
+    last_line,
+    log_of,
+    make_actor,
+    warn_with_log,
+)
 from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
 from lit_async_rl.ray.identity import describe_model, find_other_arithmetic, find_other_model
 from lit_async_rl.ray.placement import Placement
+from lit_async_rl.ray.residence import (
+    Residence,
+    check_kept,
+    end_unwanted,
+    find_residence,
+    leave_actors,
+    stop_actors,
+)
+from lit_async_rl.ray.tenancy import BUSY_S, LEASE_RULE, RENEW_S, TakenOver
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
@@ -67,7 +85,6 @@ RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
 REFUSED_S = 5.0  # within which Ray refuses a call of an actor that it is bringing back
 LOOK_S = 0.1  # between two looks at all replicas
 STILL_S = 3.0
-STOP_S = 5.0  # for an engine to close before its actor is killed
 log = logging.getLogger(__name__)
 
 
@@ -105,6 +122,11 @@ class RayEngine(EngineWrapper):
         spread: places replicas on different nodes where possible, rather than on few.
         delta: between nodes only what has changed bit by bit in the engine's dtype travels; the trainer and each
             replica keep a copy of the weights in host memory for it.
+        keep_engines: replicas stay on the cluster with their weights when the run ends, and the next one with the same
+            model and engine takes them over; `python -m lit_async_rl.cli.kept_engines --end` ends them.
+        engine_lease_s: seconds without a trainer after which replicas that outlive theirs end themselves: those of
+            trainer ranks that Ray has placed, which start again, and those that are kept. None is 600, and without
+            limit with `keep_engines`.
 
     Attributes:
         update_timeout_s: of the inner engine. A replica that takes longer for an update, or that holds requests and
@@ -132,10 +154,13 @@ class RayEngine(EngineWrapper):
         session_margin: float = 4.0,
         spread: bool = True,
         delta: bool = False,
+        keep_engines: bool = False,
+        engine_lease_s: float | None = None,
     ) -> None:
         check_range("data.engine", "integer positive", replicas=replicas)
         check_range("data.engine", ">= 0", num_cpus=num_cpus, num_gpus=num_gpus, session_margin=session_margin)
         check_range("data.engine", f"integer in [1, {replicas}]", min_replicas=min_replicas)
+        check_range("data.engine", LEASE_RULE, engine_lease_s=engine_lease_s)
         super().__init__(engine or EmbeddedEngine())
         _check_inner(self.engine)
         self.replicas = replicas
@@ -144,6 +169,8 @@ class RayEngine(EngineWrapper):
         self.resources = resources
         self.address = address
         self.delta = delta
+        self.keep_engines = keep_engines
+        self.engine_lease_s = engine_lease_s
         self.min_replicas = replicas if min_replicas is None else min_replicas
         self.in_flight_weight_updates = self.engine.in_flight_weight_updates
         self.uses_probe = self.has_model
@@ -154,7 +181,9 @@ class RayEngine(EngineWrapper):
         self._described: dict[str, Any] = {}  # the model
         self._vocab_size = 0
         self._max_model_len = 0
-        self._run = uuid.uuid4().hex[:8]
+        self._residence: Residence | None = None
+        self._has_failed = False
+        self._is_taken_over = False
         self._store: WeightStore | None = None
         self._table: Table | None = None  # of the newest weights; None before the first
         self._table_ref: Any = None
@@ -175,6 +204,7 @@ class RayEngine(EngineWrapper):
         self._busy_s = 0.0
         self._num_tokens_before = 0  # of processes that are gone
         self._closed = False
+        self._is_over = threading.Event()  # the same, for who waits
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         engine: Any = super().fresh(out_of_memory)
@@ -236,14 +266,24 @@ class RayEngine(EngineWrapper):
         """Connects to Ray, starts the replicas, and waits until `min_replicas` have built their engines.
 
         Raises:
-            SetupError: Ray is not installed, or not to be reached.
+            SetupError: Ray is not installed, or not to be reached; `keep_engines` on a Ray that ends with the run.
             StalledError: too few replicas were there within `startup_timeout_s`.
             EngineError: a replica's process ended. Errors of an engine are raised as they are.
         """
+        check_kept(self.keep_engines, self.address, owner="data.engine", address_setting="data.engine.address")
         self._ray = runtime.connect(self.address, self.replicas * self.num_cpus, user=self)
         self._model = model
         self._described = describe_model(base_of(model))
         self._vocab_size = int(load_config(base_of(model)).get_text_config().vocab_size)
+        self._residence = find_residence(
+            self.engine,
+            {"name": model, "described": self._described, "needs": vars(self._resources)},
+            keep_engines=self.keep_engines,
+            lease_s=self.engine_lease_s,
+        )
+        if self._residence.outlives:
+            end_unwanted(self._ray, self._residence, self.replicas)
+            threading.Thread(target=self._renew, name="renew", daemon=True).start()
         with self._lock:
             self._entries = [ReplicaEntry(number) for number in range(self.replicas)]
             for entry in self._entries:
@@ -456,7 +496,7 @@ class RayEngine(EngineWrapper):
     def _call(self, entry: ReplicaEntry, handle: Callable[[ReplicaEntry, Any], None], name: str, *args: Any) -> None:
         """Calls a replica; `handle` gets the answer, with the lock held. The lock is held."""
         try:
-            ref = getattr(entry.actor, name).remote(*args)
+            ref = getattr(entry.actor, name).remote(self._home.owner, *args)
         except Exception as error:  # Ray itself is gone
             self._error = self._error or EngineError(f"Ray does not answer: {error}")
             return
@@ -504,6 +544,10 @@ class RayEngine(EngineWrapper):
             self._lose(entry, reason, is_running=True)
             return
         failure = answer.get("error")
+        if isinstance(failure, dict) and failure.get("type") == TakenOver.__name__:
+            self._is_taken_over = True  # nothing of it is ours to kill
+            self._error = self._error or EngineError(f"another trainer has taken over {entry.where}")
+            return
         if failure is not None and call.start == entry.num_starts:
             if not isinstance(failure, dict) or {"type", "message", "traceback"} - failure.keys():
                 failure = _AS_ENGINE_ERROR | {"message": show(failure)}
@@ -516,7 +560,8 @@ class RayEngine(EngineWrapper):
         with self._lock:
             asked = [e for e in self._entries if e.state is State.READY] if entries is None else entries
             given = [()] * len(asked) if args is None else args
-            refs = [getattr(entry.actor, name).remote(*one) for entry, one in zip(asked, given, strict=False)]
+            owner = self._home.owner
+            refs = [getattr(entry.actor, name).remote(owner, *one) for entry, one in zip(asked, given, strict=False)]
         answers = []
         for ref in refs:
             try:
@@ -530,13 +575,28 @@ class RayEngine(EngineWrapper):
     # -- start and readmission ----------------------------------------------------------------------------------------
 
     def _begin(self, entry: ReplicaEntry) -> None:
-        """Makes the actor, if there is none, and asks it to build its engine. The lock is held."""
+        """Makes the actor, if there is none, claims it, and asks it to build its engine. The lock is held."""
+        home = self._home
         if entry.actor is None:
-            entry.actor = make_actor(self._ray, self.engine, entry.number, resources=self._resources, run=self._run)
+            entry.actor = make_actor(self._ray, self.engine, entry.number, resources=self._resources, residence=home)
         entry.retry_at = None
         entry.called = time.monotonic()
         entry.began = entry.began or entry.called
-        self._call(entry, self._started, "start", base_of(self._model))
+        self._call(entry, self._claimed, "claim", home.run, home.who)
+
+    def _claimed(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if not answer["held_by"]:
+            entry.called = now
+            self._call(entry, self._started, "start", base_of(self._model))
+        elif now - entry.began < 2 * BUSY_S:  # perhaps it has just ended
+            entry.retry_at = now + RETRY_S
+        else:
+            self._error = self._error or EngineError(
+                f"replica {entry.number} is in use by {answer['held_by']}: keep_engines=true is for runs of the same "
+                "model and engine one after the other"
+            )
+            self._is_taken_over = True
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
         """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""
@@ -572,6 +632,11 @@ class RayEngine(EngineWrapper):
             return
         entry.heard = time.monotonic()
         entry.state = State.LOADING
+        entry.weights = None
+        if answer["weights"] is not None:
+            version, sums = answer["weights"]
+            entry.weights = int(version), dict(sums)
+            entry.was_there = True
         self._max_model_len = min(longest, self._max_model_len or longest)
         self._call(entry, self._taken, "take", TAKE_S)
         if self._table is not None:
@@ -583,7 +648,14 @@ class RayEngine(EngineWrapper):
             entry.heard = time.monotonic()
         # weights that wait for requests must not overtake them: these calls run in different threads there
         after = 0 if self.in_flight_weight_updates else entry.latest
-        self._call(entry, self._accepted, "load", table.version, [self._table_ref], dict(table.buckets), after)
+        has_them = entry.weights is not None and entry.weights[0] == table.version
+        has_them = has_them and not find_difference(table.sums, (entry.weights or (0, {}))[1])
+        entry.weights = None
+        buckets = {} if has_them else dict(table.buckets)
+        self._call(entry, self._accepted, "load", table.version, [self._table_ref], buckets, after, has_them)
+        if entry.was_there and not entry.is_proving:
+            what = f"the weights of version {table.version}" if has_them else "its process, and reads new weights"
+            log.warning("%s was there already: it keeps %s", entry.where, what)
         if not entry.is_proving:  # once after each start; the replica takes no newer weights before it has answered
             entry.is_proving = True
             token_ids = () if self._probe is None else self._probe.token_ids
@@ -763,6 +835,7 @@ class RayEngine(EngineWrapper):
             failure: error of its engine, as plain data.
         """
         was_in = entry.state in (State.READY, State.LOADING)
+        is_new = not entry.was_there  # else its failure says nothing about a new process
         held = dict(entry.held)
         for sample in entry.unverified:  # of weights that were never proved right
             sample.assignment.received.discard(sample.position)
@@ -779,17 +852,20 @@ class RayEngine(EngineWrapper):
         entry.busy_s = entry.num_tokens = entry.num_running = 0
         entry.sent = entry.accepted = entry.verified = entry.proved = -1
         entry.is_proving = False
+        entry.was_there = False
+        entry.weights = None
         entry.latest = 0
         entry.sums = {}
         self.num_lost += 1
         self._placement.remove(entry.number)
         for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
             del self._calls[ref]
-        message = f"{entry.where} {reason}" + log_of(self._ray, entry.place)
         is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
-        is_over |= failure is not None and not self._has_been_ready
+        is_over |= failure is not None and not self._has_been_ready and is_new
         kill_actor(self._ray, entry.actor, is_for_good=is_over) if is_running or is_over else None
+        message = f"{entry.where} {reason}"
         if is_over:
+            message += log_of(self._ray, entry.place)
             entry.state = State.GIVEN_UP
             log.warning("%s; it is given up after %d failures", message, max(entry.num_failures, entry.num_wrong))
             if entry.is_draining:
@@ -798,7 +874,8 @@ class RayEngine(EngineWrapper):
             entry.state = State.STARTING
             entry.began = time.monotonic()
             entry.retry_at = entry.began + RETRY_S
-            log.warning("%s; %d requests go to other replicas, and it is started again", message, len(held))
+            text = f"{message}{{log}}; {len(held)} requests go to other replicas, and it is started again"
+            warn_with_log(self._ray, text, place=entry.place)
         if all(one.state is State.GIVEN_UP for one in self._entries) or (is_over and not self._has_been_ready):
             self._error = self._error or as_error(message, failure)
             return
@@ -819,29 +896,64 @@ class RayEngine(EngineWrapper):
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def _home(self) -> Residence:
+        return set_up(self._residence)
+
+    @property
+    def has_failed(self) -> bool:  # type: ignore[override]
+        return self._has_failed
+
+    @has_failed.setter
+    def has_failed(self, has_failed: bool) -> None:
+        self._has_failed = has_failed
+
+    def _renew(self) -> None:
+        """Says that the trainer is there, also while it asks for nothing."""
+        while not self._is_over.wait(RENEW_S):
+            with self._lock:
+                actors = [entry.actor for entry in self._entries if entry.actor is not None]
+            for actor in actors:
+                try:
+                    actor.renew.remote(self._home.owner)
+                except Exception as error:  # Ray is gone, which others notice
+                    log.debug("renewing the lease of a replica: %s", error)
+
     def close(self) -> None:
-        """Ends the replicas and unblocks `poll` and `load_weights`."""
+        """Ends the replicas, or leaves them to the next trainer; unblocks `poll` and `load_weights`."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            self._is_over.set()
+            is_sound = self._error is None and not self._has_failed
             self._error = self._error or EngineError("the engine was closed")
             entries = self._entries
             self._entries = []
             self._num_tokens_before += sum(entry.num_tokens for entry in entries)
             self._calls = {}
             self._table_ref = self._table = self._store = None
+        if self._residence is not None:
+            self._residence.leave()
+        if self._is_taken_over:
+            return
+        if is_sound and self._residence is not None and self._residence.outlives:
+            entries = self._leave(entries)
         self._stop(entries)
 
+    def _leave(self, entries: Sequence[ReplicaEntry]) -> list[ReplicaEntry]:
+        """Leaves replicas as they are to the trainer that comes next; returns those that are not fit for that."""
+        stays = [e for e in entries if e.state in (State.LOADING, State.READY) and not e.is_draining]
+        if self._ray.is_initialized():
+            leave_actors(self._ray, [entry.actor for entry in stays], self._home)
+        return [entry for entry in entries if entry not in stays]
+
     def _stop(self, entries: Sequence[ReplicaEntry]) -> None:
-        """Has engines end their own processes, and then ends the actors."""
-        if self._ray is None or not self._ray.is_initialized():
-            return
-        stops = [entry.actor.stop.remote() for entry in entries if entry.state in (State.LOADING, State.READY)]
-        if stops:
-            self._ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
-        for entry in entries:
-            kill_actor(self._ray, entry.actor, is_for_good=True)
+        if self._ray is not None and self._ray.is_initialized():
+            answering = [entry.actor for entry in entries if entry.state in (State.LOADING, State.READY)]
+            stop_actors(self._ray, answering)
+            for entry in entries:
+                kill_actor(self._ray, entry.actor, is_for_good=True)
 
     def end(self) -> None:
         """Ends a Ray that was started here, unless another engine of this process uses it."""

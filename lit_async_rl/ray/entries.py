@@ -148,6 +148,8 @@ class ReplicaEntry:
     num_running: int = 0
     retry_at: float | None = None
     is_draining: bool = False
+    weights: tuple[int, dict[str, int]] | None = None  # version and checksums of what an earlier trainer has left in it
+    was_there: bool = False  # its process and weights are those of an earlier trainer
 
     @property
     def where(self) -> str:

@@ -30,6 +30,7 @@ from lit_async_rl.errors import RankError, SetupError
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.coordinator import Coordinator, Ended, Said, Stream
 from lit_async_rl.ray.rank import Place
+from lit_async_rl.ray.residence import end_replicas, names_with, prefix_of
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
@@ -152,15 +153,28 @@ class _Run:
 
     @contextlib.contextmanager
     def coordinated(self, job: Callable[[Place], None]) -> Iterator[None]:
-        """The coordinator is there; with it, whatever is left of the ranks ends."""
+        """The coordinator is there; with it, whatever is left of the ranks ends, and the engines that they shared.
+
+        It is on the command's own node: on another one the loss of that would end the run.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         ray = self._ray
         reference = ray.put(job)
-        actor = ray.remote(num_cpus=0)(Coordinator)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Coordinator)
         self._coordinator = actor.options(name=self._name, namespace=NAMESPACE).remote([reference])
         try:
             yield
         finally:
             ray.kill(self._coordinator)
+            self._end_engines()
+
+    def _end_engines(self) -> None:
+        try:
+            end_replicas(self._ray, names_with(self._ray, prefix_of(self._name)))
+        except self._ray.exceptions.RayError as error:  # they end themselves when they miss the coordinator
+            log.warning("the engines of the run could not be ended from here: %s", type(error).__name__)
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_S)

@@ -6,6 +6,11 @@
 | Ray's for `control` | `start`, `submit`, `abort`, ... in the order of the calls | the versions that requests need |
 | Ray's for `update` | `load` and `prove` in the order of the calls | the engine |
 | Ray's for `poll` | `take`: hands over what is finished | something finished, at most its timeout |
+| Ray's for `lease` | `claim` and `renew`: whose the replica is | - |
+| `lease` | ends the replica when no trainer will come for it, see `tenancy.py` | - |
+
+Each call names the trainer that makes it, and one that is no longer the owner is refused. A trainer that finds a
+replica with its engine built takes it over as it is: process, weights and what they were proved by (`_hand_over`).
 
 An error never crosses as an object: each answer is plain data, with the error's type and message where there is one.
 """
@@ -33,6 +38,7 @@ from lit_async_rl.engines.embedded.own_process import pack_completions, unpack_r
 from lit_async_rl.errors import StalledError
 from lit_async_rl.models.weights import LORA_A, LORA_B
 from lit_async_rl.ray.identity import describe_model
+from lit_async_rl.ray.tenancy import Lease, TakenOver, Tenancy
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.waiting import FairLock
@@ -41,6 +47,7 @@ POLL_S = 0.05  # an abort waits for at most this
 MAX_ERROR_CHARS = 4000
 MAX_LINE_CHARS = 300
 NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
+HAND_OVER_S = 5.0  # for what an earlier trainer had asked for to end
 PROOF = -1  # number of the request that proves which weights sample
 
 
@@ -83,16 +90,27 @@ class Recipe:
 
 
 def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Has a method of the actor answer with its error's type and message instead of raising it."""
+    """Has a method of the actor answer with its error's type and message instead of raising it.
+
+    The caller names itself in the first argument, and is refused unless it is the owner.
+    """
 
     @functools.wraps(method)
-    def answer(self: Replica, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def answer(self: Replica, owner: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._caller.owner = owner
         try:
+            if not self.tenancy.hears(owner):
+                raise TakenOver("another trainer has it")
             return method(self, *args, **kwargs)
         except Exception as error:
             traceback.print_exc()  # into the log of this process
             return {"error": as_data(error)}
 
+    # Ray compares calls with the signature, and would see that of the method, without the owner
+    del answer.__wrapped__
+    this, *others = inspect.signature(method).parameters.values()
+    owner = inspect.Parameter("owner", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    answer.__signature__ = inspect.Signature([this, owner, *others])  # type: ignore[attr-defined]
     return answer
 
 
@@ -108,13 +126,18 @@ class Replica:
     Args:
         recipe: of the engine.
         number: of this replica, from 0.
+        lease: how long it stays without its trainer; None if Ray ends it with that.
     """
 
-    def __init__(self, recipe: Recipe, number: int) -> None:
+    def __init__(self, recipe: Recipe, number: int, lease: Lease | None = None) -> None:
         faulthandler.enable()
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._recipe = recipe
         self._number = number
+        self.tenancy = Tenancy(lease)
+        self._caller = threading.local()  # `owner`: whose call this thread answers
+        self._described: dict[str, Any] = {}  # answer of `start`
+        self._served = ""  # owner that `start` was called by
         self._engine: RolloutEngine | None = None
         self._changed = threading.Condition()  # guards all below
         self._finished: list[tuple[int, Completion]] = []  # with the assignment that each belongs to
@@ -130,6 +153,14 @@ class Replica:
         self._merged: set[str] = set()  # weights with adapters: the engine adds them, in its own arithmetic
         self._sent_dtypes: dict[str, torch.dtype] = {}
         self._received: dict[int, dict[str, Tensor]] = {}  # not reported yet, by version
+        self._sums: dict[str, int] = {}  # of the weights in use, as reported; empty if they are not known
+        self._version = -1  # of these
+        self._updating = threading.Lock()  # while weights are loaded or proved
+        self._first_random_state: Tensor | None = None  # before the first token
+        self._before = (0.0, 0)  # seconds and tokens for earlier trainers
+        if lease is not None:
+            self._self = ray.get_runtime_context().current_actor
+            self.tenancy.watch(ray, self._end)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -138,12 +169,35 @@ class Replica:
 
     # -- control ------------------------------------------------------------------------------------------------------
 
+    @ray.method(concurrency_group="lease")
+    def claim(self, owner: str, run: str, who: str) -> dict[str, Any]:
+        """Makes a trainer the owner, see `Tenancy`; what an earlier one still waits for here ends with an error."""
+        held_by = self.tenancy.claim(owner, run, who)
+        with self._changed:
+            self._changed.notify_all()
+        return {"held_by": held_by}
+
+    @ray.method(concurrency_group="lease")
+    def renew(self, owner: str) -> None:
+        """Says that the trainer is there, while it asks for nothing else."""
+        self.tenancy.hears(owner)
+
     @ray.method(concurrency_group="control")
     @guarded
     def start(self, model: str) -> dict[str, Any]:
-        """Builds the engine, and says where and what it is."""
-        if self._was_started:  # the trainer has lost this process, and may not know what still runs in it
-            os._exit(1)
+        """Builds the engine, unless there is one of an earlier trainer, and says where and what it is.
+
+        Of an engine that is there already: which weights it has, by version and checksums.
+        """
+        owner = self._caller.owner
+        is_next = self._served != owner
+        self._served = owner
+        if self._was_started:
+            # the trainer has lost this process, and may not know what still runs in it
+            if not is_next or not self._is_usable(model) or not self._hand_over():
+                os._exit(1)
+            needs_all = self.engine.needs_weights or not self._sums
+            return self._described | {"weights": None if needs_all else (self._version, dict(self._sums))}
         self._was_started = True
         engine = self._recipe.make(self._number)
         limit_s = self._limit_s = engine.update_timeout_s or self._limit_s
@@ -152,8 +206,9 @@ class Replica:
         self._is_watched = engine.watch_weights(self._report)
         self._reader = WeightReader(ray.get, engine.takes_changes)
         self._engine = engine
+        self._model = model
         threading.Thread(target=self._generate, name="generate", daemon=True).start()
-        return {
+        self._described = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -162,13 +217,91 @@ class Replica:
             "max_model_len": int(self.engine.max_model_len),
             "dtype": str(self.engine.dtype),
         }
+        return self._described | {"weights": None}
+
+    def _is_usable(self, model: str) -> bool:
+        """Whether the engine that is there works, and is of this model as it is now."""
+        if self._engine is None or self._failure is not None or self._is_stopped:
+            return False
+        return self._model == model and self._described["model"] == describe_model(model)
+
+    def _hand_over(self) -> bool:
+        """Ends what an earlier trainer has asked for; False if that takes too long, as of an engine that hangs.
+
+        Afterwards the engine is as after its start, random numbers included, but for its weights.
+        """
+        engine = self.engine
+        try:
+            with self._turn.hold(HAND_OVER_S):
+                engine.abort([*self._assignments, PROOF])
+        except StalledError:
+            return False
+        if not self._updating.acquire(timeout=HAND_OVER_S):
+            return False
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._received or self._failure, HAND_OVER_S):
+                    return False
+                self._finished = []
+                self._assignments = {}
+                self._reports = []
+                self._submitted = 0
+                self._loaded = -1
+                self._proof = None
+                self._before = (float(engine.busy_s), int(engine.num_tokens))
+                self._reader = WeightReader(ray.get, engine.takes_changes)
+            if self._first_random_state is not None:
+                engine.set_random_state(self._first_random_state)
+        finally:
+            self._updating.release()
+        return self._failure is None
+
+    @ray.method(concurrency_group="control")
+    @guarded
+    def release(self) -> dict[str, Any]:
+        """Ends what the trainer has asked for, and leaves the engine with its weights to the next one."""
+        with self._turn.hold(HAND_OVER_S):
+            self.engine.abort([*self._assignments, PROOF])
+        self.tenancy.release()
+        return {}
+
+    def _end(self, reason: str) -> None:
+        """Ends the engine and this process for good; Ray starts it no more."""
+        print(f"the replica ends: {reason}", flush=True)
+        closing = threading.Thread(target=self._close, daemon=True)
+        closing.start()
+        closing.join(HAND_OVER_S)
+        ray.kill(self._self, no_restart=True)
+
+    def _wait(self, condition: Callable[[], Any], limit_s: float | None = None) -> bool:
+        """Waits for the engine with `_changed` held; False after the limit.
+
+        Raises:
+            TakenOver: another trainer has claimed the replica.
+        """
+
+        def is_over() -> Any:
+            return condition() or self._failure or not self._is_owner
+
+        found = self._changed.wait_for(is_over, self._limit_s if limit_s is None else limit_s)
+        self._check_owner()
+        return bool(found)
+
+    @property
+    def _is_owner(self) -> bool:
+        """Whether the trainer whose call this thread answers has the replica still."""
+        return bool(self.tenancy.owner == self._caller.owner)
+
+    def _check_owner(self) -> None:
+        if not self._is_owner:
+            raise TakenOver("another trainer has it")
 
     @ray.method(concurrency_group="control")
     @guarded
     def submit(self, requests: Sequence[dict[str, Any]], assignments: Sequence[int], version: int) -> dict[str, Any]:
         """Submits packed requests once the engine has accepted the weights of `version`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._loaded >= version or self._failure, self._limit_s):
+            if not self._wait(lambda: self._loaded >= version):
                 raise StalledError(f"weights of version {version} were not accepted within {self._limit_s:g} s")
             unpacked = unpack_requests(requests)
             for request, assignment in zip(unpacked, assignments, strict=True):
@@ -218,7 +351,9 @@ class Replica:
 
     @ray.method(concurrency_group="update")
     @guarded
-    def load(self, version: int, table: Sequence[Any], buckets: Mapping[int, Any], after: int) -> dict[str, Any]:
+    def load(
+        self, version: int, table: Sequence[Any], buckets: Mapping[int, Any], after: int, has_them: bool = False
+    ) -> dict[str, Any]:
         """Loads weights from the object store.
 
         Args:
@@ -226,16 +361,38 @@ class Replica:
             table: reference of the list of places, in a list, so that Ray does not read it for us.
             buckets: references of the buckets by number.
             after: number of the assignment that the engine must have before.
+            has_them: whether the engine has these weights from an earlier trainer: nothing is loaded.
         """
+        with self._updating:
+            self._check_owner()
+            return self._keep_weights(version, table) if has_them else self._load(version, table, buckets, after=after)
+
+    def _keep_weights(self, version: int, table: Sequence[Any]) -> dict[str, Any]:
+        """Has the weights in use count as loaded, and reports their checksums."""
+        places = [Place(*place) for place in ray.get(table[0])]
+        self._reader.keep(places)
+        with self._changed:
+            self._loaded = version
+            self._reports.append((version, dict(self._sums)))
+            self._changed.notify_all()
+        return {"version": version}
+
+    def _load(self, version: int, table: Sequence[Any], buckets: Mapping[int, Any], after: int) -> dict[str, Any]:
         places = [Place(*place) for place in ray.get(table[0])]
         received = dict[str, Tensor]()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._submitted >= after or self._failure, self._limit_s):
+            if not self._wait(lambda: self._submitted >= after):
                 raise StalledError(f"requests before version {version} were not submitted within {self._limit_s:g} s")
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}
             self._received[version] = received
-        self.engine.load_weights(version, self._reader.stream(places, buckets, received))
+        try:
+            self.engine.load_weights(version, self._reader.stream(places, buckets, received))
+        except BaseException:  # such as that of a trainer that has died, whose objects are gone
+            with self._changed:
+                self._received.pop(version, None)
+                self._sums = {}  # what it has is not known
+            raise
         with self._changed:
             self._loaded = version
             self._changed.notify_all()
@@ -253,13 +410,20 @@ class Replica:
         Args:
             token_ids: a sequence whose log-probabilities are computed; may be empty.
         """
+        with self._updating:
+            self._check_owner()
+            return self._prove(token_ids)
+
+    def _prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
         engine = self.engine
         state = engine.random_state()
+        if self._first_random_state is None:  # here: with its first weights an engine checks itself
+            self._first_random_state = state
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         prompt = tuple(token_ids[:1]) or (0,)
         engine.submit([GenerationRequest(id=PROOF, prompt_ids=prompt, num_samples=1, sampling=sampling)])
         with self._changed:
-            self._changed.wait_for(lambda: self._proof is not None or self._failure is not None, self._limit_s)
+            self._wait(lambda: self._proof is not None)
             proof = self._proof
         if proof is None:
             raise StalledError(f"no token was sampled within {self._limit_s:g} s")
@@ -284,6 +448,8 @@ class Replica:
                 sums[name] = checksum(tensor)
         with self._changed:
             self._reports.append((version, sums))
+            self._sums = self._sums | sums
+            self._version = version
             self._changed.notify_all()
 
     # -- poll ---------------------------------------------------------------------------------------------------------
@@ -294,7 +460,7 @@ class Replica:
         """What was finished since the last call, packed; waits at most `timeout_s` for the first."""
         engine = self.engine
         with self._changed:
-            self._changed.wait_for(lambda: self._finished or self._reports or self._failure, timeout_s)
+            self._wait(lambda: self._finished or self._reports, timeout_s)
             finished = self._finished
             reports = self._reports
             self._finished = []
@@ -302,8 +468,8 @@ class Replica:
         answer = _packed(finished)
         answer |= {
             "reports": reports,
-            "busy_s": float(engine.busy_s),
-            "num_tokens": int(engine.num_tokens),
+            "busy_s": float(engine.busy_s) - self._before[0],
+            "num_tokens": int(engine.num_tokens) - self._before[1],
             "num_running": int(engine.num_running or 0),
         }
         return answer if self._failure is None else {**answer, "error": self._failure}
@@ -337,7 +503,10 @@ class Replica:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """Closes the engine, whose own processes end with that; then the actor may be killed."""
+        """Closes the engine, whose own processes end with that; then the actor may be killed. Anybody may call it."""
+        self._close()
+
+    def _close(self) -> None:
         self._is_stopped = True
         if self._engine is not None:
             self._engine.close()

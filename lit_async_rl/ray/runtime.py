@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.ray.security import check_access, has_token, is_loopback, use_token
+from lit_async_rl.ray.security import check_access, follow, is_loopback, use_token
 from lit_async_rl.utils.waiting import announced
 
 NAMESPACE = "lit_async_rl"
@@ -81,8 +81,11 @@ def connect(
     Raises:
         SetupError: Ray is not installed, cannot be reached or started, or asks for no token where others reach it.
     """
-    if (address is None and "RAY_ADDRESS" not in os.environ) or has_token():
+    running = address or os.environ.get("RAY_ADDRESS")
+    if running is None:
         use_token()
+    elif (loaded := sys.modules.get("ray")) is None or not loaded.is_initialized():
+        follow(running)
     ray = import_ray(what)
     with _connection.lock:
         if not ray.is_initialized():

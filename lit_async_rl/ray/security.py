@@ -14,7 +14,10 @@ from typing import Any
 from lit_async_rl.errors import SetupError
 
 ANSWER_S = 60.0
+PROBE_S = 3.0
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 AUTH_MODE = "RAY_AUTH_MODE"
+_set_here: list[str] = []  # the mode that this process has chosen itself
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; with 0 its processes bind to loopback, on any system
 
 
@@ -33,8 +36,68 @@ def use_token() -> None:
 
     Ray does the first by itself, with a warning each time, and the second not at all.
     """
-    if "ray" not in sys.modules:  # else it has read the variable already
-        os.environ.setdefault(AUTH_MODE, "token")
+    if _given_mode() is None:
+        _set_mode("token")
+
+
+def _given_mode() -> str | None:
+    """The mode that the user has set; None if there is none, or that of an earlier cluster of this process."""
+    mode = os.environ.get(AUTH_MODE)
+    return None if mode in _set_here else mode
+
+
+def _set_mode(mode: str) -> None:
+    _set_here[:] = [mode]
+    os.environ[AUTH_MODE] = mode
+    if sys.modules.get("ray") is not None:  # it has read the variable already
+        from ray._raylet import Config  # type: ignore[attr-defined]
+
+        Config.initialize("")
+
+
+def follow(address: str) -> None:
+    """Has this process send a token to a running cluster, and ask for one itself, exactly if that one does.
+
+    If the two differ, each refuses the other's calls, and Ray takes an actor's owner for dead: it ends the actor as
+    soon as it is made, and says `ActorDiedError`. A token in the home directory, of another cluster, is enough for it.
+
+    Args:
+        address: `HOST:PORT`, or `auto`.
+
+    Raises:
+        SetupError: `RAY_AUTH_MODE` is set here, and the cluster differs.
+    """
+    asks = asks_for_token(address)
+    mode = _given_mode()
+    if mode is None:
+        is_on = has_token() if asks is None else asks
+        _set_mode("token" if is_on else "disabled")
+    elif mode is not None and asks is not None and (mode.lower() == "token") != asks:
+        raise SetupError(
+            f"cluster: {AUTH_MODE}={mode} here, and the Ray at {address} asks for {'a' if asks else 'no'} token: set "
+            f"it to {'token' if asks else 'disabled'}, or start that Ray with {AUTH_MODE}={mode}"
+        )
+
+
+def asks_for_token(address: str) -> bool | None:
+    """Whether a running cluster refuses a call without a token; None if that cannot be told. Does not import ray."""
+    if address == "auto":
+        named = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+        address = named.read_text().strip() if named.is_file() else ""
+    try:
+        import grpc
+    except ImportError:
+        return None
+    if not address:
+        return None
+    with grpc.insecure_channel(address) as channel:
+        ask: Any = channel.unary_unary(ALIVE, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=PROBE_S)
+        except grpc.RpcError as error:
+            status: Any = error
+            return True if status.code() is grpc.StatusCode.UNAUTHENTICATED else None
+    return False
 
 
 def has_token() -> bool:

@@ -265,6 +265,14 @@ class WeightReader:
             yield name, tensor
         self._has = has
 
+    def keep(self, places: Iterable[Place]) -> None:
+        """Notes that the engine has the weights of a table, which were not read from it."""
+        has: dict[str, list[Place]] = {}
+        for place in places:
+            has.setdefault(place.name, []).append(place)
+        self._has = has
+        self._changed = {}
+
 
 def is_factor(name: str) -> bool:
     """Whether a weight is a factor of an adapter."""

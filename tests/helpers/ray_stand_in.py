@@ -22,7 +22,7 @@ from lit_async_rl.ray import engine as ray_engine
 from lit_async_rl.ray import replica, runtime
 
 RESTART_S = 0.05
-GROUPS = {"load": "update", "prove": "update", "take": "poll"}
+GROUPS = {"load": "update", "prove": "update", "take": "poll", "claim": "lease", "renew": "lease"}
 
 
 class Ref:
@@ -44,7 +44,7 @@ class Handle:
     def __init__(self, ray: StandIn, arguments: tuple[Any, ...]) -> None:
         self.ray = ray
         self.arguments = arguments
-        self.number = arguments[-1]
+        self.number = arguments[1]
         self.num_starts = 0
         self.lock = threading.Lock()
         self.make()
@@ -53,7 +53,7 @@ class Handle:
         self.num_starts += 1
         self.begins = time.monotonic() + (RESTART_S if self.num_starts > 1 else 0.0)
         self.actor = replica.Replica(*pickle.loads(pickle.dumps(self.arguments)))
-        self.threads = {group: ThreadPoolExecutor(1) for group in ("control", "update", "poll")}
+        self.threads = {group: ThreadPoolExecutor(1) for group in ("control", "update", "poll", "lease")}
         self.pending: set[Ref] = set()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,13 +1,14 @@
 """One local cluster for all tests of a process: its start takes seconds. Nodes can join it and be taken away."""
 
 import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
 from ray_stand_in import stand_in  # noqa: F401
 
 from lit_async_rl.ray import runtime
-from lit_async_rl.ray.security import CLUSTERS
+from lit_async_rl.ray.security import CLUSTERS, use_token
 
 HEALTH = dict(initial_delay_ms=1000, period_ms=500, timeout_ms=500, failure_threshold=10)
 
@@ -22,6 +23,8 @@ def ray_cluster() -> Iterator[object]:
 
     before = dict(os.environ)
     os.environ[CLUSTERS] = "0"  # all nodes on loopback
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    use_token()
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["PYTHONPATH"] = runtime.search_path()
     os.environ |= {f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()}

@@ -1,0 +1,106 @@
+"""A token is sent to a cluster that asks for one, and to no other: Ray takes a caller that differs for dead."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lit_async_rl.errors import SetupError
+from lit_async_rl.ray import security
+from lit_async_rl.ray.security import AUTH_MODE, asks_for_token, follow
+
+grpc = pytest.importorskip("grpc")
+
+
+class Head(grpc.GenericRpcHandler):
+    """Of a cluster: answers whoever calls, or refuses those without a token."""
+
+    def __init__(self, asks):
+        self.asks = asks
+
+    def service(self, details):
+        def answer(request, context):
+            if self.asks and "authorization" not in dict(details.invocation_metadata):
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer) if details.method == security.ALIVE else None
+
+
+@pytest.fixture
+def head():
+    """Starts a stand-in for a cluster's head; gives its address."""
+    with ThreadPoolExecutor(2) as threads:
+        servers = []
+
+        def start(asks):
+            server = grpc.server(threads, handlers=[Head(asks)])
+            servers.append(server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            server.start()
+            return f"127.0.0.1:{port}"
+
+        yield start
+        for server in servers:
+            server.stop(None)
+
+
+@pytest.fixture
+def modes(monkeypatch):
+    """What this process was set to."""
+    found = []
+    monkeypatch.setattr(security, "_set_here", [])
+    monkeypatch.delenv(AUTH_MODE, raising=False)
+    monkeypatch.setattr(security, "_set_mode", found.append)
+    return found
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_process_does_as_the_cluster_does_whatever_token_lies_in_the_home_directory(
+    head, modes, monkeypatch, asks, has_token
+):
+    monkeypatch.setattr(security, "has_token", lambda: has_token)
+    follow(head(asks))
+    assert modes == ["token" if asks else "disabled"]
+
+
+def test_a_mode_that_is_set_and_differs_is_refused_with_what_to_set(head, modes, monkeypatch):
+    monkeypatch.setenv(AUTH_MODE, "token")
+    follow(head(True))
+    address = head(False)
+    with pytest.raises(
+        SetupError, match=rf"RAY_AUTH_MODE=token here, and the Ray at {address} asks for no token: set it"
+    ):
+        follow(address)
+    monkeypatch.setenv(AUTH_MODE, "disabled")
+    with pytest.raises(SetupError, match=r"asks for a token: set it to token, or start that Ray with RAY_AUTH_MODE="):
+        follow(head(True))
+    assert modes == []
+
+
+def test_of_a_cluster_that_does_not_answer_nothing_is_known(modes, monkeypatch, tmp_path):
+    assert asks_for_token("127.0.0.1:1") is None
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert asks_for_token("auto") is None
+    monkeypatch.setattr(security, "has_token", lambda: True)
+    follow("auto")
+    assert modes == ["token"]
+
+
+def test_auto_is_the_cluster_that_was_started_last_on_this_machine(head, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(head(True))
+    assert asks_for_token("auto") is True
+
+
+def test_a_ray_that_is_started_here_asks_for_a_token_after_a_cluster_that_asked_for_none(head, monkeypatch):
+    monkeypatch.setattr(security, "_set_here", [])
+    monkeypatch.setenv(AUTH_MODE, "")  # restored afterwards
+    monkeypatch.delenv(AUTH_MODE)
+    follow(head(False))
+    security.use_token()
+    assert os.environ[AUTH_MODE] == "token"
+    follow(head(False))
+    assert os.environ[AUTH_MODE] == "disabled"
