@@ -112,8 +112,8 @@ def main() -> None:
         given.out.stem,
         sum(row[-1] + row[-2] for row in rows),
         "unexplained verdicts",
-        ["test set", "cases", *KINDS],
-        rows,
+        columns=["test set", "cases", *KINDS],
+        rows=rows,
         command=f"python benchmarks/graders.py {' '.join(map(str, given.tests))} --out {given.out}",
         machine="any",  # counts, no times
     )

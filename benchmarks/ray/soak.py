@@ -281,7 +281,7 @@ def main() -> None:
             rng = random.Random(f"{args.seed} {len(done)}")
             time.sleep(rng.uniform(0.2, 4.0))
             (kind,) = rng.choices(args.kinds, [KINDS[one] for one in args.kinds])
-            done.append(kill(run, nodes, kind, rng))
+            done.append(kill(run, nodes, kind=kind, rng=rng))
             with kills.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
             print(f"{time.strftime('%H:%M:%S')} {len(done)}: {done[-1]}", flush=True)

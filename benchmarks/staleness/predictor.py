@@ -95,9 +95,14 @@ def runs_of(steps: pd.DataFrame) -> list[Run]:
             is_near[max(0, collapse - HORIZON) :] = True
         seen = ~np.isnan(signals[:, 0])
         first = int(seen.argmax()) if seen.any() else end
-        runs.append(
-            Run(key[1], key[2], signals[first:], is_near[first:], None if collapse is None else collapse - first)
+        run = Run(
+            regime=key[1],
+            method=key[2],
+            signals=signals[first:],
+            is_near=is_near[first:],
+            collapse=None if collapse is None else collapse - first,
         )
+        runs.append(run)
     return [run for run in runs if len(run.signals)]
 
 
@@ -190,8 +195,8 @@ def main() -> None:
             "collapse_forecast",
             whole["auroc"],
             "area under the ROC, over the steps of runs that were not fitted",
-            columns,
-            rows,
+            columns=columns,
+            rows=rows,
             interval=interval_of_auroc(tested, weights),
             command="python -m benchmarks.staleness.predictor --write docs/measurements/collapse_forecast.json",
             machine="tables of the staleness benchmark",

@@ -142,7 +142,8 @@ class StalenessController(SignalCallback):
         if self.min_staleness is not None:
             data = bounded_data(trainer, "StalenessController")
             self._configured_bound = data.max_staleness
-            data.set_max_staleness(self._bound())  # raises now, at the start, if the bound cannot be changed
+            # raises now, at the start, if the bound cannot be changed
+            data.set_max_staleness(self._bound() or 0)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -165,8 +166,8 @@ class StalenessController(SignalCallback):
         if self._log_odds is not None:
             pl_module.log("controller/log_odds", self._log_odds)
         pl_module.log("controller/lr_scale", self.lr_scale)
-        if self._configured_bound is not None:
-            pl_module.log("controller/bound", float(self._bound()))
+        if (bound := self._bound()) is not None:
+            pl_module.log("controller/bound", float(bound))
         pl_module.log("controller/num_changes", float(len(self.reports)))
         if self.rollback is not None:
             pl_module.log("controller/num_rollbacks", float(self.rollback.num_rollbacks))
@@ -230,30 +231,31 @@ class StalenessController(SignalCallback):
         squared = ReferenceGradients().products(space, space.gradients())[0][0]
         return math.sqrt(squared.item())
 
-    def _bound(self) -> int:
-        """Staleness bound of the present rung."""
+    def _bound(self) -> int | None:
+        """Staleness bound of the present rung; None where it is left alone."""
         if self._configured_bound is None or self.min_staleness is None:
-            raise SetupError("the staleness bound is not known before training starts")
+            return None
         halved = self._configured_bound >> max(0, self.rung - self.max_halvings)
         return max(halved, min(self.min_staleness, self._configured_bound))
 
     def _move(self, trainer: AnyTrainer, rungs: int, why: str) -> None:
         """One rung down or up, as far as there is one; says what changed."""
-        before = (self.lr_scale, None if self._configured_bound is None else self._bound())
         present = self.rung
+        scale = self.lr_scale
+        bound = self._bound()
         self.rung = max(0, present + rungs)
-        after = (self.lr_scale, None if self._configured_bound is None else self._bound())
         self._num_calm = 0
         self._cooldown_left = self.cooldown_steps
-        if before == after:
+        changes = [] if scale == self.lr_scale else [f"the learning rate is multiplied by {self.lr_scale:g}"]
+        new = self._bound()
+        if new is not None and new != bound:
+            waits = _steps_of_bound(trainer)
+            bounded_data(trainer, "StalenessController").set_max_staleness(new)
+            self._cooldown_left += max(waits, _steps_of_bound(trainer))
+            changes.append(f"max_staleness is {new} now, and was {bound}")
+        if not changes:
             self.rung = present  # there is no lower one
             return
-        changes = [] if before[0] == after[0] else [f"the learning rate is multiplied by {after[0]:g}"]
-        if before[1] != after[1]:
-            waits = _steps_of_bound(trainer)  # at the larger of the two bounds
-            bounded_data(trainer, "StalenessController").set_max_staleness(after[1])
-            self._cooldown_left += waits if rungs > 0 else _steps_of_bound(trainer)
-            changes.append(f"max_staleness is {after[1]} now, and was {before[1]}")
         self._report(trainer, f"{why}: {' and '.join(changes)}")
 
     def _report(self, trainer: AnyTrainer, words: str) -> None:

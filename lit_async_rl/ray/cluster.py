@@ -307,8 +307,11 @@ class RayCluster:
         from lit_async_rl.ray.reward_pool import RewardPool, in_pool
 
         settings = self._pool("rewards", actors)
-        limits = {"calls": actors.calls, "workers": workers, "timeout_s": timeout_s}
-        return in_pool(reward, lambda parts: RewardPool(settings, parts, **limits))
+
+        def pool(parts: Any) -> RewardPool:
+            return RewardPool(settings, parts, calls=actors.calls, workers=workers, timeout_s=timeout_s)
+
+        return in_pool(reward, pool)
 
     def with_environment_actors(self, engine: RolloutEngine) -> RolloutEngine:
         """An engine whose environment the actors of `environments` play, or as it is.
