@@ -35,10 +35,11 @@ def train(
 ) -> Path:
     """Two steps of the quick start with a configuration of the page, by the command; the folder of its runs."""
     small = folder / "small.yaml"
-    data = {"groups_per_step": 2, "group_size": 2, "aggregation": "TokenMean", "validation": validation}
+    data: dict[str, Any] = {"groups_per_step": 2, "group_size": 2, "aggregation": "TokenMean"}
+    data["validation"] = validation or {"prompts": None}
     model = {"loss": "PPOClip", "proximal": None, "correction": None, "baseline": None, "scheduler": None}
     model["model"] = str(ROOT / "lit_async_rl" / "assets" / policy)
-    trainer = {"max_steps": 2, "val_check_interval": 2, "enable_progress_bar": False}
+    trainer = {"max_steps": 2, "val_check_interval": 2 if validation else None, "enable_progress_bar": False}
     small.write_text(yaml.safe_dump({"data": data, "model": model, "trainer": trainer}))
     configs = [ROOT / "configs" / "quickstart.yaml", small, config]
     command = [sys.executable, str(ROOT / "scripts" / "train.py")]

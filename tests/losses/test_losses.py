@@ -145,7 +145,7 @@ def slowly_cut(case: Case, inputs: LossInputs) -> Tensor:
             bounds = bounds | {"positive_low": 0.0, "positive_high": math.inf}
         free_values, free_grads = reference(batch, replace(loss, **bounds))  # type: ignore[type-var]
     if isinstance(loss, GSPO):  # a token's gradient is spread over its completion; its value is its own
-        return torch.tensor(values) != torch.tensor(free_values)
+        return torch.tensor(values, dtype=torch.float64) != torch.tensor(free_values, dtype=torch.float64)
     return torch.tensor(grads, dtype=torch.float64) != torch.tensor(free_grads, dtype=torch.float64)
 
 

@@ -206,6 +206,7 @@ class NumberCodec(TextCodec):
     special_tokens = "none"
     model = ""
     ends = EndTokens(ids=())
+    vocabulary_digest = "numbers"
 
     def __init__(self) -> None:
         """Needs no tokenizer."""
