@@ -6,6 +6,8 @@ ADAPTERS := .venv-adapters
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# where it is set, every process of every test compiles the package and the tests again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: browser quickstart smollm2 test test-slow test-ray test-ray-soak test-again test-vllm test-vllm-ray gpu-rehearsal vllm-cpu check lint layers
 .PHONY: test-adapters types docs wheel pins smoke clean
