@@ -65,7 +65,8 @@ def main(max_steps: int = 2) -> dict[str, float]:
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])  # of the tool server
     taskset = {"id": "verifiers_sums"}
-    agent = rl.VerifiersAgent({"taskset": taskset, "agent": {"harness": {"id": "null"}, "max_turns": 3}})
+    role = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 3}
+    agent = rl.VerifiersAgent({"taskset": taskset, "agent": role})
     trainer = rl.fit(
         rl.asset("calculator_policy"),
         rl.VerifiersPrompts(taskset, size=1000),

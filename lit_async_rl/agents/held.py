@@ -76,7 +76,7 @@ class Held(Generic[T]):
                 use.value = value
                 use.ready.set_result(value)
                 await use.stop.wait()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # some libraries exit where a key or a program is missing
             if use.ready.done():
                 log.warning("%s: its end raised %s: %s", self.name, type(error).__name__, error)
             else:

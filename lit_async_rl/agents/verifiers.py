@@ -120,7 +120,10 @@ class VerifiersAgent:
         ```yaml
         agent:
           class_path: lit_async_rl.VerifiersAgent
-          init_args: {env: {taskset: {id: my_taskset}, agent: {harness: {id: "null"}, max_turns: 4}}}
+          init_args:
+            env:
+              taskset: {id: my_taskset}
+              agent: {harness: {id: "null"}, runtime: {type: subprocess}, max_turns: 4}
         ```
 
     Roles that pin a model of their own (`client`, such as a judge's) keep it. The reward is that of the trained
@@ -128,6 +131,7 @@ class VerifiersAgent:
 
     Args:
         env: the block `env` of a configuration of `verifiers`: `taskset`, roles such as `agent`, `timeout`, `retries`.
+            The default `runtime` of a role is a sandbox of the hosted service Prime, which wants a key.
 
     Attributes:
         clients: makes the clients, unless the engine has `clients`; ends the services of `verifiers` with a run.

@@ -14,9 +14,12 @@ import weakref
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any
 
+from lit_async_rl.utils.guarded_calls import run_loop
+
 # limits for cancelled tasks and for the thread; together less than the time that a failed engine has to close
 CLEANUP_TIMEOUT_S = 6.0
 THREAD_JOIN_TIMEOUT_S = 3.0
+NAME = "environments"  # of the thread
 log = logging.getLogger(__name__)
 
 
@@ -28,6 +31,7 @@ class EnvironmentLoop:
         self._num_users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._stopped: asyncio.Future[None] | None = None
         self._is_ended = False
 
     def enter(self) -> asyncio.AbstractEventLoop:
@@ -37,7 +41,8 @@ class EnvironmentLoop:
                 self._loop = asyncio.new_event_loop()
                 weakref.finalize(self, _cancel_remaining_tasks, self._loop)  # also at the end of the process
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+                self._stopped = self._loop.create_future()
+                self._thread = threading.Thread(target=run_loop, args=(self._stopped,), name=NAME, daemon=True)
                 self._thread.start()
             self._num_users += 1
             self._is_ended = False
@@ -62,9 +67,9 @@ class EnvironmentLoop:
         """Ends the thread after the last user; keeps the loop for the next one, unless a call blocks it."""
         with self._lock:
             self._num_users -= 1
-            if self._num_users or self._loop is None or self._thread is None:
+            if self._num_users or self._loop is None or self._thread is None or self._stopped is None:
                 return
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stopped.set_result, None)
             self._thread.join(THREAD_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 self._loop = None

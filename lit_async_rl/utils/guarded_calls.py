@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ from lit_async_rl.utils.waiting import Wait
 MAX_ANSWER_S = 1.0  # longest wait for a value that can be had late
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _idle: list[_Worker] = []  # workers are kept: starting a thread costs more than most calls
 os.register_at_fork(after_in_child=_idle.clear)
 
@@ -207,6 +209,21 @@ class LastKnown(Generic[T]):
 JOIN_S = 10.0
 
 
+def run_loop(stopped: asyncio.Future[None]) -> None:
+    """Runs the event loop of `stopped` until that is set: the body of a thread.
+
+    A task that raises `SystemExit` or `KeyboardInterrupt`, which asyncio lets through, ends like any other that fails:
+    without the loop no other task, and no time limit, would ever end. Nor does `loop.stop` end it.
+    """
+    loop = stopped.get_loop()
+    while not stopped.done():
+        try:
+            loop.run_until_complete(stopped)
+        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+            name = threading.current_thread().name
+            log.warning("the event loop of thread %r goes on after %s: %s", name, type(error).__name__, error)
+
+
 class LoopThread:
     """Daemon thread that runs an event loop until `close`.
 
@@ -217,7 +234,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._stopped = self._loop.create_future()
+        self._thread = threading.Thread(target=run_loop, args=(self._stopped,), name=name, daemon=True)
         self._thread.start()
         self._closed = threading.Event()
 
@@ -273,7 +291,7 @@ class LoopThread:
         self._closed.set()
         future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
         concurrent.futures.wait([future], JOIN_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stopped.set_result, None)
         self._thread.join(JOIN_S)
         if not self._thread.is_alive():
             self._loop.close()  # its sockets, and the threads in which it has looked up host names

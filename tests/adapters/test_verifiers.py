@@ -23,6 +23,7 @@ from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(400)
 PAGE = ROOT / "docs" / "agent_adapters.md"
+LOCAL = {"runtime": {"type": "subprocess"}}
 PLANTED = "sk-planted-verifiers-0b6e5a"
 TASKSET = '''
 import verifiers.v1 as vf
@@ -107,7 +108,7 @@ def taskset(tmp_path, monkeypatch):
 def play(name, index, role=None, **settings):
     """The completion of one task, and the engine."""
     prompt = VerifiersPrompts({"id": name})[index]
-    agent = VerifiersAgent({"taskset": {"id": name}, "agent": role or {}})
+    agent = VerifiersAgent({"taskset": {"id": name}, "agent": LOCAL | (role or {})})
     engine = playing(agent, Instant(), timeout_s=90.0, **settings)
     try:
         ((completion,),) = run_requests(engine, [request_of(prompt)], timeout_s=90.0)
@@ -164,7 +165,7 @@ def test_what_a_discarded_try_has_sampled_does_not_train(taskset):
 
 def test_prompts_of_something_else_are_refused(taskset):
     name = taskset()
-    agent = VerifiersAgent({"taskset": {"id": name}})
+    agent = VerifiersAgent({"taskset": {"id": name}, "agent": LOCAL})
     for prompt, message in (
         (Prompt(text="1+1="), "needs data.prompts of class VerifiersPrompts"),
         (Prompt(text="1+1=", metadata={INDEX: 0, KEY: "of another"}), "is another one in the taskset"),
