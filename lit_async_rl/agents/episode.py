@@ -13,7 +13,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,6 +272,14 @@ class AgentEpisode:
             if call is not None and not call.num_waiting:
                 for turn in call.turns:
                     turn.is_kept = False
+
+    def discard(self, call_ids: Collection[str]) -> None:
+        """The agent begins anew: these calls train nothing, and no later one continues them."""
+        with self._lock:
+            turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in call.turns]
+            for turn in turns:
+                turn.is_kept = False
+            self.graph.discard(turns)
 
     def _check_open(self) -> None:
         if self.is_over:

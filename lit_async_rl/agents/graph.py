@@ -18,7 +18,7 @@ no drift: the sampled tokens are kept (`healed`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from lit_async_rl.agents.rendering import Message, message_key
@@ -189,6 +189,15 @@ class MessageGraph:
             node = node.child(message)
         node.child(reply, turn)
         self.record(turn)
+
+    def discard(self, turns: Collection[SampledTurn]) -> None:
+        """No later call continues these turns, whatever its messages say."""
+        nodes = list(self._roots.values())
+        while nodes:
+            node = nodes.pop()
+            for said, same in node.children.items():
+                node.children[said] = [child for child in same if child.turn not in turns]
+                nodes += node.children[said]
 
     def record(self, turn: SampledTurn) -> None:
         """Adds a turn that follows no messages, but tokens."""

@@ -166,7 +166,7 @@ class VerifiersAgent:
             started[trace.id] = services.calls[trace.id] = _Calls(client.episode, trace.id)
 
         def discard(trace: Any) -> None:
-            started[trace.id].withdraw()  # `verifiers` tries again: what was sampled in vain must not train
+            started[trace.id].discard()  # `verifiers` tries again: what was sampled in vain must not train
 
         try:
             episode = await services.env.run_episode(task, context, on_trace=begin, on_discard=discard)
@@ -263,10 +263,9 @@ class _Calls:
     def _name(self, number: int) -> str:
         return f"{self._trace_id}-{number}"
 
-    def withdraw(self) -> None:
+    def discard(self) -> None:
         """Trains none of them."""
-        for number in range(self._num_calls):
-            self._episode.withdraw(self._name(number))
+        self._episode.discard([self._name(number) for number in range(self._num_calls)])
 
 
 @functools.cache

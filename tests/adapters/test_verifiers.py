@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("verifiers", reason="verifiers is not installed: `make test-adapters`")
 
-from agent_runs import playing, request
+from agent_runs import CODEC, playing, request
 from instant_episodes import Instant
 from markdown_blocks import ROOT
 from page_runs import TIMEOUT_S, check_that_no_file_has, metrics_of, shown, train
@@ -19,6 +19,7 @@ from page_runs import TIMEOUT_S, check_that_no_file_has, metrics_of, shown, trai
 from lit_async_rl.agents.verifiers import INDEX, KEY, VerifiersAgent, VerifiersPrompts
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.tasks import CalculatorParser
 from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(400)
@@ -155,12 +156,55 @@ def test_an_episode_that_fails_is_an_agent_that_fails(taskset, index, message):
         play(taskset(), index, tries=None)
 
 
+def test_a_runtime_that_wants_a_key_says_so(taskset, monkeypatch, tmp_path):
+    """`verifiers` then exits in a task of its own, which must not end the event loop of all."""
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(EnvironmentFailure, match="not authenticated with prime"):
+        play(taskset(), 0, role={"runtime": {"type": "prime"}}, tries=None)
+
+
 def test_what_a_discarded_try_has_sampled_does_not_train(taskset):
     completion, engine = play(taskset(), 3, role={"retries": {"max_retries": 1}})
     assert engine.stats.num_calls == 4
     assert engine.stats.num_orphans == 2
     assert len(completion.rows) == 1
     assert sum(completion.rows[0].loss_mask) == 2
+
+
+class Calculating(Instant):
+    """Asks for the tool, and then says what is not the sum."""
+
+    def submit(self, requests):
+        text = "7" if self.num_submits else "[12+30]"
+        super().submit(requests)
+        ids = (*CODEC.tokenizer.encode(text, add_special_tokens=False), CODEC.tokenizer.eos_token_id)
+        turn = dict(token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(0,) * len(ids))
+        self.finished = [replace(completion, **turn) for completion in self.finished]
+
+
+def test_null_continues_what_was_sampled_behind_a_call_of_its_tool(tmp_path, monkeypatch):
+    shown(PAGE, tmp_path, 0)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))  # of the tool server
+    taskset = {"id": "sums_taskset"}
+    agent = VerifiersAgent({"taskset": taskset, "agent": LOCAL | {"harness": {"id": "null"}, "max_turns": 3}})
+    engine = playing(agent, Calculating(), timeout_s=200.0, parser=CalculatorParser(), tries=None)
+    asked = request(max_tokens=12)
+    try:
+        prompt = VerifiersPrompts(taskset, size=1)[0]
+        ((completion,),) = run_requests(engine, [replace(asked, prompt=prompt)], timeout_s=200.0)
+    finally:
+        engine.close()
+        engine.end()
+        sys.modules.pop("sums_taskset", None)
+    assert engine.stats.num_calls == 2
+    assert engine.stats.drift.total == 0
+    assert len(completion.rows) == 1
+    mask = completion.rows[0].loss_mask
+    given = [token for token, on in zip(completion.rows[0].token_ids, mask, strict=True) if not on]
+    assert CODEC.tokenizer.decode(given) == "42:"  # the tool's answer, and nothing else, between the two turns
+    assert completion.reward == 0.0
 
 
 def test_prompts_of_something_else_are_refused(taskset):
@@ -198,7 +242,7 @@ def test_the_agent_of_the_page_trains_word_for_word_and_no_key_is_written(tmp_pa
     assert found["agent/num_calls"][-1] >= 8
     assert found["agent/num_lost"][-1] == 0
     assert found["agent/drift_template"][-1] == found["agent/drift_tokens"][-1] == found["agent/drift_other"][-1] == 0
-    assert max(found["staleness/max"]) <= 4
+    assert max(found["sample/staleness_max"]) <= 4
     check_that_no_file_has({PLANTED}, tmp_path)
 
 

@@ -241,6 +241,45 @@ def test_a_cancelled_call_is_aborted_and_a_reply_that_nobody_read_is_an_orphan()
     assert engine.stats.num_orphans == 1
 
 
+def test_what_an_agent_discards_neither_trains_nor_is_continued():
+    """The second try is told the same as the first: its tokens are its own."""
+
+    async def trying_again(prompt, client):
+        for attempt in "ab":
+            messages = [user("1")]
+            for turn in range(2):
+                (reply,) = await client.episode.complete(messages, call_id=f"{attempt}{turn}")
+                messages += [reply.message.as_message(), user("2")]
+            if attempt == "a":
+                client.episode.discard(["a0", "a1"])
+        return 1.0
+
+    ((completion,), engine) = play(trying_again, inner=Instant())
+    assert engine.stats.num_calls == 4
+    assert engine.stats.num_orphans == 2
+    assert completion.branches == ()
+    assert sum(completion.loss_mask) == 2
+
+
+def test_an_agent_whose_own_task_exits_fails_and_the_others_go_on():
+    """asyncio lets `SystemExit` of a task out of the event loop: no agent, and no time limit, would ever end."""
+
+    async def exits():
+        sys.exit("there is no key")
+
+    async def careless(prompt, client):
+        if not agents:
+            agents.append(asyncio.create_task(exits()))
+            await agents[0]
+        await client.episode.complete([user("1")])
+        return 1.0
+
+    agents = []
+    ((completion,), _) = play(careless, inner=Instant(), tries=2)
+    assert completion.reward == 1.0
+    assert isinstance(agents[0].exception(), SystemExit)
+
+
 def test_bad_calls_get_errors_and_the_agent_goes_on():
     async def clumsy(prompt, client):
         complete = client.episode.complete
