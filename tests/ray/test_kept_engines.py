@@ -122,7 +122,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("lease_s", [5.0, 600.0])
+@pytest.mark.parametrize("lease_s", [5.0, pytest.param(600.0, marks=pytest.mark.soak)])
 def test_after_kill_9_of_the_trainer_engines_stay_for_their_lease_and_no_longer(ray_cluster, tmp_path, lease_s):
     model = save(tiny_llama(), tmp_path)
     words = [sys.executable, "-c", RUN, ray_cluster.address, model, ":".join(sys.path), str(lease_s)]

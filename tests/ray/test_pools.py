@@ -310,6 +310,7 @@ class Kill(pl.Callback):
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_a_run_whose_rewards_are_killed_trains_on_every_group_once(ray_cluster):
     data, watch = make_data(groups_per_step=2, max_staleness=2), Watch()
     data.replace_reward(pooled(data.reward, actors=2))
