@@ -91,7 +91,7 @@ class Counting(Remade):
 
     async def __call__(self, prompt, completion, begun=lambda: None):
         if completion == "late":
-            await asyncio.sleep(3.0)  # longer than the limit in the test, which does not count yet
+            await asyncio.sleep(5.0)  # longer than the limit in the test, which does not count yet
         begun()
         self._num += 1
         return float(self._num)

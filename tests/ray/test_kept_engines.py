@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import is_running, wait_for_the_end_of
 from replays import assert_replayed, key, requests_of
-from test_ray_engine import gathered, said
+from test_ray_engine import endless, gathered, said
 from test_trainer_ranks import ROOT, SMALL, When, folder_of, steps_of
 from tiny_models import save, tiny_llama
 
@@ -20,30 +20,38 @@ from lit_async_rl.cli.app import main
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
 from lit_async_rl.ray.engine import RayEngine
-from lit_async_rl.ray.residence import KEPT, end_replicas, names_with
+from lit_async_rl.ray.residence import NAME, end_replicas, names_with
 from lit_async_rl.ray.supervise import ADDRESS
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+engines = []  # of the test that runs
 
 
 @pytest.fixture(autouse=True)
 def _none_are_left(ray_cluster):
-    """Also when a test has failed."""
+    """Also when a test has failed, whose engines have their names still."""
     yield
     import ray
 
-    end_replicas(ray, names_with(ray, KEPT))
+    for engine in engines:
+        engine.has_failed = True  # so that nothing is kept
+        engine.close()
+    engines.clear()
+    end_replicas(ray, names_with(ray, f"{NAME}."))
+    wait_for_the_end_of(*replica_pids(ray_cluster))
 
 
 def kept(address, **settings):
     inner = EmbeddedEngine(num_slots=4, device="cpu", update_timeout_s=60.0, seed=3)
-    return RayEngine(inner, **{"replicas": 1, "num_cpus": 0.1, "address": address, "keep_engines": True, **settings})
+    made = RayEngine(inner, **{"replicas": 1, "num_cpus": 0.1, "address": address, "keep_engines": True, **settings})
+    engines.append(made)
+    return made
 
 
 def test_the_next_trainer_finds_process_and_weights_and_reads_only_other_weights(
     ray_cluster, tmp_path, caplog, monkeypatch
 ):
-    lms = {3: tiny_llama(), 1: tiny_llama(seed=1)}
+    lms = {3: endless(), 1: endless(seed=1)}  # so that all samples have their full length
     model = save(lms[3], tmp_path)
     requests = requests_of([4, 9, 1], max_tokens=20)
 
@@ -114,7 +122,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("lease_s", [5.0, 600.0])
+@pytest.mark.parametrize("lease_s", [5.0, pytest.param(600.0, marks=pytest.mark.soak)])
 def test_after_kill_9_of_the_trainer_engines_stay_for_their_lease_and_no_longer(ray_cluster, tmp_path, lease_s):
     model = save(tiny_llama(), tmp_path)
     words = [sys.executable, "-c", RUN, ray_cluster.address, model, ":".join(sys.path), str(lease_s)]
@@ -138,7 +146,13 @@ def test_after_kill_9_of_the_trainer_engines_stay_for_their_lease_and_no_longer(
 
 def replica_pids(cluster):
     raylet = psutil.Process(cluster.head_node.all_processes["raylet"][0].process.pid)
-    return sorted(child.pid for child in raylet.children() if "ray::Replica" in " ".join(child.cmdline()))
+    found = []
+    for child in raylet.children():
+        try:
+            found += [child.pid] * ("ray::Replica" in " ".join(child.cmdline()))
+        except psutil.Error:  # it has ended since
+            continue
+    return sorted(found)
 
 
 def rank_of(cluster):
