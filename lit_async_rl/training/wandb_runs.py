@@ -72,14 +72,14 @@ def prepare_logging(logger: WandbLogger, folder: Path | None = None, run_id: str
         folder: folder with the `wandb/` of the resumed run; None for a new run.
         run_id: id of the resumed run.
     """
-    known = {} if folder is None else logged_metrics(folder, run_id)
+    known = defaultdict(set, {} if folder is None else logged_metrics(folder, run_id))
     is_sweep = bool(os.environ.get("WANDB_SWEEP_ID"))
     prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
     defined: set[str] = set()
     log = partial(type(logger).log_metrics, logger)
 
     def log_once(metrics: Metrics, step: int | None = None) -> None:
-        logged = () if step is None else known.get(step, ())
+        logged: set[str] = set() if step is None else known[step]
         new = {name: value for name, value in metrics.items() if prefix + name not in logged}
         for name in () if is_sweep else new.keys() - defined:
             defined.add(name)
@@ -87,6 +87,8 @@ def prepare_logging(logger: WandbLogger, folder: Path | None = None, run_id: str
                 logger.experiment.define_metric(prefix + name, step_metric=STEP, step_sync=True, summary="max")
         if new.keys() - {"epoch"}:
             log(new, step=step)
+            # the validation of a last step is logged when it ends, and again when the run does
+            logged |= {prefix + name for name in new.keys() - {"epoch"}}
 
     logger.log_metrics = log_once  # type: ignore[method-assign]
 

@@ -17,6 +17,7 @@ import wandb
 import yaml
 from flow import MODEL, fit, make_data, make_module
 from lightning.pytorch.loggers import WandbLogger
+from wandb_files import records_of, whole_records
 
 import lit_async_rl as rl
 from lit_async_rl.api.run_folders import drop_later_rows
@@ -186,6 +187,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run_and_logs_each_step_once(tmp_pa
     for steps, more in ((4, []), (5, ["--ckpt_path", saved]), (1, ["--seed_everything", "1"])):
         main(flags(tmp_path, steps, "--config", "configs/loggers/wandb.yaml", *more))
         wandb.finish()
+        list(records_of(tmp_path))  # waits until they are written
         commands[steps] = re.search(r"upload with: (wandb sync .+)", capsys.readouterr().out)[1]
     parts = sorted((folder / "wandb").glob("offline-run-*"))
     ids = [path.name.split("-")[3] for path in parts]
@@ -198,7 +200,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run_and_logs_each_step_once(tmp_pa
 
     assert logged_metrics(other, ids[0]) == {}, "of another run"
     logged = logged_metrics(folder, ids[0])
-    records = [list(read_records(next(part.glob("*.wandb")))) for part in (*parts, *(other / "wandb").glob("offline*"))]
+    records = [whole_records(next(part.glob("*.wandb"))) for part in (*parts, *(other / "wandb").glob("offline*"))]
     first, second, new = (next(record.run for record in part if record.HasField("run")) for part in records)
     assert first.run_group == second.run_group == new.run_group, "they differ in the seed alone"
     assert re.fullmatch(r"quickstart-[0-9a-f]{6}", first.run_group)
@@ -229,7 +231,7 @@ def test_a_wandb_log_that_ends_in_a_crash_is_read_up_to_there(cut, tmp_path):
         run.log({"text": "x" * 500, STEP: step})
     run.finish()
     (file,) = tmp_path.rglob("*.wandb")
-    whole = [record.SerializeToString() for record in read_records(file)]
+    whole = [record.SerializeToString() for record in whole_records(file)]
     assert len(list(wandb_rows(read_records(file)))) == 400
     file.write_bytes(file.read_bytes()[:-cut])
     found = [record.SerializeToString() for record in read_records(file)]

@@ -16,12 +16,12 @@ import wandb
 from flow import fit, make_data, make_module
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from test_configs import BASE, ROOT, TINY
+from wandb_files import records_of
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks.metric_names import METRICS, find
 from lit_async_rl.cli.app import main
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.training.wandb_runs import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -99,12 +99,6 @@ def few(**changes):
     return dict(prompts=rl.SortDigits(4, size=20), reward=rl.exact_match, **small) | changes
 
 
-def wandb_records(folder):
-    """What the offline runs of W&B in a folder wrote, in order."""
-    for file in sorted(folder.rglob("*.wandb")):
-        yield from read_records(file)
-
-
 def wandb_history(records):
     for record in records:
         if record.WhichOneof("record_type") == "history":
@@ -116,7 +110,7 @@ def test_wandb_gets_every_checkpoint_and_the_settings_of_a_python_run(log_model,
     wandb.finish()  # of another test, which would go on
     rl.fit(rl.asset("small_sort_policy"), logger=WandbLogger(log_model=log_model, save_dir=tmp_path), **few())
     wandb.finish()
-    records = list(wandb_records(tmp_path))
+    records = list(records_of(tmp_path))
     saved = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
     saved += [record.artifact for record in records if record.HasField("artifact")]
     names = [json.loads(artifact.metadata)["original_filename"] for artifact in saved if artifact.type == "model"]
@@ -142,7 +136,7 @@ def wandb_run(folder, monkeypatch, seed=0, labels=None, **changes):
     monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
     rl.fit(rl.asset("small_sort_policy"), logger=WandbLogger(save_dir=folder, **(labels or {})), **few(**changes))
     wandb.finish()
-    records = list(wandb_records(folder))
+    records = list(records_of(folder))
     best = {record.metric.name for record in records if record.HasField("metric") and record.metric.summary.max}
     return next(record.run for record in records if record.HasField("run")), best
 
@@ -174,7 +168,7 @@ def test_wandb_gets_each_step_of_a_resumed_run_once(tmp_path, monkeypatch, capsy
     wandb_run(tmp_path, monkeypatch, ckpt_path=str(saved), max_steps=7, **held_out)
     said = capsys.readouterr().out
     assert len(re.search(r"upload with: wandb sync (.+)", said)[1].split()) == 2, "both parts of one run"
-    values = [(row["trainer/global_step"], name) for row in wandb_history(wandb_records(tmp_path)) for name in row]
+    values = [(row["trainer/global_step"], name) for row in wandb_history(records_of(tmp_path)) for name in row]
     for name, steps in (("reward/mean", range(7)), ("val/pass@1", (0, 2, 4, 5, 6, 7)), ("samples/path", range(7))):
         assert sorted(step for step, found in values if found == name) == list(steps), name
 
