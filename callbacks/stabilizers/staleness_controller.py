@@ -9,7 +9,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.alignment import ReferenceGradients
 from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth, bounded_data
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
@@ -97,7 +96,7 @@ class StalenessController(SignalCallback):
         self.gain = GainWatch()
         self.rung = 0
         self.reports: list[str] = []
-        self._highest_rung = 0  # below the lowest on which the reward was lost
+        self._first_rung = 0  # up to which it may climb: the one below that on which the reward was lost
         self._num_calm = 0
         self._cooldown_left = 0
         self._configured_bound: int | None = None
@@ -125,7 +124,7 @@ class StalenessController(SignalCallback):
         self.gain.reset()
         self.rung = 0
         self.reports = []
-        self._highest_rung = 0
+        self._first_rung = 0
         self._num_calm = 0
         self._cooldown_left = 0
         self._num_discarded = 0
@@ -142,8 +141,8 @@ class StalenessController(SignalCallback):
         if self.min_staleness is not None:
             data = bounded_data(trainer, "StalenessController")
             self._configured_bound = data.max_staleness
-            # raises now, at the start, if the bound cannot be changed
-            data.set_max_staleness(self._bound() or 0)
+            if (bound := self._bound()) is not None:
+                data.set_max_staleness(bound)  # raises now, at the start, if the bound cannot be changed
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -181,7 +180,7 @@ class StalenessController(SignalCallback):
         self._has_stepped = False
         if self._lost > GainWatch.COLLAPSE and self.rollback is not None:
             self._report(trainer, f"half of the gained reward was lost. {self.rollback.act(trainer, pl_module)}")
-            self._highest_rung = self.rung + 1
+            self._first_rung = self.rung + 1
             self._move(trainer, 2, "and so that it is not lost again")
             # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
             self._num_discarded = _steps_of_bound(trainer)
@@ -192,7 +191,7 @@ class StalenessController(SignalCallback):
         elif self._log_odds is not None and self._log_odds > self.limit:
             share = 1 / (1 + math.exp(-self._log_odds))
             self._move(trainer, 1, f"a collapse within 20 steps has a probability of {share:.0%}")
-        elif self._num_calm >= self.calm_steps and self.rung > self._highest_rung:
+        elif self._num_calm >= self.calm_steps and self.rung > self._first_rung:
             self._move(trainer, -1, f"the last {self._num_calm} steps were calm")
 
     def close(self) -> None:
@@ -221,15 +220,14 @@ class StalenessController(SignalCallback):
         Signals lag behind the weights by the age of the data, so that a step that is merely below the limit may have
         weights that are already on their way.
         """
-        is_first = self._log_odds is None and self._num_calm == 0
+        is_first = self._log_odds is None and not self.forecast.is_ready
         return is_first or (self._num_calm > 0 and self._lost < GainWatch.COLLAPSE / 2)
 
     def _norm(self, trainer: AnyTrainer, optimizer: Optimizer) -> float:
         if trainer.strategy.model is None:
             raise SetupError("the Trainer has no model yet")
         space = self._spaces.of(trainer.strategy.model, optimizer)
-        squared = ReferenceGradients().products(space, space.gradients())[0][0]
-        return math.sqrt(squared.item())
+        return space.norms(space.gradients())[0].item()
 
     def _bound(self) -> int | None:
         """Staleness bound of the present rung; None where it is left alone."""
@@ -269,7 +267,7 @@ class StalenessController(SignalCallback):
             "forecast": self.forecast.state_dict(),
             "gain": self.gain.state_dict(),
             "rung": self.rung,
-            "highest_rung": self._highest_rung,
+            "first_rung": self._first_rung,
             "num_calm": self._num_calm,
             "cooldown_left": self._cooldown_left,
             "num_discarded": self._num_discarded,
@@ -282,7 +280,7 @@ class StalenessController(SignalCallback):
         self.forecast.load_state_dict(state_dict["forecast"])
         self.gain.load_state_dict(state_dict["gain"])
         self.rung = state_dict["rung"]
-        self._highest_rung = state_dict["highest_rung"]
+        self._first_rung = state_dict["first_rung"]
         self._num_calm = state_dict["num_calm"]
         self._cooldown_left = state_dict["cooldown_left"]
         self._num_discarded = state_dict["num_discarded"]

@@ -179,7 +179,7 @@ class _ChatCompletions:
         replies = await self._episode.complete(
             [_plain(message) for message in messages],
             tools=tools,
-            sampling=_sampling(arguments),
+            sampling=sampling_of(arguments),
             n=n,
             chat_template_kwargs=(extra_body or {}).get("chat_template_kwargs"),
         )
@@ -197,7 +197,7 @@ class _TextCompletions:
             AgentCallError: the call cannot be answered.
             TypeError: an argument is unknown.
         """
-        replies = await self._episode.complete_text(prompt, sampling=_sampling(arguments), n=n)
+        replies = await self._episode.complete_text(prompt, sampling=sampling_of(arguments), n=n)
         choices = [TextChoice(k, reply.text, reply.finish_reason, reply=reply) for k, reply in enumerate(replies)]
         return TextResponse(choices, _usage(replies))
 
@@ -208,7 +208,12 @@ def _choice(number: int, reply: Reply) -> Choice:
     return Choice(number, message, reply.finish_reason, reply=reply)
 
 
-def _sampling(arguments: dict[str, Any]) -> CallSampling:
+def sampling_of(arguments: dict[str, Any]) -> CallSampling:
+    """What a chat call asks of sampling, by the names of the API.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
     known = {key: value for key, value in arguments.items() if key not in _IGNORED and value is not None}
     extra = known.pop("max_completion_tokens", None)
     stop = known.pop("stop", ())

@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling, Reply
+from lit_async_rl.agents.calls import AgentCallError, AgentResult, Reply
+from lit_async_rl.agents.clients import sampling_of
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.agents.held import Held, HeldClients
 from lit_async_rl.prompts.sources import PromptSource
@@ -27,6 +28,7 @@ INDEX = "verifiers_index"
 KEY = "verifiers_key"
 START_TIMEOUT_S = 300.0  # shared tool servers may be containers
 NOWHERE = "http://127.0.0.1:9/v1"  # of calls that are no model's turns: refused at once
+SAMPLING = ("max_tokens", "max_completion_tokens", "stop", "seed")  # of a body; all else is the policy's own
 NO_KEY = "LIT_ASYNC_RL_NO_KEY"  # an environment variable that nobody sets
 
 
@@ -252,7 +254,7 @@ class _Calls:
 
     async def complete(self, body: Mapping[str, Any]) -> Reply:
         """The reply to a chat completion's body; raises what `AgentEpisode.complete` raises, and ValueError."""
-        sampling = CallSampling(max_tokens=_max_tokens(body), stop=_stop(body), seed=body.get("seed"))
+        sampling = sampling_of({name: body[name] for name in SAMPLING if name in body})
         number = self._num_calls
         self._num_calls += 1
         replies = await self._episode.complete(
@@ -303,15 +305,6 @@ def _policy_client() -> Any:
             return response
 
     return PolicyClient
-
-
-def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    return body.get("max_completion_tokens", body.get("max_tokens"))
-
-
-def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = body.get("stop") or ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _response(reply: Reply, model: str) -> Any:

@@ -10,9 +10,10 @@ no longer needed; a `start` that raises or is cancelled must free its own resour
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lit_async_rl.rewards.references import References
 from lit_async_rl.types import Prompt
@@ -77,3 +78,10 @@ class Environment(Remade, ABC):
         Another run of the same process may use the environment and close it again, so acquire resources in `start`.
         Errors are logged.
         """
+
+
+async def close_one(owner: Any) -> None:
+    """Calls `close` of an episode or environment, if it has one; it may be a plain function."""
+    ended = owner.close() if hasattr(owner, "close") else None
+    if inspect.isawaitable(ended):
+        await ended

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.environments.base import Environment, Episode, Observation, close_one
 from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
@@ -224,11 +224,8 @@ class EnvironmentGrader:
         try:
             return (await episode.step(completion)).reward
         finally:
-            close = getattr(episode, "close", None)
-            if close is not None and episode is not self._environment:
-                ended = close()
-                if inspect.isawaitable(ended):
-                    await ended
+            if episode is not self._environment:
+                await close_one(episode)
 
 
 class EpisodeEngine(MultiRequestEngine):

@@ -14,6 +14,8 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.ray.residence import Residence
 
 LOG_LINES = 12
+RETRY_S = 0.3  # between two tries to start an actor that Ray is bringing back
+REFUSED_S = 5.0  # within which Ray refuses a call of such an actor
 LOG_S = 3.0  # to read the log of a process on another node
 log = logging.getLogger(__name__)
 

@@ -52,6 +52,8 @@ from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import (
+    REFUSED_S,
+    RETRY_S,
     Resources,
     as_error,
     first_line,
@@ -81,8 +83,6 @@ MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request
 NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
-RETRY_S = 0.3  # between two tries to start a replica that Ray is bringing back
-REFUSED_S = 5.0  # within which Ray refuses a call of an actor that it is bringing back
 LOOK_S = 0.1  # between two looks at all replicas
 STILL_S = 3.0
 log = logging.getLogger(__name__)
@@ -182,7 +182,6 @@ class RayEngine(EngineWrapper):
         self._vocab_size = 0
         self._max_model_len = 0
         self._residence: Residence | None = None
-        self._has_failed = False
         self._is_taken_over = False
         self._store: WeightStore | None = None
         self._table: Table | None = None  # of the newest weights; None before the first
@@ -900,14 +899,6 @@ class RayEngine(EngineWrapper):
     def _home(self) -> Residence:
         return set_up(self._residence)
 
-    @property
-    def has_failed(self) -> bool:  # type: ignore[override]
-        return self._has_failed
-
-    @has_failed.setter
-    def has_failed(self, has_failed: bool) -> None:
-        self._has_failed = has_failed
-
     def _renew(self) -> None:
         """Says that the trainer is there, also while it asks for nothing."""
         while not self._is_over.wait(RENEW_S):
@@ -926,7 +917,7 @@ class RayEngine(EngineWrapper):
                 return
             self._closed = True
             self._is_over.set()
-            is_sound = self._error is None and not self._has_failed
+            is_sound = self._error is None and not self.has_failed
             self._error = self._error or EngineError("the engine was closed")
             entries = self._entries
             self._entries = []

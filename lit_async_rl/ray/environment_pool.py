@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.errors import EnvironmentFailure, LostEnvironment, SetupError
-from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, pack_prompt
+from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, fail, pack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.rewards.scorer import reward_name
 from lit_async_rl.types import Prompt
@@ -64,7 +64,7 @@ class EnvironmentPool(ActorPool):
 
         def take(got: Future[Worker]) -> None:  # called with the lock, by whoever sets the result
             if got.exception() is not None:
-                _fail(claimed, got.exception())
+                fail(claimed, got.exception())
             elif claimed.set_running_or_notify_cancel():
                 worker = got.result()
                 self._episodes[worker].add(number)
@@ -153,11 +153,11 @@ class EnvironmentPool(ActorPool):
         self._episodes.pop(worker, None)
         calls = list(self._calls.pop(worker, {}).values())
 
-        def fail(why: str) -> None:
+        def fail_all(why: str) -> None:
             for call in calls:
-                _fail(call, LostEnvironment(f"was lost with its process: {why}"))
+                fail(call, LostEnvironment(f"was lost with its process: {why}"))
 
-        return fail
+        return fail_all
 
     def on_failed(self, reason: str) -> None:
         with self._lock:
@@ -166,7 +166,7 @@ class EnvironmentPool(ActorPool):
         for one in waiting:
             failure = EnvironmentFailure(reason)
             failure.ends_run = True
-            _fail(one, failure)
+            fail(one, failure)
 
     @property
     def has_waiting(self) -> bool:
@@ -285,11 +285,6 @@ class RayEpisode(Episode):
             pass
         finally:
             self._pool.release(self._worker, self._number)
-
-
-def _fail(future: Future[Any], error: BaseException | None) -> None:
-    if not future.done() and future.set_running_or_notify_cancel():
-        future.set_exception(error)
 
 
 def _raise(answer: dict[str, Any], worker: Worker) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from lit_async_rl.environments.base import Observation
+from lit_async_rl.environments.base import Observation, close_one
 from lit_async_rl.ray.pool import unpack_prompt
 from lit_async_rl.ray.pool_worker import PoolWorker, described
 from lit_async_rl.utils.checks import as_reward
@@ -88,14 +87,9 @@ class EnvironmentWorker(PoolWorker):
 
 
 async def _close(owner: Any) -> dict[str, Any]:
-    """Calls `close` of an episode or environment, which may be a plain function."""
-    close = getattr(owner, "close", None)
-    if close is None:
-        return {}
+    """Closes an episode or environment; what it raised, as plain data."""
     try:
-        ended = close()
-        if inspect.isawaitable(ended):
-            await ended
+        await close_one(owner)
     except Exception as error:
         return {"error": described(error), "warning": f"raised {type(error).__name__}: {error}"}
     return {}

@@ -30,20 +30,19 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray import runtime
-from lit_async_rl.ray.actors import Resources, first_line, kill_actor, last_line, log_of
+from lit_async_rl.ray.actors import REFUSED_S, RETRY_S, Resources, first_line, kill_actor, last_line, log_of
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.files import LimitedLog
 
 TICK_S = 0.2  # between two looks at the time
 PING_S = 5.0  # for a process to answer while none of its calls blocks it
 STOP_S = 3.0  # for all processes together to close what they have made
-RETRY_S = 0.3  # between two tries to start an actor that Ray is bringing back
-REFUSED_S = 5.0  # within which Ray refuses a call of such an actor
 MAX_STARTS = 4  # in which a process may end while it starts
 MAX_CALLS = 2000  # of one actor under way, from Ray's point of view
 log = logging.getLogger(__name__)
@@ -444,6 +443,12 @@ class ActorPool(ABC):
     def ready(self) -> list[Worker]:
         """Workers that take calls. The lock is held."""
         return [worker for worker in self._workers if worker.is_ready]
+
+
+def fail(future: Future[Any], error: BaseException | None) -> None:
+    """Fails what waits, unless it has its result or is not awaited any more."""
+    if not future.done() and future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 def _is_place(answer: Mapping[str, Any]) -> bool:

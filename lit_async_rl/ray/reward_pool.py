@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.errors import FinalRewardError, LostRewardError, RewardError, RewardSetupError
-from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, pack_prompt
+from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, fail, pack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward, wants
 from lit_async_rl.rewards.scorer import is_async, reward_name
@@ -52,6 +53,7 @@ class Batch:
 
     number: int
     calls: list[Call]
+    where: str  # the process, for messages
     began: float | None  # None while its time does not count
 
 
@@ -82,7 +84,7 @@ class Part:
     informed: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        self.owner = self.reward.reward if isinstance(self.reward, BatchedReward) else self.reward
+        self.owner = hooks.owner_of(self.reward)
 
     @property
     def is_plain(self) -> bool:
@@ -196,7 +198,7 @@ class RewardPool(ActorPool):
     def _send(self, worker: Worker, part: Part, calls: list[Call]) -> None:
         now = time.monotonic()
         counts_now = not wants(part.reward, "begun")
-        batch = Batch(next(self._numbers), calls, began=now if counts_now else None)
+        batch = Batch(next(self._numbers), calls, where=worker.where, began=now if counts_now else None)
         first = calls[0]
         completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
         is_new = part.has_state and part.informed != (worker.number, worker.life)
@@ -214,7 +216,7 @@ class RewardPool(ActorPool):
         except Exception as error:  # of pickle, of many kinds: metadata of a prompt
             problem = FinalRewardError(f"its prompt cannot be sent to another process: {type(error).__name__}: {error}")
             for call in calls:
-                _fail(call, problem)
+                fail(call.future, problem)
             return
         if part.has_state:
             part.informed = (worker.number, worker.life)
@@ -277,7 +279,7 @@ class RewardPool(ActorPool):
         if error is not None:
             problem = _as_error(error, worker.where)
             for call in batch.calls:
-                _fail(call, problem)
+                fail(call.future, problem)
         elif batch.calls[0].is_group:
             _succeed(batch.calls[0], values)
         else:
@@ -301,11 +303,11 @@ class RewardPool(ActorPool):
                 part.base[name] = value if name.endswith("_s") else part.base.get(name, 0.0) + value
         calls = [call for batch in batches.values() for call in batch.calls]
 
-        def fail(why: str) -> None:
+        def fail_all(why: str) -> None:
             for call in calls:
-                _fail(call, LostRewardError(f"its process was lost: {why}"))
+                fail(call.future, LostRewardError(f"its process was lost: {why}"))
 
-        return fail
+        return fail_all
 
     def on_failed(self, reason: str) -> None:
         with self._lock:
@@ -313,7 +315,7 @@ class RewardPool(ActorPool):
             for part in self.parts.values():
                 part.waiting.clear()
         for call in calls:
-            _fail(call, RewardSetupError(reason))
+            fail(call.future, RewardSetupError(reason))
 
     @property
     def has_waiting(self) -> bool:
@@ -322,6 +324,7 @@ class RewardPool(ActorPool):
     def on_tick(self) -> None:
         """Ends calls that take too long: a process with a plain reward is killed, an `async` one is cancelled."""
         now = time.monotonic()
+        problem = f"did not return within data.scoring.timeout_s={self._timeout_s:g}"
         late: list[tuple[Worker, int, Batch]] = []
         with self._lock:
             for worker, batches in self._under_way.items():
@@ -329,16 +332,18 @@ class RewardPool(ActorPool):
                     if batch.began is not None and now - batch.began > self._timeout_s:
                         late.append((worker, worker.life, batch))
             for worker, _, batch in late:
-                if not batch.calls[0].part.is_plain:
-                    self._under_way[worker].pop(batch.number, None)
+                self._under_way[worker].pop(batch.number, None)
+            # before the calls fail, and with the lock: whoever has waited for them may make others, and a process that
+            # is about to be killed must not get these
+            for worker, life, batch in late:
+                if batch.calls[0].part.is_plain:
+                    self.lose(worker, life, f"was killed: a reward {problem}", is_running=True)
+                elif worker.life == life:
                     self._cancel(worker, batch.number)
             self._place()
-        for worker, life, batch in late:
-            problem = f"did not return within data.scoring.timeout_s={self._timeout_s:g} ({worker.where})"
+        for _, _, batch in late:
             for call in batch.calls:
-                _fail(call, RewardError(problem))
-            if batch.calls[0].part.is_plain:
-                self.lose(worker, life, f"was killed: a reward {problem}", is_running=True)
+                fail(call.future, RewardError(f"{problem} ({batch.where})"))
 
     # -- hooks of rewards ---------------------------------------------------------------------------------------------
 
@@ -491,11 +496,6 @@ def _succeed(call: Call, values: list[Any]) -> None:
                 call.future.set_exception(RewardError(f"returned {value['wrong']}"))
                 return
         call.future.set_result(values)
-
-
-def _fail(call: Call, error: Exception) -> None:
-    if not call.future.done() and call.future.set_running_or_notify_cancel():
-        call.future.set_exception(error)
 
 
 def _as_error(error: Mapping[str, Any], where: str) -> RewardError:

@@ -20,6 +20,7 @@ from typing import Any
 
 from lit_async_rl.ray.pool import unpack_prompt
 from lit_async_rl.ray.pool_worker import PoolWorker, described
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.types import Prompt, Score
@@ -62,7 +63,7 @@ class RewardWorker(PoolWorker):
 
     def _use(self, folder: str) -> None:
         for part in self._parts.values():
-            if (use := getattr(_owner(part), "use_folder", None)) is not None:
+            if (use := getattr(hooks.owner_of(part), "use_folder", None)) is not None:
                 use(Path(folder))
 
     async def call(
@@ -89,7 +90,7 @@ class RewardWorker(PoolWorker):
         if number in self._cancelled:
             return {"error": described(asyncio.CancelledError("it was cancelled before it began"))}
         part = self._parts[name]
-        owner = _owner(part)
+        owner = hooks.owner_of(part)
         if state is not None:
             owner.restore_state(state)
         task = asyncio.get_running_loop().create_task(
@@ -174,7 +175,7 @@ class RewardWorker(PoolWorker):
     async def stop(self) -> dict[str, Any]:
         """Closes the rewards; then the actor may be killed."""
         for part in self._parts.values():
-            if (close := getattr(_owner(part), "close", None)) is not None:
+            if (close := getattr(hooks.owner_of(part), "close", None)) is not None:
                 try:
                     await asyncio.get_running_loop().run_in_executor(None, close)
                 except Exception as error:
@@ -188,10 +189,6 @@ def _without_exit(call: Callable[[], Any]) -> Any:
         return call()
     except (SystemExit, KeyboardInterrupt, StopIteration) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-def _owner(part: Any) -> Any:
-    return part.reward if isinstance(part, BatchedReward) else part
 
 
 def _packed(value: Any) -> Any:

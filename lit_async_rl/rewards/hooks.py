@@ -27,9 +27,12 @@ def parts_of(reward: Any) -> list[Any]:
     """The rewards that users wrote: the parts of a combined one, the function of a batched one; none of None."""
     if isinstance(reward, CombinedReward):
         return [owner for part in reward.rewards.values() for owner in parts_of(part)]
-    if isinstance(reward, BatchedReward):
-        return [reward.reward]
-    return [] if reward is None else [reward]
+    return [] if reward is None else [owner_of(reward)]
+
+
+def owner_of(reward: Any) -> Any:
+    """What the user wrote of a reward without parts: of a batched one its function."""
+    return reward.reward if isinstance(reward, BatchedReward) else reward
 
 
 def num_threads(reward: Any, num_workers: int) -> int:

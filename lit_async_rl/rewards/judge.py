@@ -297,30 +297,30 @@ class JudgeReward(Remade):
         self._check(base_url, engine, model)
         self._check_cache(engine, cache)
         self._asked: Endpoint | LocalModel | PolicyModel
-        if base_url is not None and model is not None:
+        account = self._account
+        sampling = SamplingParams(temperature=1.0 if temperature is None else temperature, max_tokens=max_tokens)
+        if base_url is not None:
             length = {} if "max_completion_tokens" in self.request else {"max_tokens": max_tokens}
             warmth = {} if temperature is None else {"temperature": temperature}
             self._asked = Endpoint(
                 base_url,
-                model,
+                self.model,
                 api_key_env,
                 fields=length | warmth | self.request,
                 limits=limits,
-                on_request=self._account.note_request,
-                on_answer=self._account.note_answer,
+                on_request=account.note_request,
+                on_answer=account.note_answer,
+            )
+        elif isinstance(engine, RolloutEngine):
+            self._asked = LocalModel(
+                self.model,
+                engine,
+                sampling=sampling,
+                on_request=account.note_request,
+                on_answer=account.note_answer,
             )
         else:
-            sampling = SamplingParams(temperature=1.0 if temperature is None else temperature, max_tokens=max_tokens)
-            account = self._account
             self._asked = PolicyModel(sampling=sampling, on_request=account.note_request, on_answer=account.note_answer)
-            if model is not None and isinstance(engine, RolloutEngine):
-                self._asked = LocalModel(
-                    model,
-                    engine,
-                    sampling=sampling,
-                    on_request=account.note_request,
-                    on_answer=account.note_answer,
-                )
         self._cache_setting = cache
         self._cache = VerdictCache()
         if cache not in (None, IN_RUN):
@@ -337,7 +337,7 @@ class JudgeReward(Remade):
         if (base_url is None) == (engine is None):
             which = "neither" if base_url is None else "both"
             raise ValueError(f"JudgeReward needs either base_url or engine, got {which}")
-        if isinstance(engine, str) and engine != POLICY:
+        if not isinstance(engine, RolloutEngine | None) and engine != POLICY:
             raise ValueError(f"JudgeReward.engine must be an engine or {POLICY}, got {engine!r}")
         if (model is None) != (engine == POLICY):
             raise ValueError(

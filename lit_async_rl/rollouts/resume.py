@@ -241,7 +241,6 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     """Settings that differ, with both values, and whether saved rewards are among what they make invalid.
 
     With `keeps_rewards`, a log line names those that rewards depend on, and they are not returned.
-
     """
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)

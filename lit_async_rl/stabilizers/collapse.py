@@ -280,6 +280,11 @@ class CollapseForecast:
         self._norm = 0.0
         self.signals = (0.0, 0.0)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough steps were measured."""
+        return self._num_steps >= self.MIN_STEPS
+
     def observe(self, seen: StepHealth) -> float | None:
         """Adds one step; returns the log-odds, or None before `MIN_STEPS` steps. Unmeasured steps change nothing."""
         if seen.ess_ratio is None or seen.grad_norm is None or not math.isfinite(seen.ess_ratio + seen.grad_norm):
@@ -291,7 +296,7 @@ class CollapseForecast:
         self._ess = keep * self._ess + seen.ess_ratio
         self._norm = keep * self._norm + seen.grad_norm
         self._num_steps += 1
-        if self._num_steps < self.MIN_STEPS:
+        if not self.is_ready:
             return None
         first = max(statistics.median(self._first_norms), 1e-6)
         self.signals = (

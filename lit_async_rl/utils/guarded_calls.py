@@ -216,7 +216,7 @@ def run_loop(stopped: asyncio.Future[None]) -> None:
     without the loop no other task, and no time limit, would ever end. Nor does `loop.stop` end it.
     """
     loop = stopped.get_loop()
-    while not stopped.done():
+    while not stopped.done() and not loop.is_closed():
         try:
             loop.run_until_complete(stopped)
         except (SystemExit, KeyboardInterrupt, RuntimeError) as error:

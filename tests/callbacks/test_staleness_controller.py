@@ -118,6 +118,16 @@ def test_without_a_forecast_the_first_weights_are_the_ones_to_return_to():
     assert "were rolled back to those after step 0" in controller.reports[0]
 
 
+def test_a_step_that_measures_nothing_is_no_reason_for_a_copy():
+    """The first weights may be returned to; those of a later step without signals are not known to be healthy."""
+    controller = rl.StalenessController()
+    assert controller._is_worth_a_copy()
+    for _ in range(CollapseForecast.MIN_STEPS):
+        controller.forecast.observe(StepHealth(ess_ratio=0.01, grad_norm=1.0))
+    controller._log_odds = controller.forecast.observe(StepHealth(ess_ratio=None, grad_norm=None))
+    assert not controller._is_worth_a_copy()
+
+
 def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path):
     odds = [9.0] * 6 + [-9.0]
     settings = dict(cooldown_steps=1, calm_steps=3, max_halvings=1, min_staleness=1)
