@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,9 +29,11 @@ from benchmarks.staleness.suite import BEST, FIRST_SEARCH_SEED, Suite, load_suit
 from benchmarks.staleness.table import all_runs, cells_of, read_table, write_table
 
 
-def train(suite: Suite, out: Path, num_processes: int, known: pd.DataFrame | None) -> pd.DataFrame:
+def train(
+    suite: Suite, out: Path, num_processes: int, *, known: pd.DataFrame | None, settings: Sequence[str] = ()
+) -> pd.DataFrame:
     """Trains block by block, as a block may use the learning rates found by an earlier one; returns all runs."""
-    grid = Grid(run_cell, out, num_processes, cell_timeout_s=suite.cell_timeout_s)
+    grid = Grid(partial(run_cell, settings=settings), out, num_processes, cell_timeout_s=suite.cell_timeout_s)
     done = set() if known is None else cells_of(known)
     for block in suite.blocks:
         best = {}
@@ -47,11 +51,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: runs/bench/<suite>")
     parser.add_argument("--num_processes", type=int, default=max(1, min(2, os.cpu_count() or 1)), help="runs at a time")
     parser.add_argument("--known", type=Path, default=None, help="table of runs that need not be repeated")
+    parser.add_argument("--set", action="append", default=[], help="of every run, e.g. --set=--trainer.accelerator=gpu")
     args = parser.parse_args()
     out = args.out or Path("runs/bench", args.suite)
     try:
         suite = load_suite(args.suite)
-        table = train(suite, out, args.num_processes, known=read_table(args.known) if args.known else None)
+        known = read_table(args.known) if args.known else None
+        table = train(suite, out, args.num_processes, known=known, settings=args.set)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:

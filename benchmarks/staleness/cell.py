@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ class CellRecorder(pl.Callback):
         pl_module.log_dict({"bench/cpu_s": time.process_time() - self._began, "bench/tokens": float(self._tokens)})
 
 
-def run_cell(cell: Cell, out: Path) -> None:
-    """Trains one cell."""
+def run_cell(cell: Cell, out: Path, settings: Sequence[str] = ()) -> None:
+    """Trains one cell, with these further arguments of the command line."""
     folder = out / cell.folder
-    with recorded(folder, cell.arguments()):
-        cli = AsyncRLCLI([*cell.arguments(), *csv_logger(folder)])
+    arguments = [*cell.arguments(), *settings]
+    with recorded(folder, arguments):
+        cli = AsyncRLCLI([*arguments, *csv_logger(folder)])
         cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
         cli.trainer.fit(cli.model, cli.datamodule)

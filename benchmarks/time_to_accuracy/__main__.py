@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,12 +36,15 @@ def main() -> None:
         "--documents", metavar="COMMIT", help="also writes the suite's picture and table of docs/when_async_pays.md"
     )
     parser.add_argument("--machine", default="two cores shared with other programs", help="said below that table")
+    parser.add_argument("--set", action="append", default=[], help="of every run, e.g. --set=--trainer.accelerator=gpu")
     args = parser.parse_args()
     out = args.out or Path("runs/tta", args.suite)
     try:
         suite = load_suite(args.suite)
         if not args.report_only:
-            Grid(run_cell, out, args.num_processes, cell_timeout_s=suite.cell_timeout_s).run(suite.cells)
+            Grid(
+                partial(run_cell, settings=args.set), out, args.num_processes, cell_timeout_s=suite.cell_timeout_s
+            ).run(suite.cells)
         table = read_runs(out)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

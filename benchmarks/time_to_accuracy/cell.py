@@ -23,15 +23,16 @@ ACCURACY = "accuracy.csv"
 OFF = ("checkpoint", "samples", "gradients", "verdict", "summary", "progress")  # default callbacks that cost time
 
 
-def run_cell(cell: Cell, out: Path) -> None:
-    """Trains one cell, then evaluates its snapshots."""
+def run_cell(cell: Cell, out: Path, settings: Sequence[str] = ()) -> None:
+    """Trains one cell, with these further arguments of the command line, then evaluates its snapshots."""
     folder = out / cell.folder
     workload = workloads()[cell.workload]
     every_n_steps = max(1, round(workload.snapshot_steps * cell.num_steps / workload.num_steps))
-    with recorded(folder, cell.arguments()) as result:
+    arguments = [*cell.arguments(), *settings]
+    with recorded(folder, arguments) as result:
         quiet = [part for name in OFF for part in (f"--defaults.{name}", "null")]
         quiet += ["--trainer.enable_progress_bar", "false", "--trainer.enable_checkpointing", "false"]
-        arguments = [*cell.arguments(), *csv_logger(folder), *quiet]
+        arguments += [*csv_logger(folder), *quiet]
         cli = AsyncRLCLI([*arguments, "--data.validation.prompts", "null"])
         recorder = Recorder(every_n_steps)
         try:

@@ -55,7 +55,7 @@ class Recorder(pl.Callback):
             self._keep(trainer, pl_module, wall_s)
 
     def _keep(self, trainer: AnyTrainer, pl_module: AnyModule, wall_s: float) -> None:
-        state = {name: tensor.detach().clone() for name, tensor in pl_module.state_dict().items()}
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pl_module.state_dict().items()}
         self.snapshots.append(Snapshot(trainer.global_step, wall_s, self._tokens, state=state))
         self.loads.append(os.getloadavg()[0])
 

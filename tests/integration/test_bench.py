@@ -200,9 +200,9 @@ def test_runs_of_an_earlier_table_are_not_repeated(tmp_path):
         Block("heavy_tails", ("vcpo",), (16,), (100,), (0.3, 1.0)),
         Block("heavy_tails", ("vcpo",), (16,), (0, 1), "best"),
     ]
-    pd.testing.assert_frame_equal(train(Suite("all known", tuple(blocks)), tmp_path, 1, known), known)
+    pd.testing.assert_frame_equal(train(Suite("all known", tuple(blocks)), tmp_path, 1, known=known), known)
     blocks.append(Block("smoke", ("uncorrected",), (2,), (0,), (-1.0,)))  # a learning rate that is refused
-    found = train(Suite("one is not", tuple(blocks)), tmp_path, 1, known)
+    found = train(Suite("one is not", tuple(blocks)), tmp_path, 1, known=known)
     assert len(found) == len(known)  # that run has no steps
     assert [Cell.of(path.parent) for path in tmp_path.rglob(RESULT)] == [Cell("smoke", "uncorrected", 2, -1.0, 0)]
 
