@@ -20,7 +20,7 @@ from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.ranking import equal_tuning
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
 from benchmarks.staleness.statistics import gain_share, interval, synchronous
-from benchmarks.staleness.table import SOURCES, collect
+from benchmarks.staleness.table import SOURCES, collect, read_table
 
 PAGE = Path(__file__).parents[2] / "docs/results.md"
 BLOCK = re.compile(r"(?<=<!-- results: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
@@ -50,6 +50,27 @@ def paired(name: str, regime: str, baseline: str) -> str:
         rows.append([str(method), str(lag), str(len(group)), accuracy, worst, cosine, *other])
     head = ["method", "lag", "seeds", "accuracy", "worst seed", "cosine", f"difference to {baseline}", "p", "q"]
     return markdown(head, rows)
+
+
+def language_model() -> str:
+    """Accuracy of SmolLM2 in the course of its runs; signals are medians over their stale steps."""
+    runs = runs_of("smollm2")
+    if runs is None:
+        return _not_run("smollm2")
+    steps = read_table(shown_runs.FOLDER / "smollm2.parquet")
+    evaluations = steps[steps["accuracy"].notna()].groupby(["lag", "method", "learning_rate_scale", "step"])["accuracy"]
+    rows = []
+    for key, group in runs.groupby(["lag", "method", "learning_rate_scale"]):
+        lag, method, scale = key
+        course = evaluations.mean().loc[key]
+        accuracies = [f"{accuracy:.2f}" for accuracy in course]
+        signals = [f"{group[name].mean():.2f}" for name in ("ess_ratio", "cosine")]
+        rows.append([str(lag), str(method), f"{scale:g}", str(len(group)), *accuracies, *signals])
+    at = [
+        f"accuracy, step {step}" if step == 0 else str(step)
+        for step in sorted(steps["step"][steps["accuracy"].notna()].unique())
+    ]
+    return markdown(["lag", "method", "rate ×", "runs", *at, "effective sample size", "cosine"], rows)
 
 
 def mismatch() -> str:
@@ -116,6 +137,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "warning": first_grid.warning,
     "ranking": first_grid.ranking,
     "lags": first_grid.lags,
+    "language_model": language_model,
     "very_stale": very_stale,
     "mismatch": mismatch,
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),

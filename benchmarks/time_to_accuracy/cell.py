@@ -55,7 +55,8 @@ def evaluate(cli: AsyncRLCLI, snapshots: Sequence[Snapshot], folder: Path) -> No
         rows = csv.writer(file)
         rows.writerow(["step", "wall_s", "tokens", "accuracy"])
         for one in snapshots:
-            cli.model.load_state_dict(one.state)
+            if unknown := cli.model.load_state_dict(one.state, strict=False).unexpected_keys:
+                raise RuntimeError(f"the policy to evaluate has no {unknown[:3]}")
             found = cli.trainer.validate(cli.model, cli.datamodule, verbose=False)[0]
             rows.writerow([one.step, one.wall_s, one.tokens, found["val/pass@1"]])
             file.flush()

@@ -16,7 +16,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A policy after `step` optimizer steps, `wall_s` seconds and `tokens` trained on: its module's state."""
+    """A policy after `step` optimizer steps, `wall_s` seconds and `tokens` trained on: its trained parameters."""
 
     step: int
     wall_s: float
@@ -55,7 +55,9 @@ class Recorder(pl.Callback):
             self._keep(trainer, pl_module, wall_s)
 
     def _keep(self, trainer: AnyTrainer, pl_module: AnyModule, wall_s: float) -> None:
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pl_module.state_dict().items()}
+        # not on the GPU, and without what is not trained: runs that share a machine must not fill its memory
+        trained = ((name, tensor) for name, tensor in pl_module.named_parameters() if tensor.requires_grad)
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trained}
         self.snapshots.append(Snapshot(trainer.global_step, wall_s, self._tokens, state=state))
         self.loads.append(os.getloadavg()[0])
 
