@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +26,7 @@ from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
 
-METRICS_S = 0.5  # between two answers with metrics
+METRICS_S = 0.5  # between two answers with metrics, if calls of the part are under way
 BEGUN_S = 5.0  # for which `begun` waits
 NUM_CANCELLED = 10_000  # remembered: a cancellation may overtake its call
 
@@ -46,6 +46,7 @@ class RewardWorker(PoolWorker):
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
         self._folder = folder
         self._running: dict[int, asyncio.Task[Any]] = {}
+        self._num_running: Counter[str] = Counter()  # by part
         self._cancelled: deque[int] = deque(maxlen=NUM_CANCELLED)
         self._told: dict[str, float] = {}  # when metrics were last sent, by part
         self._begun: list[int] = []  # calls, not reported yet
@@ -104,6 +105,7 @@ class RewardWorker(PoolWorker):
             )
         )
         self._running[number] = task
+        self._num_running[name] += 1
         answer: dict[str, Any]
         try:
             await asyncio.wait({task})
@@ -112,10 +114,13 @@ class RewardWorker(PoolWorker):
             answer = {"error": described(error)}
         finally:
             self._running.pop(number, None)
+            self._num_running[name] -= 1
         if hasattr(owner, "save_state"):
             answer["state"] = dict(owner.save_state())
         now = time.monotonic()
-        if hasattr(owner, "metrics") and now - self._told.get(name, 0.0) > METRICS_S:
+        # the last answer for now has them, too: nothing else would bring what the last calls have cost
+        is_due = self._num_running[name] == 0 or now - self._told.get(name, 0.0) > METRICS_S
+        if hasattr(owner, "metrics") and is_due:
             self._told[name] = now
             answer["metrics"] = {str(key): float(value) for key, value in owner.metrics().items()}
         return answer

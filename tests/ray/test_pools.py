@@ -11,8 +11,10 @@ import pool_parts
 import pytest
 from failing_engines import Watch, said
 from flow import fit, make_data, make_module
+from judge_servers import JudgeServer
 from pool_parts import notes
 from processes import wait_for_the_end_of
+from sandboxes import LIMITS, levels
 
 import lit_async_rl as rl
 from lit_async_rl.errors import (
@@ -120,6 +122,38 @@ def test_errors_say_what_was_raised_and_where(parts):
     assert "returned '0.5', which is not a number" in str(text)
     assert "nan; a reward must be finite" in str(nan)
     assert faulty.pool.num_lost == 0
+
+
+def test_judges_and_sandboxes_work_in_actors(ray_cluster):
+    """A judge's calls and a program's processes are the actor's; what they say and count arrives here."""
+    server = JudgeServer()
+    limits = {"limits": LIMITS, "allow_unsandboxed": not levels()}
+    code = rl.CodeReward(**limits)
+    judge = rl.JudgeReward("a-judge", base_url=server.url, cache=None)
+    prompt = Prompt(text="Double it.", metadata={"test_list": ["assert double(2) == 4"]})
+    programs = {
+        "def double(x):\n    return 2 * x": 1.0,
+        "def double(x):\n    return x": 0.0,
+        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)": 0.0,
+        "import os\nos._exit(0)": 0.0,
+    }
+    texts = [f"```python\n{program}\n```" for program in programs]
+    made = pooled(CombinedReward({"code": code, "judge": judge}), actors=1)
+    try:
+        found = ask(*(made(prompt, text) for text in texts))
+        assert [one.parts["code"] for one in found] == list(programs.values())
+        assert [one.parts["judge"] for one in found] == [pytest.approx(0.7)] * len(texts)
+        until(lambda: hooks.metrics_of(made).get("judge/num_calls") == len(texts))
+        assert server.num_answers.total() == len(texts)
+        pool = made.rewards["code"].pool
+        assert pool.num_lost == 0, "the program that kills its parent has killed a process of the sandbox"
+        pids = pool.pids
+    finally:
+        hooks.close(made)
+        code.close()
+        judge.close()
+        server.close()
+    wait_for_the_end_of(*pids)
 
 
 class Jobs:
