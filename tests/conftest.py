@@ -1,5 +1,6 @@
 """One thread for each test process, no time limits inside hypothesis (the machine may be busy), no network."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 jaxtyping.jaxtyped = type_checks.jaxtyped  # before the package is loaded
 settings.register_profile("lit_async_rl", deadline=None)
 settings.load_profile("lit_async_rl")
+gc.disable()  # what is imported now stays: until all of it is there no collection looks at it
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collections within tests look at what tests made, not at the millions of objects of all imported packages."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
