@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -22,6 +23,15 @@ jaxtyping.jaxtyped = type_checks.jaxtyped  # before the package is loaded
 settings.register_profile("lit_async_rl", deadline=None)
 settings.load_profile("lit_async_rl")
 gc.disable()  # what is imported now stays: until all of it is there no collection looks at it
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests with a mark are wanted (`-m "slow and not ray"`), files that do not name it are not imported."""
+    wanted = [mark for mark in config.option.markexpr.split(" and ") if mark.isidentifier()]
+    if wanted and collection_path.name.startswith("test_"):
+        text = collection_path.read_text()
+        return True if any(f"mark.{mark}" not in text for mark in wanted) else None
+    return None
 
 
 @pytest.hookimpl(trylast=True)
