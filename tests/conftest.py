@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
+import quick_parsing
 import torch
 import type_checks
 from hypothesis import settings
@@ -20,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 jaxtyping.jaxtyped = type_checks.jaxtyped  # before the package is loaded
+quick_parsing.remember()
 settings.register_profile("lit_async_rl", deadline=None)
 settings.load_profile("lit_async_rl")
 gc.disable()  # what is imported now stays: until all of it is there no collection looks at it
