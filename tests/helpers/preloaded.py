@@ -162,13 +162,15 @@ def preload() -> None:
 
 
 def _parse_once() -> None:
-    """Fills the caches of jsonargparse, transformers and inspect by a command that is refused before a thread starts."""
+    """Fills the caches of jsonargparse and transformers by a command that is refused before a thread starts."""
     import quick_parsing
 
     from lit_async_rl.cli.console import main
 
     quick_parsing.remember()
-    folder, path, variables = os.getcwd(), list(sys.path), dict(os.environ)
+    folder = os.getcwd()
+    path = list(sys.path)
+    variables = dict(os.environ)
     os.chdir(ROOT)
     logging.disable()
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):

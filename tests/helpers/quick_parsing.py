@@ -24,7 +24,9 @@ def _update_aliases(
     visitor: VISITOR, module_source: str, module: str, aliases: dict, logger: logging.Logger | None = None
 ) -> None:
     """As jsonargparse has it, with a tree that is parsed once."""
-    visitor.module, visitor.aliases, visitor.logger = module, aliases, logger
+    visitor.module = module
+    visitor.aliases = aliases
+    visitor.logger = logger
     visitor.visit(_tree(module_source))
 
 

@@ -1,8 +1,8 @@
 """Makes the type checker that runs within all tests cheap where arrays have no part: a fifth of their processor time.
 
 `--jaxtyping-packages` decorates every function of the package with `jaxtyping.jaxtyped`, which binds the arguments of
-each call, checks them, checks the result and checks the arguments again, for shapes that they share. Here beartype checks
-arguments and result once, as strictly, and where arrays' shapes are among them jaxtyping remembers those meanwhile.
+each call, checks them, checks the result and checks the arguments again, for shapes that they share. Here beartype
+checks arguments and result once, as strictly; where arrays are among them jaxtyping remembers their sizes meanwhile.
 """
 
 from __future__ import annotations
