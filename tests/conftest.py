@@ -1,11 +1,14 @@
 """One thread for each test process, no time limits inside hypothesis (the machine may be busy), no network."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import jaxtyping
 import pytest
+import quick_parsing
 import torch
 import type_checks
 from hypothesis import settings
@@ -18,8 +21,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 jaxtyping.jaxtyped = type_checks.jaxtyped  # before the package is loaded
+quick_parsing.remember()
 settings.register_profile("lit_async_rl", deadline=None)
 settings.load_profile("lit_async_rl")
+gc.disable()  # what is imported now stays: until all of it is there no collection looks at it
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests with a mark are wanted (`-m "slow and not ray"`), files that do not name it are not imported."""
+    wanted = [mark for mark in config.option.markexpr.split(" and ") if mark.isidentifier()]
+    if wanted and collection_path.name.startswith("test_"):
+        text = collection_path.read_text()
+        return True if any(f"mark.{mark}" not in text for mark in wanted) else None
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collections within tests look at what tests made, not at the millions of objects of all imported packages."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ def test_the_program_trains_and_no_key_is_written_anywhere(tmp_path):
     script.write_text(noted + script.read_text())
     runs = tmp_path / "runs"
     flags = ["--trainer.callbacks+=RolloutTape", "--trainer.callbacks.folder", str(runs / "tape")]
+    flags += ["--data.max_staleness", "1"]  # each episode is a process that imports openai: no more ahead than needed
     variables = {"OPENAI_API_KEY": PLANTED, "MY_TOOL_API_KEY": PLANTED, "WANDB_MODE": "offline"}
     train(tmp_path, config, *flags, **variables)
     secrets = {PLANTED, *(path.read_text() for path in keys.iterdir())}

@@ -14,12 +14,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
 from preloaded import become, wind_up
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["lit_async_rl.api.run", "lit_async_rl.cli.app"])
+FORKS.set_forkserver_preload(["lit_async_rl.api.run", "lit_async_rl.cli.app", "ready_to_fork"])
+
+
+def _start_server() -> None:
+    """Starts the process that forks, unless it runs, with this folder on its path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 class Rank:
@@ -29,6 +38,7 @@ class Rank:
         with tempfile.NamedTemporaryFile(delete=False) as said:
             self._said = open(said.name, errors="replace")  # noqa: SIM115  read while it runs
         call = (str(script), [str(word) for word in arguments], environment, os.getcwd(), said.name)
+        _start_server()
         self._process = FORKS.Process(target=_run, args=call)
         self._process.start()
 

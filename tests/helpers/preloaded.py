@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import json
+import logging
 import os
 import select
 import signal
@@ -154,8 +156,32 @@ def preload() -> None:
     import lit_async_rl.cli.chat
     import lit_async_rl.cli.tape  # noqa: F401
 
+    _parse_once()
     gc.collect()
     gc.freeze()
+
+
+def _parse_once() -> None:
+    """Fills the caches of jsonargparse and transformers by a command that is refused before a thread starts."""
+    import quick_parsing
+
+    from lit_async_rl.cli.console import main
+
+    quick_parsing.remember()
+    folder = os.getcwd()
+    path = list(sys.path)
+    variables = dict(os.environ)
+    os.chdir(ROOT)
+    logging.disable()
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main(["train", "--config", "configs/quickstart.yaml", "--data.max_staleness", "-1"])
+    logging.disable(logging.NOTSET)
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(variables)
+    assert threading.active_count() == 1
+    assert said.getvalue().count("\n") <= 1, said.getvalue()  # nothing that a process says only once was said
 
 
 def run(asked: dict) -> int:

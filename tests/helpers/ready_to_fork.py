@@ -1,0 +1,5 @@
+"""Importing it makes this process ready: forks of it have imported everything, and parse commands quickly."""
+
+from preloaded import preload
+
+preload()
