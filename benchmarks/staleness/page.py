@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.ranking import equal_tuning
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
-from benchmarks.staleness.statistics import gain_share, interval, synchronous
+from benchmarks.staleness.statistics import COLLAPSE, gain_share, interval, synchronous
 from benchmarks.staleness.table import SOURCES, collect, read_table
 
 PAGE = Path(__file__).parents[2] / "docs/results.md"
@@ -71,6 +72,65 @@ def language_model() -> str:
         for step in sorted(steps["step"][steps["accuracy"].notna()].unique())
     ]
     return markdown(["lag", "method", "rate ×", "runs", *at, "effective sample size", "cosine"], rows)
+
+
+def controller() -> str:
+    """Runs at rates that are too high, with `StalenessController`, beside the best rate of a search without it."""
+    runs = runs_of("controller")
+    if runs is None:
+        return _not_run("controller")
+    tables = {name: found for name in ("results", "equal_tuning") if (found := runs_of(name)) is not None}
+    hard = runs[runs["method"].str.contains("controller") & (runs["learning_rate_scale"] > 1)]
+    rows = []
+    for key, group in hard.groupby(["regime", "method", "lag"]):
+        regime, method, lag = key
+        loss = str(method).split("+")[0]
+        reference = synchronous(tables["results"], str(regime))
+        share = (group["final"] - group["start"]) / (reference["final"] - reference["start"]).mean()
+        means = group.groupby("learning_rate_scale")["final"].mean()
+        apart = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
+        without = apart[apart["learning_rate_scale"] > 1]["final"]
+        searched = [
+            table[(table["regime"] == regime) & (table["method"] == loss) & (table["lag"] == lag)]
+            .groupby("learning_rate_scale")["final"]
+            .mean()
+            .max()
+            for table in tables.values()
+        ]
+        best = max((value for value in searched if value == value), default=None)
+        rows.append(
+            [
+                str(regime),
+                loss,
+                str(lag),
+                *(f"{means[scale]:.2f}" for scale in (2.0, 4.0, 8.0)),
+                f"{(share < COLLAPSE).sum()} of {len(group)}",
+                f"{without.mean():.2f} ({len(without)} runs)" if len(without) else "",
+                "" if best is None else f"{best:.2f}",
+            ]
+        )
+    head = ["regime", "loss", "lag", "with it, rate × 2", "× 4", "× 8", "collapsed", "without it, × 2 to 8"]
+    return markdown([*head, "without it, best rate"], rows)
+
+
+def controller_on_healthy_runs() -> str:
+    """Pairs of runs at the stable rate, with and without it."""
+    runs = runs_of("controller")
+    if runs is None:
+        return _not_run("controller")
+    healthy = runs[runs["learning_rate_scale"] == 1]
+    finals = healthy.set_index(["regime", "lag", "seed", "method"])["final"]
+    rows = []
+    for (regime, lag, method), group in healthy[healthy["method"].str.contains("controller")].groupby(
+        ["regime", "lag", "method"]
+    ):
+        loss = str(method).split("+")[0]
+        keys = [(regime, lag, seed) for seed in group["seed"] if (regime, lag, seed, loss) in finals.index]
+        differences = [finals[(*key, method)] - finals[(*key, loss)] for key in keys]
+        largest = max((abs(difference) for difference in differences), default=math.nan)
+        mean = sum(differences) / len(differences) if differences else math.nan
+        rows.append([str(regime), loss, str(lag), str(len(keys)), f"{mean:.4f}", f"{largest:.4f}"])
+    return markdown(["regime", "loss", "lag", "pairs", "mean difference of the accuracy", "largest"], rows)
 
 
 def mismatch() -> str:
@@ -138,6 +198,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ranking": first_grid.ranking,
     "lags": first_grid.lags,
     "language_model": language_model,
+    "controller": controller,
+    "controller_on_healthy_runs": controller_on_healthy_runs,
     "very_stale": very_stale,
     "mismatch": mismatch,
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),

@@ -43,7 +43,9 @@ FIT_LOSSES = (
 
 def read_steps() -> pd.DataFrame:
     """The steps of all runs, in order; the last row of a run has only an accuracy and is left out."""
-    tables = [pd.read_parquet(path).assign(source=path.stem) for path in sorted(TABLES.glob("*.parquet"))]
+    # runs of the controller, which acts on the forecast, are no tests of it
+    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem != "controller"]
+    tables = [pd.read_parquet(path).assign(source=path.stem) for path in paths]
     steps = pd.concat([table for table in tables if "step" in table], ignore_index=True)
     return steps[steps.reward.notna()].sort_values([*RUN, "step"], ignore_index=True)
 
