@@ -1,12 +1,13 @@
-"""Kills replicas, nodes, trainer ranks and the command of one run: every step and group once, or it fails.
+"""Kills replicas, nodes, trainer ranks and the command of one run, and stops nodes: all of it once, or it fails.
 
     OMP_NUM_THREADS=1 python benchmarks/ray/soak.py --kills 100 --output docs/measurements/ray_soak.json
 
 A cluster of simulated nodes on loopback: the command and its ranks on the first one, a replica on each of the others.
-SIGKILL after a random time (while it samples, starts, takes an update or a checkpoint is written). The next one comes
-when the run has trained on, three times in four before all replicas are back: the other one may be starting still. Each
-kill is a line of `--folder`/kills.jsonl, and a soak that was interrupted goes on from there, with the run's own
-`last.ckpt`.
+SIGKILL after a random time (while it samples, starts, takes an update or a checkpoint is written); or SIGSTOP of all
+processes of a node, which is cut off for the others, and SIGCONT twenty seconds later, when it has been given up. The
+next one comes when the run has trained on, three times in four before all replicas are back: the other one may be
+starting still. Each is a line of `--folder`/kills.jsonl, and a soak that was interrupted goes on from there, with the
+run's own `last.ckpt`. Every step and group has to be trained on once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ from benchmarks.common.measurement import ROOT, measurement, write_measurement
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.security import CLUSTERS
 
-KINDS = {"replica": 0.5, "node": 0.15, "rank": 0.25, "command": 0.1}  # shares of the kills
+KINDS = {"replica": 0.45, "node": 0.1, "partition": 0.1, "rank": 0.25, "command": 0.1}  # shares of the kills
+PARTITION_S = 20.0
 LIMIT_S = 300.0  # until the run has trained on, or the soak ends: that is a hang
 IS_BACK = (" is back, with the weights of version ", "the ranks start again, for the ")
 CHECKPOINT_STEPS = 5
@@ -88,6 +91,24 @@ class Nodes:
             except (psutil.Error, KeyError):
                 continue
         return found
+
+    @contextmanager
+    def cut_off(self, number: int) -> Iterator[None]:
+        """The processes of a node stand still, at least for `PARTITION_S`; it is lost, and another one joins."""
+        raylet = psutil.Process(self.others[number].all_processes["raylet"][0].process.pid)
+        stopped = [raylet, *raylet.children(recursive=True)]
+        began = time.monotonic()
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+            time.sleep(max(0.0, began + PARTITION_S - time.monotonic()))
+        finally:
+            for process in stopped:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+        time.sleep(1.0)  # in which it says what it has to say
+        self.lose(number)
 
     def lose(self, number: int) -> None:
         """Takes a node away without notice; another one joins."""
@@ -182,19 +203,20 @@ def kill(run: Run, nodes: Nodes, kind: str, rng: random.Random) -> dict[str, Any
         nodes.lose(rng.randrange(len(nodes.others)))
     elif kind == "rank":
         os.kill(rng.choice(run.ranks), signal.SIGKILL)
-    else:
+    elif kind == "command":
         assert_command(run).kill()
         assert_command(run).wait()
         left_s = wait_until(lambda: not run.ranks and not nodes.replicas, "the end of all that a command had started")
         run.start()
-    trained = run.num_records()
-    on_s = wait_until(lambda: run.has_trained(trained), f"training after the kill of a {kind}")
+    with nodes.cut_off(rng.randrange(len(nodes.others))) if kind == "partition" else nullcontext():
+        trained = run.num_records()
+        on_s = wait_until(lambda: run.has_trained(trained), f"training after the kill of a {kind}")
     on_s = time.monotonic() - began if kind in ("rank", "command") else on_s
     found: dict[str, Any] = {"kind": kind, "trains_s": round(on_s, 2), "others_were_there": is_whole}
     nodes.was_whole = rng.random() < 0.25
     if nodes.was_whole:
         wait_until(lambda: len(nodes.replicas) == len(nodes.others), f"all replicas after the kill of a {kind}")
-        if kind in ("replica", "node"):
+        if kind in ("replica", "node", "partition"):
             wait_until(lambda: num_back(run) > num_proved, "the proof of a replica")
         found["all_back_s"] = round(time.monotonic() - began, 2)
     if kind == "command":
