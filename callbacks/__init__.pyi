@@ -14,6 +14,7 @@ from .monitors.step_monitor import RolloutMonitor as RolloutMonitor
 from .monitors.step_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.step_monitor import ThroughputMonitor as ThroughputMonitor
 from .monitors.timeline import Timeline as Timeline
+from .monitors.weight_drift import WeightDriftMonitor as WeightDriftMonitor
 from .run.evaluation import Evaluation as Evaluation
 from .run.lm_eval_validation import LMEvalValidation as LMEvalValidation
 from .run.progress import Progress as Progress

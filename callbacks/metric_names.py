@@ -171,6 +171,14 @@ METRICS: dict[str, list[Metric]] = {
         collapse/reward | reward | mean of the step
         collapse/num_alarms | alarms | so far
     """),
+    "WeightDriftMonitor": _metrics("""
+        drift/step | norm | distance of the trained weights from those before the last step
+        drift/stale | norm | their distance from those that sampled the data, at the mean age
+        drift/path | norm | sum of `drift/step`
+        drift/total | norm | their distance from those of the start
+        drift/radius | norm | distance at which half of the effective sample size would be left
+        drift/half_lag | versions | lag at which `drift/stale` would be `drift/radius`
+    """),
     "StalenessController": _metrics("""
         controller/log_odds | nats | of a collapse within the next 20 steps
         controller/lr_scale | factor | of the learning rate

@@ -76,6 +76,7 @@ from .callbacks import StalenessController as StalenessController
 from .callbacks import StalenessMonitor as StalenessMonitor
 from .callbacks import ThroughputMonitor as ThroughputMonitor
 from .callbacks import Timeline as Timeline
+from .callbacks import WeightDriftMonitor as WeightDriftMonitor
 from .callbacks import WeightSync as WeightSync
 from .corrections import BatchNormalized as BatchNormalized
 from .corrections import Correction as Correction

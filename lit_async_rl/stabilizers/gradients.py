@@ -130,6 +130,10 @@ class GradSpace:
         """This rank's pieces of the gradients; writing to them changes the gradients."""
         return [None if p.grad is None else _local(_checked(p)) for p in self.params]
 
+    def weights(self) -> list[Tensor]:
+        """This rank's pieces of the parameters themselves, detached."""
+        return [_local(p.detach()) for p in self.params]
+
     @torch.no_grad()
     def dots(self, *pairs: tuple[Pieces, Pieces]) -> Float64[Tensor, "P G"]:
         """Global inner products <a, b> of P pairs in each of G groups, on the CPU. A collective: all ranks call."""

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 ANYWHERE = {
     *("AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "GradientAlignmentControl", "GradientClipping"),
     "StalenessController",
+    "WeightDriftMonitor",
     *(
         "GradientMonitor",
         "LinkedCheckpoint",
@@ -28,7 +29,7 @@ ANYWHERE = {
         "SkipNonFinite",
     ),
 }
-EXTRACTING = {"AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "StalenessController"}
+EXTRACTING = {"AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "StalenessController", "WeightDriftMonitor"}
 CHOOSING = {*EXTRACTING, "GradientAlignmentControl", "GradientClipping"}
 
 

@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Subset
 
-from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
+from lit_async_rl.callbacks import (
+    CollapseAlarm,
+    ESSLearningRate,
+    GradientAlignmentControl,
+    GradientClipping,
+    StalenessController,
+    WeightDriftMonitor,
+)
 from lit_async_rl.models.sharding import FSDPStrategy
 from lit_async_rl.models.weights import is_wrapped
 from lit_async_rl.stabilizers.alignment import CappedResidual
@@ -29,6 +36,7 @@ from lit_async_rl.stabilizers.signals import SignalCollector
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 WATCHED = ("gac/cosine", "gac/norm", "gac/regime", "ess/ratio", "ess/lr_scale", "grad/norm")
+WATCHED += ("controller/log_odds", "drift/step", "drift/path", "drift/total")
 
 
 class FullySharded(Regression):
@@ -80,11 +88,13 @@ def run(module: Regression, accumulate: int, data_ranks: int, **kwargs: Any) -> 
     gac = GradientAlignmentControl(low=0.1, high=0.97, residual=CappedResidual(), max_consecutive_skips=1)
     ess = ESSLearningRate()
     clipping = GradientClipping(0.5)
+    drift = WeightDriftMonitor()
+    controller = StalenessController(limit=1e9, min_staleness=None, max_rollbacks=0)  # only watches
     rows = Subset(Rows(2 * 6 * ROWS, scale=0.7), range(RANK % data_ranks, 2 * 6 * ROWS, data_ranks))
     data = DataLoader(rows, batch_size=ROWS // data_ranks)
     settings = dict(accumulate_grad_batches=accumulate, devices=WORLD, use_distributed_sampler=False)
-    trainer = fit(module, probe, gac, ess, clipping, data=data, **(settings | kwargs))
-    states = [gac.state_dict(), ess.state_dict(), clipping.state_dict()]
+    trainer = fit(module, probe, gac, ess, controller, clipping, drift, data=data, **(settings | kwargs))
+    states = [gac.state_dict(), ess.state_dict(), controller.state_dict(), clipping.state_dict()]
     if WORLD > 1:
         everybody = [None] * WORLD
         dist.all_gather_object(everybody, states)

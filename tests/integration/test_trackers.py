@@ -240,7 +240,13 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
     used = {metric.name for name in names for metric in find(name)}
     rare = {"SkipNonFinite", "Evaluation", "AnnealBeta", "EngineCheck", "FreshDataMonitor"}
     rare |= {"JudgeReward", "RewardModel", "LMEvalValidation", "ReplicaScaling"}  # log in other runs
-    rare |= {"AgentEngine", "CodeReward", "RewardHackingMonitor", "StalenessController"}  # likewise
+    rare |= {
+        "AgentEngine",
+        "CodeReward",
+        "RewardHackingMonitor",
+        "StalenessController",
+        "WeightDriftMonitor",
+    }  # likewise
     listed = {metric.name for source, metrics in METRICS.items() if source not in rare for metric in metrics}
     missing = {"staleness/smoothed_kl", "policy/reference_kl", "reward/part/<name>"}
     assert listed - used == missing, "with max_kl, with a reference, with several rewards"

@@ -1,0 +1,190 @@
+"""How far the weights move while data wait, and how far they may: the theory of stale data, measured."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_async_rl.errors import SetupError
+from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
+from lit_async_rl.stabilizers.signals import Extract, SignalCallback
+from lit_async_rl.stabilizers.step_lr import raw_optimizer
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+SEED = 0  # fixed, so that all ranks look at the same entries of what each of them has
+KEEP = 0.9  # of a step's weight in the estimate of the radius, at the next one
+MIN_GROWTH, MAX_GROWTH = 0.5, 1.0  # of a distance with the lag: as a random walk, and in a straight line
+
+
+class WeightDriftMonitor(SignalCallback):
+    """Logs how far the weights have moved since the data were sampled, and the distance that halves their worth.
+
+    With a learning rate eta, an update of norm G per unit of it, data S versions old and T steps of training, the
+    bias of a stale gradient is of order S eta G, which must stay below the radius of what a batch tolerates, and the
+    policy has moved by at most T eta G (arXiv:2607.01083). Here the four are measured and not bounded:
+
+        drift/step      |theta_t - theta_t-1|                    eta G, for any optimizer
+        drift/stale     |theta_t - theta_t-S|, S the mean age    at most S eta G; less if steps turn
+        drift/path      sum of `drift/step`                      T eta G
+        drift/total     |theta_t - theta_0|                      where that has led to
+        drift/radius    d at which exp(-a d^2) is 1/2            R: half of the effective sample size is left
+        drift/half_lag  S at which `drift/stale` would be R      the lag that the present rate allows
+
+    The effective sample size falls as exp(-a d^2) if log-ratios are normal with a deviation that grows with the
+    distance d; a is fitted to -log of the measured one, by least squares over about ten steps. The distance grows with
+    a power of the lag, between 1/2 (a random walk) and 1 (a straight line), as from `drift/step` to `drift/stale`. The
+    form of the fit, the power and one half are ours; theory has orders of magnitude only. A radius of the whole way,
+    beyond which a policy is lost, cannot be measured before it is: `drift/total` has no counterpart.
+
+    Distances are of the trained parameters, over all shards, from a random sample of their entries (exact where there
+    are no more than `num_entries`; else with a relative error of about 1 / sqrt(`num_entries`) for updates of even
+    size). A resumed run begins anew.
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        rl.fit(
+            "lit_async_rl/assets/small_sort_policy",
+            rl.SortDigits(6),
+            rl.exact_match,
+            max_steps=3,
+            callbacks=[rl.WeightDriftMonitor()],
+            accelerator="cpu",
+        )
+        ```
+
+    Args:
+        num_entries: of the weights on each rank, to look at.
+        max_lag: versions to remember; older data are measured no more. Each takes 4 `num_entries` bytes.
+        optimizer: optimizer whose parameters are meant, by position or submodule name; None if there is only one.
+        extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
+
+    Raises:
+        ValueError: a setting is out of range, or there are several optimizers and none was chosen.
+    """
+
+    def __init__(
+        self,
+        num_entries: int = 65_536,
+        max_lag: int = 64,
+        optimizer: int | str | None = None,
+        extract: Extract | None = None,
+    ) -> None:
+        super().__init__(optimizer, extract)
+        check_range("WeightDriftMonitor", "integer >= 1", num_entries=num_entries, max_lag=max_lag)
+        self.num_entries = num_entries
+        self.max_lag = max_lag
+        self.reset()
+
+    @property
+    def without_signals(self) -> str:
+        return "does not know the age of the data"
+
+    def reset(self) -> None:
+        self.radius: float | None = None
+        self._spaces = GradSpaces()
+        self._sampled_of: GradSpace | None = None
+        self._places: list[Tensor] = []  # of the entries, in this rank's piece of each parameter
+        self._factors: list[float] = []
+        self._first: list[Tensor] = []
+        self._last: list[Tensor] = []
+        self._versions: OrderedDict[int, list[Tensor]] = OrderedDict()  # the weights of each, newest last
+        self._path = 0.0
+        self._sums = [0.0, 0.0]  # of d^2 (-log e) and of d^4
+        self._num_steps = 0
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.reset()  # strategies have sharded the parameters since `__init__`
+
+    @torch.no_grad()
+    def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Measures before the step: the weights are those that the gradient is of."""
+        if trainer.strategy.model is None:
+            raise SetupError("the Trainer has no model yet")
+        signals = self.reduce_signals(optimizer)
+        space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
+        now = self._sample(space)
+        version = getattr(pl_module, "version", None)
+        if not isinstance(version, int):  # of a module that counts none: each step is one
+            version = self._num_steps
+        self._num_steps += 1
+        self._versions[version] = now
+        while len(self._versions) > self.max_lag + 1:
+            self._versions.popitem(last=False)
+        before = None if signals.staleness is None else self._versions.get(version - round(signals.staleness))
+        pairs = [difference(now, then) for then in (self._last, self._first, before or now)]
+        step, total, stale = space.dots(*((pair, pair) for pair in pairs)).sum(-1).sqrt().tolist()
+        self._last = now
+        if not math.isfinite(total):
+            return  # the weights are lost, which others say
+        self._path += step
+        if self._num_steps > 1:
+            pl_module.log("drift/step", step)
+            pl_module.log("drift/path", self._path)
+            pl_module.log("drift/total", total)
+        if before is None or signals.staleness is None:
+            return
+        pl_module.log("drift/stale", stale)
+        if signals.ess_ratio is not None and stale > 0:
+            self._fit(stale, signals.ess_ratio)
+        if self.radius is not None:
+            pl_module.log("drift/radius", self.radius)
+            if stale > 0:
+                lag = half_lag(round(signals.staleness), step=step, stale=stale, radius=self.radius)
+                pl_module.log("drift/half_lag", lag)
+
+    def _sample(self, space: GradSpace) -> list[Tensor]:
+        """Entries of the weights, scaled so that their squares sum to those of all; in float32."""
+        weights = space.weights()
+        if self._sampled_of is not space:
+            self._sampled_of = space
+            self._choose(weights)
+            self._versions.clear()
+            self._first = self._last = []
+        found = [
+            weight.reshape(-1)[places].float() * factor
+            for weight, places, factor in zip(weights, self._places, self._factors, strict=True)
+        ]
+        self._first = self._first or found
+        self._last = self._last or found
+        return found
+
+    def _choose(self, weights: list[Tensor]) -> None:
+        share = self.num_entries / max(1, sum(weight.numel() for weight in weights))
+        generator = torch.Generator().manual_seed(SEED)
+        self._places = []
+        self._factors = []
+        for weight in weights:
+            number = weight.numel() if share >= 1 else math.ceil(share * weight.numel())
+            if number == weight.numel():
+                places = torch.arange(number)
+            else:
+                places = torch.randint(weight.numel(), (number,), generator=generator)
+            self._places.append(places.to(weight.device))
+            self._factors.append(math.sqrt(weight.numel() / number) if number else 0.0)
+
+    def _fit(self, distance: float, ess_ratio: float) -> None:
+        worth = -math.log(min(1.0, ess_ratio))
+        self._sums = [KEEP * self._sums[0] + distance**2 * worth, KEEP * self._sums[1] + distance**4]
+        slope = self._sums[0] / self._sums[1] if self._sums[1] > 0 else 0.0
+        self.radius = math.sqrt(math.log(2) / slope) if slope > 0 else None
+
+
+def difference(now: list[Tensor], then: list[Tensor]) -> list[Tensor]:
+    """Of each piece."""
+    return [a - b for a, b in zip(now, then, strict=True)]
+
+
+def half_lag(lag: int, *, step: float, stale: float, radius: float) -> float:
+    """Lag at which the distance would be `radius`, if it is `step` at a lag of 1 and `stale` at `lag`."""
+    growth = MAX_GROWTH
+    if lag > 1 and step > 0:
+        growth = min(MAX_GROWTH, max(MIN_GROWTH, math.log(stale / step) / math.log(lag)))
+    return float(lag * (radius / stale) ** (1 / growth))
