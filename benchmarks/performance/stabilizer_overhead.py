@@ -31,6 +31,7 @@ from lit_async_rl.callbacks import (
     ESSLearningRate,
     GradientAlignmentControl,
     GradientClipping,
+    WeightDriftMonitor,
 )
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
@@ -43,6 +44,7 @@ STABILIZERS: dict[str, Callable[[], pl.Callback]] = {
     "CollapseAlarm": CollapseAlarm,
     "CollapseAlarm with cosine": lambda: CollapseAlarm(max_cosine=1.0),
     "AdaptiveStaleness": lambda: AdaptiveStaleness(target_ess_ratio=0.0),
+    "WeightDriftMonitor": WeightDriftMonitor,
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
+from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback
 from lit_async_rl.stabilizers.step_lr import raw_optimizer
 from lit_async_rl.utils.checks import check_range
@@ -71,7 +71,7 @@ class WeightDriftMonitor(SignalCallback):
 
     def __init__(
         self,
-        num_entries: int = 65_536,
+        num_entries: int = 16_384,
         max_lag: int = 64,
         optimizer: int | str | None = None,
         extract: Extract | None = None,
@@ -92,9 +92,9 @@ class WeightDriftMonitor(SignalCallback):
         self._sampled_of: GradSpace | None = None
         self._places: list[Tensor] = []  # of the entries, in this rank's piece of each parameter
         self._factors: list[float] = []
-        self._first: list[Tensor] = []
-        self._last: list[Tensor] = []
-        self._versions: OrderedDict[int, list[Tensor]] = OrderedDict()  # the weights of each, newest last
+        self._first: Pieces = []
+        self._last: Pieces = []
+        self._versions: OrderedDict[int, Pieces] = OrderedDict()  # the weights of each, newest last
         self._path = 0.0
         self._sums = [0.0, 0.0]  # of d^2 (-log e) and of d^4
         self._num_steps = 0
@@ -140,7 +140,7 @@ class WeightDriftMonitor(SignalCallback):
                 lag = half_lag(round(signals.staleness), step=step, stale=stale, radius=self.radius)
                 pl_module.log("drift/half_lag", lag)
 
-    def _sample(self, space: GradSpace) -> list[Tensor]:
+    def _sample(self, space: GradSpace) -> Pieces:
         """Entries of the weights, scaled so that their squares sum to those of all; in float32."""
         weights = space.weights()
         if self._sampled_of is not space:
@@ -148,10 +148,11 @@ class WeightDriftMonitor(SignalCallback):
             self._choose(weights)
             self._versions.clear()
             self._first = self._last = []
-        found = [
+        chosen = [
             weight.reshape(-1)[places].float() * factor
             for weight, places, factor in zip(weights, self._places, self._factors, strict=True)
         ]
+        found = space.joined(chosen)  # few long pieces: a step of a small model has no time for many short ones
         self._first = self._first or found
         self._last = self._last or found
         return found
@@ -177,9 +178,9 @@ class WeightDriftMonitor(SignalCallback):
         self.radius = math.sqrt(math.log(2) / slope) if slope > 0 else None
 
 
-def difference(now: list[Tensor], then: list[Tensor]) -> list[Tensor]:
+def difference(now: Pieces, then: Pieces) -> Pieces:
     """Of each piece."""
-    return [a - b for a, b in zip(now, then, strict=True)]
+    return [None if a is None or b is None else a - b for a, b in zip(now, then, strict=True)]
 
 
 def half_lag(lag: int, *, step: float, stale: float, radius: float) -> float:

@@ -134,6 +134,13 @@ class GradSpace:
         """This rank's pieces of the parameters themselves, detached."""
         return [_local(p.detach()) for p in self.params]
 
+    def joined(self, vector: Pieces) -> list[Tensor | None]:
+        """The same vector for inner products over all groups, with one piece for all that share their collectives."""
+        found: list[Tensor | None] = [None] * len(self.params)
+        for _, members in self._buckets:
+            found[members[0]] = torch.cat([piece.reshape(-1) for i in members if (piece := vector[i]) is not None])
+        return found
+
     @torch.no_grad()
     def dots(self, *pairs: tuple[Pieces, Pieces]) -> Float64[Tensor, "P G"]:
         """Global inner products <a, b> of P pairs in each of G groups, on the CPU. A collective: all ranks call."""
