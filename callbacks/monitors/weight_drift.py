@@ -18,7 +18,8 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 SEED = 0  # fixed, so that all ranks look at the same entries of what each of them has
 KEEP = 0.9  # of a step's weight in the estimate of the radius, at the next one
-MIN_GROWTH, MAX_GROWTH = 0.5, 1.0  # of a distance with the lag: as a random walk, and in a straight line
+MIN_GROWTH = 0.5  # of a distance with the lag, as its power: a random walk
+MAX_GROWTH = 1.0  # a straight line
 
 
 class WeightDriftMonitor(SignalCallback):
@@ -147,7 +148,8 @@ class WeightDriftMonitor(SignalCallback):
             self._sampled_of = space
             self._choose(weights)
             self._versions.clear()
-            self._first = self._last = []
+            self._first = []
+            self._last = []
         chosen = [
             weight.reshape(-1)[places].float() * factor
             for weight, places, factor in zip(weights, self._places, self._factors, strict=True)
