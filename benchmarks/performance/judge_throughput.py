@@ -321,7 +321,7 @@ def main() -> None:
         columns=COLUMNS,
         rows=rows,
         command=f"python benchmarks/performance/judge_throughput.py --out {given.out}",
-        machine="two cores, otherwise idle",
+        machine="two cores",
         interval=[round(mean - half, 3), round(mean + half, 3)] if half else None,
     )
     write_measurement(given.out, found)

@@ -280,7 +280,8 @@ class StalenessController(SignalCallback):
         self.forecast.load_state_dict(state_dict["forecast"])
         self.gain.load_state_dict(state_dict["gain"])
         self.rung = state_dict["rung"]
-        self._first_rung = state_dict["first_rung"]
+        # checkpoints of earlier commits call it otherwise
+        self._first_rung = state_dict["first_rung" if "first_rung" in state_dict else "highest_rung"]
         self._num_calm = state_dict["num_calm"]
         self._cooldown_left = state_dict["cooldown_left"]
         self._num_discarded = state_dict["num_discarded"]

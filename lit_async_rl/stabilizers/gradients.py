@@ -138,7 +138,9 @@ class GradSpace:
         """The same vector for inner products over all groups, with one piece for all that share their collectives."""
         found: list[Tensor | None] = [None] * len(self.params)
         for _, members in self._buckets:
-            found[members[0]] = torch.cat([piece.reshape(-1) for i in members if (piece := vector[i]) is not None])
+            pieces = [piece.reshape(-1) for i in members if (piece := vector[i]) is not None]
+            if pieces:
+                found[members[0]] = torch.cat(pieces)
         return found
 
     @torch.no_grad()

@@ -238,3 +238,11 @@ def test_two_factors_of_one_rate_multiply_and_neither_is_kept(in_step):
     second.close()
     assert not optimizer._optimizer_step_pre_hooks
     assert not hasattr(optimizer, "_step_rate")
+
+
+def test_a_state_of_an_earlier_commit_is_read():
+    state = rl.StalenessController().state_dict()
+    state["highest_rung"] = state.pop("first_rung") + 3
+    controller = rl.StalenessController()
+    controller.load_state_dict(state)
+    assert controller.state_dict()["first_rung"] == 3
