@@ -38,7 +38,6 @@ from lit_async_rl.utils.spans import Lane, SpanRecorder, TraceWriter
 
 Watch = TypeVar("Watch", bound=pl.Callback)
 WARM_UP = 5  # steps, runs
-DIRECT_RUNS = 3
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 OWN = (
     *((Timeline, hook) for hook in HOOKS),
@@ -172,11 +171,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="measurement for the documentation, as JSON")
     parser.add_argument("--pairs", type=int, default=600)
     parser.add_argument("--stretch", type=int, default=4, help="steps")
-    parser.add_argument("--steps", type=int, default=25, help="of the runs in which the timeline's code is measured")
+    parser.add_argument("--steps", type=int, default=25, help="of each run in which the timeline's code is measured")
+    parser.add_argument("--runs", type=int, default=3, help="in which the timeline's code is measured")
     args = parser.parse_args()
     one_run(2, lambda _: Clock())  # what is loaded once
     shares = alternating(args.pairs, args.stretch)
-    direct = [direct_share(args.steps) for _ in range(DIRECT_RUNS)]
+    direct = [direct_share(args.steps) for _ in range(args.runs)]
     low, high = interval(shares)
     print(f"in the timeline's code {', '.join(f'{share:.3%}' for share in sorted(direct))} of a step")
     print(f"median of pairs {statistics.median(shares):+.2%}, 95 % interval {low:+.2%} .. {high:+.2%}")
@@ -191,7 +191,7 @@ def summary(direct: list[float], shares: list[float], pairs: int) -> dict[str, A
     (low, high) = interval(shares)
     median = 100 * statistics.median(shares)
     rows = [
-        ["in the timeline's own code, median of three runs", f"{value} %"],
+        [f"in the timeline's own code, median of {len(direct)} runs", f"{value} %"],
         ["in the timeline's own code, lowest and highest", f"{min(direct):.2%}, {max(direct):.2%}".replace("%", " %")],
         [f"stretches of steps with it against those without, median of {pairs} pairs", f"{median:+.2f} %"],
         ["the same, 95 % interval", f"{100 * low:+.2f} to {100 * high:+.2f} %"],

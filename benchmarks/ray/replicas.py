@@ -1,11 +1,13 @@
 """Replicas on Ray against an engine in a process of its own: what a step costs, and what the run learns.
 
     OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py overhead --output docs/measurements/ray_overhead.json
+    OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py smollm2 --output docs/measurements/ray_smollm2.json
     OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py accuracy --output docs/measurements/ray_accuracy.json
     .venv-vllm/bin/python benchmarks/ray/replicas.py vllm --rounds 1 --output docs/measurements/ray_vllm.json
 
-Runs are ordinary commands, in turns; those of one round (a seed) are paired. Each result is kept in `--folder`, and a
-benchmark that was interrupted goes on from there.
+Runs are ordinary commands, in turns; those of one round (a seed) are paired. Where time is compared data are two
+versions old (`FixedLag`): one replica and an engine in a process of its own then sample and train the same, to the bit.
+Each result is kept in `--folder`, and a benchmark that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from scipy.stats import t as student
@@ -27,7 +31,6 @@ if __name__ == "__main__":
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.common.process import csv_logger
 
-SKIPPED_STEPS = 10  # while the pipeline fills
 TIMEOUT_S = 900.0
 INNER = "data.engine.engine.init_args"
 
@@ -50,11 +53,39 @@ VLLM = {  # needs both of them in one environment: make test-vllm-ray
     "2 replicas of vLLM": (*RAY, "VLLMEngine", "--data.engine.replicas", "2", *small_vllm(INNER)),
 }
 QUIET = ("--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "null")
-LENGTHS = {"overhead": ("--trainer.max_steps", "80", "--trainer.limit_val_batches", "0"), "accuracy": (), "vllm": ()}
+SAME_WORK = ("--data.admission", "FixedLag", "--data.max_staleness", "2", "--trainer.limit_val_batches", "0")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is run, and what of it is compared."""
+
+    systems: Sequence[str]
+    flags: tuple[str, ...] = ()
+    config: str = "configs/quickstart.yaml"
+    engine: Mapping[str, str] = field(default_factory=dict)  # settings of the embedded engine, wherever it runs
+    num_skipped: int = 10  # steps while the pipeline fills, of which no time is taken
+    is_of_time: bool = False  # else of accuracy
+
+
+COMPARISONS = {
+    "overhead": Comparison(list(SYSTEMS), (*SAME_WORK, "--trainer.max_steps", "50"), is_of_time=True),
+    "smollm2": Comparison(
+        list(SYSTEMS)[:2],
+        (*SAME_WORK, "--data.filters", "null", "--trainer.max_steps", "14"),
+        config="configs/smollm2.yaml",
+        engine={"num_slots": "96", "dtype": "bfloat16"},
+        num_skipped=4,
+        is_of_time=True,
+    ),
+    "accuracy": Comparison(list(SYSTEMS)),
+    "vllm": Comparison(list(VLLM)),
+}
 
 
 def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
     """Mean seconds of a step and of a publication, last validation accuracy, and largest staleness of a run."""
+    compared = COMPARISONS[what]
     place = folder / f"{what}_{system.replace(' ', '_')}_{seed}"
     done = place / "result.json"
     if done.exists():
@@ -64,11 +95,13 @@ def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
         sys.executable,
         "scripts/train.py",
         "--config",
-        "configs/quickstart.yaml",
+        compared.config,
         *(SYSTEMS | VLLM)[system],
         *QUIET,
     ]
-    command += [*LENGTHS[what], *csv_logger(place), "--seed_everything", str(seed)]
+    inner = "data.engine" if system.startswith("no Ray") else INNER
+    command += [word for name, value in compared.engine.items() for word in (f"--{inner}.{name}", value)]
+    command += [*compared.flags, *csv_logger(place), "--seed_everything", str(seed)]
     with (place / "log.txt").open("w") as log:
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=TIMEOUT_S)
     with (place / "metrics.csv").open(newline="") as file:
@@ -78,8 +111,8 @@ def result(folder: Path, what: str, system: str, seed: int) -> dict[str, float]:
         return [float(row[name]) for row in rows if row.get(name)]
 
     found = {
-        "step_s": statistics.fmean(column("perf/step_s")[SKIPPED_STEPS:]),
-        "sync_s": statistics.fmean(column("perf/weight_sync_s")[SKIPPED_STEPS:]),
+        "step_s": statistics.fmean(column("perf/step_s")[compared.num_skipped :]),
+        "sync_s": statistics.fmean(column("perf/weight_sync_s")[compared.num_skipped :]),
         "staleness": max(column("sample/staleness_max")),
         "accuracy": (column("val/pass@1") or [float("nan")])[-1],
     }
@@ -98,28 +131,30 @@ def interval(values: list[float]) -> list[float] | None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=list(LENGTHS))
+    parser.add_argument("what", choices=list(COMPARISONS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS | VLLM))
     parser.add_argument("--folder", type=Path, default=Path("runs/ray_replicas"))
     parser.add_argument("--machine", default="two cores, idle otherwise")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    args.systems = args.systems or list(VLLM if args.what == "vllm" else SYSTEMS)
+    comparison = COMPARISONS[args.what]
+    args.systems = args.systems or comparison.systems
     found: dict[str, list[dict[str, float]]] = {system: [] for system in args.systems}
     for seed in range(args.rounds):
         for system in args.systems:
             found[system].append(result(args.folder, args.what, system, seed=seed))
             print(f"seed {seed}, {system}: {found[system][-1]}", flush=True)
-    names = ("step_s", "sync_s") if args.what == "overhead" else ("accuracy", "staleness")
+    names = ("step_s", "sync_s") if comparison.is_of_time else ("accuracy", "staleness")
     rows = [
         [system, *(round(statistics.median(one[name] for one in runs), 4) for name in names)]
         for system, runs in found.items()
     ]
     base = found[args.systems[0]]
-    if args.what == "overhead":
+    if comparison.is_of_time:
         compared = [b["step_s"] / a["step_s"] - 1 for a, b in zip(base, found["1 replica"], strict=True)]
-        unit = "of a step of the quick start that one replica on Ray costs beyond an engine in a process of its own"
+        one_step = f"of a step of {Path(comparison.config).stem}"
+        unit = f"{one_step} that one replica on Ray costs beyond an engine in a process of its own"
         columns = ["run", "seconds of a step", "seconds that the trainer waits for a publication"]
     else:
         last = found[args.systems[-1]]

@@ -26,14 +26,14 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 20
 OVERLAYS = {"asynchronous": [], "synchronous": ["--config", "configs/quickstart_sync.yaml"]}
 TABS = ("overview", "curves", "pipeline", "rollouts", "compare")
 
 
 def command(folder: Path, name: str, steps: int) -> list[str]:
     flags = ["--config", "configs/quickstart.yaml", *OVERLAYS[name], "--trainer.max_steps", str(steps)]
-    flags += ["--trainer.val_check_interval", "20", "--data.validation.prompts.init_args.size", "64"]
+    flags += ["--trainer.val_check_interval", "10", "--data.validation.prompts.init_args.size", "64"]
     flags += ["--defaults.samples.init_args.every_n_steps", "5", "--trainer.enable_progress_bar", "false"]
     flags += ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name", name]
     return [sys.executable, "scripts/train.py", *flags]
