@@ -10,6 +10,10 @@ tool, in up to three turns, with one branch (a second attempt from the question)
 not train). Its reward is the mean over both attempts, and so is the held-out reward: the accuracy of one attempt,
 sampled at temperature 1. The held-out accuracy is the share of sums for which both attempts are right.
 
+The engine is the embedded one, or with `--engine` two replicas of it on Ray, or vLLM (in an environment that has it):
+
+    .venv-vllm/bin/python benchmarks/agents/calculator.py --engine vllm --seeds 0 --steps 20 --out results/agent_vllm
+
 Resumable: seeds with a result are skipped.
 """
 
@@ -22,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,11 @@ from lit_async_rl.utils.files import replacing
 
 OLDEST = "sample/staleness_max"
 LAST_STEPS = 3  # evaluations whose mean is the accuracy at the end
+ENGINES: Mapping[str, Callable[[int], rl.RolloutEngine]] = {
+    "embedded": lambda seed: rl.EmbeddedEngine(seed=seed),
+    "ray": lambda seed: rl.RayEngine(rl.EmbeddedEngine(seed=seed), replicas=2, num_cpus=0.5),
+    "vllm": lambda seed: rl.VLLMEngine(seed=seed, max_num_seqs=256, kv_cache_memory_gb=0.25),
+}
 
 
 class Agent(CalculatorAgent):
@@ -66,14 +75,15 @@ class HeldOut(pl.Callback):
             self.accuracy[trainer.global_step] = float(trainer.callback_metrics["val/pass@1"])
 
 
-def run(seed: int, steps: int, out: Path, *, in_process: bool) -> dict[str, Any]:
+def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Trains one seed."""
+    steps: int = options.steps
     held_out = HeldOut()
-    log = CSVLog(out / f"seed{seed}", name="")
+    log = CSVLog(options.out / f"seed{seed}", name="")
     engine = rl.AgentEngine(
-        rl.EmbeddedEngine(seed=seed),
+        ENGINES[options.engine](seed),
         Agent(),
-        clients=None if in_process else rl.EndpointClients(),
+        clients=None if options.in_process else rl.EndpointClients(),
         parser=rl.CalculatorParser(),
         chat_template="calculator_chat.jinja",
     )
@@ -105,7 +115,8 @@ def run(seed: int, steps: int, out: Path, *, in_process: bool) -> dict[str, Any]
     with Path(log.log_dir, "metrics.csv").open(newline="") as file:
         ages = [float(row[OLDEST]) for row in csv.DictReader(file) if row.get(OLDEST)]
     return {
-        "client": "in the process" if in_process else "`openai`, over HTTP",
+        "client": "in the process" if options.in_process else "`openai`, over HTTP",
+        "engine": options.engine,
         "seed": seed,
         "steps": trainer.global_step,
         "seconds": time.monotonic() - began,
@@ -163,13 +174,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("results/agent_calculator"))
     parser.add_argument("--in_process", action="store_true", help="the client in the process, without HTTP")
+    parser.add_argument("--engine", choices=list(ENGINES), default="embedded")
     parser.add_argument("--output", type=Path, help="file of the measurement")
     parser.add_argument("--machine", default="two cores")
     parser.add_argument("--one", type=int, help="this seed, in this process")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.one is not None:
-        found = run(options.one, options.steps, options.out, in_process=options.in_process)
+        found = run(options.one, options)
         with replacing(options.out / f"seed{options.one}.json") as file:
             file.write(json.dumps(found, indent=1).encode())
         return
@@ -178,7 +190,7 @@ def main() -> None:
         path = options.out / f"seed{seed}.json"
         if not path.exists():
             arguments = ["--one", str(seed), "--steps", str(options.steps), "--out", str(options.out)]
-            arguments += ["--in_process"] if options.in_process else []
+            arguments += ["--engine", options.engine, *(["--in_process"] if options.in_process else [])]
             subprocess.run([sys.executable, __file__, *arguments], check=True)
         found = json.loads(path.read_text())
         results.append(found)
