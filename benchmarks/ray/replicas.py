@@ -5,9 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/ray/replicas.py accuracy --output docs/measurements/ray_accuracy.json
     .venv-vllm/bin/python benchmarks/ray/replicas.py vllm --rounds 1 --output docs/measurements/ray_vllm.json
 
-Runs are ordinary commands, in turns; those of one round (a seed) are paired. Where time is compared data are two
-versions old (`FixedLag`): one replica and an engine in a process of its own then sample and train the same, to the bit.
-Each result is kept in `--folder`, and a benchmark that was interrupted goes on from there.
+Runs are ordinary commands, in turns; those of one round (a seed) are paired. Each result is kept in `--folder`, and a
+benchmark that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ VLLM = {  # needs both of them in one environment: make test-vllm-ray
     "2 replicas of vLLM": (*RAY, "VLLMEngine", "--data.engine.replicas", "2", *small_vllm(INNER)),
 }
 QUIET = ("--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "null")
-SAME_WORK = ("--data.admission", "FixedLag", "--data.max_staleness", "2", "--trainer.limit_val_batches", "0")
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,14 @@ class Comparison:
 
 
 COMPARISONS = {
-    "overhead": Comparison(list(SYSTEMS), (*SAME_WORK, "--trainer.max_steps", "50"), is_of_time=True),
+    "overhead": Comparison(
+        list(SYSTEMS),
+        ("--trainer.max_steps", "60", "--trainer.limit_val_batches", "0"),
+        is_of_time=True,
+    ),
     "smollm2": Comparison(
         list(SYSTEMS)[:2],
-        (*SAME_WORK, "--data.filters", "null", "--trainer.max_steps", "14"),
+        ("--data.filters", "null", "--trainer.max_steps", "14", "--trainer.limit_val_batches", "0"),
         config="configs/smollm2.yaml",
         engine={"num_slots": "96", "dtype": "bfloat16"},
         num_skipped=4,
