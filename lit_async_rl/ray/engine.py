@@ -78,6 +78,7 @@ from lit_async_rl.ray.tenancy import BUSY_S, LEASE_RULE, RENEW_S, TakenOver
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.waiting import clock
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request
@@ -294,11 +295,11 @@ class RayEngine(EngineWrapper):
             self._entries = [ReplicaEntry(number) for number in range(self.replicas)]
             for entry in self._entries:
                 self._begin(entry)
-        deadline = time.monotonic() + self.startup_timeout_s
+        deadline = clock.now() + self.startup_timeout_s
         while (num := sum(entry.state is not State.STARTING for entry in self._entries)) < self.min_replicas:
             self._turn(0.2)
             self._check()
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise StalledError(
                     f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
                     f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._resources}, and of that the "
@@ -376,7 +377,7 @@ class RayEngine(EngineWrapper):
 
     def _await_acceptance(self, what: str, states: Sequence[State]) -> None:
         """Waits until all replicas in these states have accepted what they were sent; loses those that take longer."""
-        deadline = time.monotonic() + self._hang_s
+        deadline = clock.now() + self._hang_s
 
         def late() -> list[ReplicaEntry]:
             with self._lock:
@@ -385,7 +386,7 @@ class RayEngine(EngineWrapper):
         while late():
             self._turn(0.2)
             self._check()
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 with self._lock:
                     for entry in late():
                         limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
@@ -393,8 +394,8 @@ class RayEngine(EngineWrapper):
 
     def _await_first(self) -> None:
         """Waits until `min_replicas` have proved to have the first weights; goes on with fewer after the limit."""
-        deadline = time.monotonic() + self._hang_s
-        while self.num_ready < self.min_replicas and time.monotonic() < deadline:
+        deadline = clock.now() + self._hang_s
+        while self.num_ready < self.min_replicas and clock.now() < deadline:
             self._turn(0.2)
             self._check()
         if not self.num_ready:
