@@ -88,6 +88,10 @@ class EngineDown(RuntimeError):
     """Internal: the engine hangs or failed and is to be restarted with weights from all ranks."""
 
 
+class ProbeWanted(RuntimeError):
+    """Internal: the engine asks for log-probabilities of the policy, which all ranks compute."""
+
+
 def describe(error: BaseException) -> str:
     """Message of an exception, prefixed with its type where the message alone is unclear (`KeyError: 0`)."""
     message = str(error).strip()

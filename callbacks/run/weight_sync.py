@@ -138,9 +138,15 @@ class WeightSync(pl.Callback):
         self._published_step = trainer.global_step - self._steps_before
         self.total_s = 0.0
         self._published_weights = {}
-        self._publish(module, data)
+        self._publish(module, data, is_first=True)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
-        data.feed.start(module.version, trainer.global_step, stream, lambda: data.is_asked_to_stop)
+        data.feed.start(
+            module.version,
+            trainer.global_step,
+            stream,
+            should_stop=lambda: data.is_asked_to_stop,
+            make_probe=partial(make_probe, module),
+        )
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -170,8 +176,9 @@ class WeightSync(pl.Callback):
         lane.add("publish", began, seconds, ("publish", module.version), version=module.version)
         return seconds
 
-    def _publish(self, module: PolicyModule, data: RolloutDataModule) -> None:
-        if data.engine.uses_probe:
+    def _publish(self, module: PolicyModule, data: RolloutDataModule, is_first: bool = False) -> None:
+        # later ones are computed when they are asked for, which is too late if the weights are newer by then
+        if data.engine.uses_probe and (is_first or self.weight_sync_steps > 1):
             data.engine.probe = make_probe(module)
         known = self._published_weights if data.engine.takes_changes else None
         data.feed.publish(module.version, module.stream_weights(data.engine.takes_adapters, known))

@@ -19,9 +19,9 @@ from lit_async_rl.data.collate import StreamedStep
 from lit_async_rl.data.engine_restarts import ReplaceableEngine, Weights
 from lit_async_rl.data.setting_checks import check_ends
 from lit_async_rl.data.settings import Limits
-from lit_async_rl.distributed.scatter import RELOAD, Exchanged, OneProcess, StepScatter
-from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.errors import EngineDown, InvariantError, ProducerError, SetupError, StalledError
+from lit_async_rl.distributed.scatter import PROBE, RELOAD, Exchanged, OneProcess, StepScatter
+from lit_async_rl.engines.base import Probe, RolloutEngine
+from lit_async_rl.errors import EngineDown, InvariantError, ProbeWanted, ProducerError, SetupError, StalledError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.prompts.stream import UsablePrompts
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
@@ -63,6 +63,7 @@ class RolloutFeed:
         self._micro_batches_per_step = micro_batches_per_step
         self._micro_batches: list[RolloutBatch] = []  # received, and not yielded yet
         self._stream_weights: Callable[[], Weights] | None = None
+        self._make_probe: Callable[[], Probe | None] = lambda: None
 
     # -- micro-batches, for Lightning's loop --------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class RolloutFeed:
         return self
 
     def __next__(self) -> RolloutBatch:
-        """The next micro-batch of this rank; replaces an engine that fails meanwhile. A collective at some calls.
+        """The next micro-batch of this rank; sees to an engine that needs it meanwhile. A collective at some calls.
 
         Raises:
             StopIteration: the run is asked to stop.
@@ -101,11 +102,16 @@ class RolloutFeed:
                             )
                         except EngineDown:
                             made = RELOAD
+                        except ProbeWanted:
+                            made = PROBE
                 # The first collective of the step: only here the other ranks learn what the leading one has made.
                 received = ranks.exchange(made)
-                if received != RELOAD:
+                if received == RELOAD:
+                    self._reload()
+                elif received == PROBE:
+                    self._compute_probe()
+                else:
                     break
-                self._reload()
             if not ranks.leads:  # the leading rank's wait is recorded by the producer
                 recorder().lane(TRAINER).add("wait", began, monotonic() - began)
             if received is None:
@@ -127,8 +133,16 @@ class RolloutFeed:
         """Gives the weights of all ranks to an engine that replaces the one that failed."""
         if self._stream_weights is None:
             raise SetupError("add the WeightSync callback: it gives the engine its weights")
+        if self.source.engine.uses_probe:
+            self.source.engine.probe = self._make_probe()  # of the weights that the new engine gets
         self._give(self._stream_weights(), self.source.restart_engine)
         self.num_restarts += 1
+
+    def _compute_probe(self) -> None:
+        """Gives the engine log-probabilities of the weights that it has."""
+        probe = self._make_probe()
+        if self.ranks.leads and probe is not None:
+            self.source.engine.take_probe(probe)
 
     # -- weights, for the WeightSync callback -------------------------------------------------------------------------
 
@@ -142,6 +156,7 @@ class RolloutFeed:
         step: int,
         stream_weights: Callable[[], Weights],
         should_stop: Callable[[], bool] = lambda: False,
+        make_probe: Callable[[], Probe | None] = lambda: None,
     ) -> None:
         """Starts the background thread; the engine already has the weights of `version`.
 
@@ -150,7 +165,9 @@ class RolloutFeed:
             step: number of the first optimizer step.
             stream_weights: iterates over the current weights, for an engine that is restarted; a collective.
             should_stop: whether the run is asked to stop; no collective.
+            make_probe: log-probabilities under the current weights, for an engine that asks for them; a collective.
         """
+        self._make_probe = make_probe
         self._stream_weights = stream_weights
         self.ranks.take_over_sigterm()
         if self.ranks.leads:
@@ -354,6 +371,7 @@ class RolloutSource:
 
         Raises:
             EngineDown: call `restart_engine`, then this again; groups already taken are kept.
+            ProbeWanted: call `take_probe` of the engine, then this again; likewise.
             ProducerError, StalledError: the failure is not the engine's, or it was restarted too often.
         """
         producer = self._started()
@@ -367,12 +385,16 @@ class RolloutSource:
                 self._streamed = streamed
         num_groups = self.fresh_per_step if streamed is None else streamed.next_size
         while len(self._taken) < num_groups:
+            if self.engine.needs_probe:
+                raise ProbeWanted
             try:
-                group = producer.take(should_stop)
+                group = producer.take(lambda: should_stop() or self.engine.needs_probe)
             except (ProducerError, StalledError) as error:
                 if not self._can_restart(producer):
                     raise
                 raise EngineDown from error
+            if group is None and isinstance(producer, Producer) and not should_stop():
+                continue  # interrupted by the engine
             if group is None:
                 self._taken = []
                 self._streamed = None

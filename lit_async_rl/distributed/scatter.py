@@ -31,10 +31,10 @@ from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 RELOAD: Final = "reload"  # instead of a step: a restarted engine needs the weights, which all ranks gather
-Exchanged = list[RolloutBatch] | Literal["reload"] | None  # None ends the run
+PROBE: Final = "probe"  # instead of a step: the engine needs log-probabilities, which all ranks compute
+Exchanged = list[RolloutBatch] | Literal["reload", "probe"] | None  # None ends the run
 _STEP = 1
-_END = 2
-_RELOAD = 3
+_WITHOUT_STEP: Final[dict[int, Literal["reload", "probe"] | None]] = {2: None, 3: RELOAD, 4: PROBE}
 _NON_TENSORS = "others"  # key of the fields that are not tensors, as JSON
 
 
@@ -135,7 +135,7 @@ class StepScatter:
             raise
 
     def exchange(self, made: Exchanged) -> Exchanged:
-        """This rank's micro-batches, or `RELOAD` if weights are needed; None ends the run on all ranks. A collective.
+        """This rank's micro-batches, or what all ranks do before them; None ends the run on all ranks. A collective.
 
         Args:
             made: on rank 0 the step's micro-batches, with concurrent ones next to each other; ignored on other ranks.
@@ -149,7 +149,7 @@ class StepScatter:
             return self._receive()
         self.progress.reach("handing out the step")
         self._send(made)
-        return made if made is None or made == RELOAD else made[self._places[0] :: self.num_places]
+        return made[self._places[0] :: self.num_places] if isinstance(made, list) else made
 
     def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
         """Whether any rank requested the end of the run; polled by rank 0 while it waits for rollouts.
@@ -180,8 +180,8 @@ class StepScatter:
         return bool(flag)
 
     def _send(self, batches: Exchanged) -> None:
-        if batches is None or batches == RELOAD:
-            kind = _END if batches is None else _RELOAD
+        if not isinstance(batches, list):
+            kind = next(number for number, one in _WITHOUT_STEP.items() if one == batches)
             self._broadcast(torch.tensor([kind, *[0] * self._num_ranks]))
             return
         if len(batches) % self.num_places:
@@ -195,7 +195,7 @@ class StepScatter:
     def _receive(self) -> Exchanged:
         header = self._broadcast(torch.zeros(1 + self._num_ranks, dtype=torch.long)).tolist()
         if header[0] != _STEP:
-            return None if header[0] == _END else RELOAD
+            return _WITHOUT_STEP[header[0]]
         data = self._scatter(max(header[1:]), None)
         return unpack(data[: header[1 + self._rank]].numpy().tobytes())
 

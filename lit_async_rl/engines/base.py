@@ -45,10 +45,11 @@ class RolloutEngine(ABC):
         update_timeout_s: timeout of any other call in seconds, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines without a model; their log-probabilities are meaningless.
         dtype: precision of weights and computation; determines the expected error of log-probabilities.
-        uses_probe: whether the trainer must set `probe` before each `load_weights`.
+        uses_probe: whether the trainer must set `probe` before the first `load_weights`, and when `needs_probe`.
+        needs_probe: whether the log-probabilities of the present weights are asked for: then `take_probe`.
         sleep_level: 0 if `sleep` does nothing.
         needs_weights: whether the weights were freed, so that `load_weights` must come before the next token.
-        probe: log-probabilities computed by the trainer with the next weights, for engines that check their own.
+        probe: log-probabilities computed by the trainer, for engines that check their own; None if it cannot.
         is_used: whether a run has set the engine up; another run then makes a fresh one.
         has_failed: whether the run replaces it by a new one, so that nothing of it is to be kept.
         special_tokens: form of special tokens in texts for environments, see `data.scoring.special_tokens`.
@@ -69,6 +70,7 @@ class RolloutEngine(ABC):
     has_model: bool = True
     dtype: str = "unknown"
     uses_probe: bool = False
+    needs_probe: bool = False
     needs_weights: bool = False
     sleep_level: int = 0
     probe: Probe | None = None
@@ -217,6 +219,10 @@ class RolloutEngine(ABC):
         """Restores a state returned by `random_state`."""
         raise NotImplementedError(f"{type(self).__name__} saves no random state")
 
+    def take_probe(self, probe: Probe) -> None:
+        """Takes the log-probabilities that `needs_probe` asked for."""
+        self.probe = probe
+
     @abstractmethod
     def close(self) -> None:
         """Releases all resources. Safe to call twice and from any thread."""
@@ -334,6 +340,13 @@ class EngineWrapper(RolloutEngine):
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
         return self.engine.needs_weights
+
+    @property
+    def needs_probe(self) -> bool:  # type: ignore[override]
+        return self.engine.needs_probe
+
+    def take_probe(self, probe: Probe) -> None:
+        self.engine.take_probe(probe)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.engine.probe = self.probe

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any
 
 from lit_async_rl.utils.guarded_calls import run_loop
+from lit_async_rl.utils.waiting import use_awake_clock
 
 # limits for cancelled tasks and for the thread; together less than the time that a failed engine has to close
 CLEANUP_TIMEOUT_S = 6.0
@@ -38,7 +39,7 @@ class EnvironmentLoop:
         """Returns the loop, which runs until every `enter` is followed by a `leave`."""
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop = use_awake_clock(asyncio.new_event_loop())
                 weakref.finalize(self, _cancel_remaining_tasks, self._loop)  # also at the end of the process
             if self._thread is None:
                 self._stopped = self._loop.create_future()

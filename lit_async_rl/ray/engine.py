@@ -78,6 +78,7 @@ from lit_async_rl.ray.tenancy import BUSY_S, LEASE_RULE, RENEW_S, TakenOver
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.waiting import clock
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request
@@ -187,6 +188,7 @@ class RayEngine(EngineWrapper):
         self._table: Table | None = None  # of the newest weights; None before the first
         self._table_ref: Any = None
         self._probe: Probe | None = None  # of these weights
+        self._can_probe = False  # whether the trainer had one of its first weights
         self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
         self._has_been_ready = False
         self._looked = time.monotonic()
@@ -240,6 +242,12 @@ class RayEngine(EngineWrapper):
         return self._is_asleep and self.sleep_level == 2
 
     @property
+    def needs_probe(self) -> bool:  # type: ignore[override]
+        """Whether a replica that comes back can prove only with them that it computes what the trainer computes."""
+        with self._lock:
+            return self._can_probe and self._probe is None and any(entry.may_prove for entry in self._entries)
+
+    @property
     def num_ready(self) -> int:
         """Replicas that requests go to."""
         with self._lock:
@@ -287,11 +295,11 @@ class RayEngine(EngineWrapper):
             self._entries = [ReplicaEntry(number) for number in range(self.replicas)]
             for entry in self._entries:
                 self._begin(entry)
-        deadline = time.monotonic() + self.startup_timeout_s
+        deadline = clock.now() + self.startup_timeout_s
         while (num := sum(entry.state is not State.STARTING for entry in self._entries)) < self.min_replicas:
             self._turn(0.2)
             self._check()
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise StalledError(
                     f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
                     f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._resources}, and of that the "
@@ -325,6 +333,7 @@ class RayEngine(EngineWrapper):
             self._table_ref = self._ray.put([tuple(place) for place in table.contents])
             self._table = table
             self._probe = self.probe if self.probe is not None and self.probe.version == version else None
+            self._can_probe = self._can_probe or self._probe is not None
             self._is_asleep = False
             known = [e.verified if e.state is State.READY else e.sent for e in self._entries if e.sent >= 0]
             oldest = min(known, default=version)
@@ -339,6 +348,16 @@ class RayEngine(EngineWrapper):
             self._await_first()
         elif not self.in_flight_weight_updates:
             self._await_acceptance(f"version {version}", (State.READY,))
+
+    def take_probe(self, probe: Probe) -> None:
+        """Has the replicas that wait for it prove what they compute; those that still load do so later."""
+        with self._lock:
+            if probe.version != self._version:
+                return
+            self._probe = probe
+            for entry in self._entries:
+                if entry.may_prove and entry.sent == probe.version:
+                    self._ask_for_proof(entry)
 
     def sleep(self) -> None:
         """Has all replicas free their memory until the next weights, unless requests are running.
@@ -358,7 +377,7 @@ class RayEngine(EngineWrapper):
 
     def _await_acceptance(self, what: str, states: Sequence[State]) -> None:
         """Waits until all replicas in these states have accepted what they were sent; loses those that take longer."""
-        deadline = time.monotonic() + self._hang_s
+        deadline = clock.now() + self._hang_s
 
         def late() -> list[ReplicaEntry]:
             with self._lock:
@@ -367,7 +386,7 @@ class RayEngine(EngineWrapper):
         while late():
             self._turn(0.2)
             self._check()
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 with self._lock:
                     for entry in late():
                         limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
@@ -375,8 +394,8 @@ class RayEngine(EngineWrapper):
 
     def _await_first(self) -> None:
         """Waits until `min_replicas` have proved to have the first weights; goes on with fewer after the limit."""
-        deadline = time.monotonic() + self._hang_s
-        while self.num_ready < self.min_replicas and time.monotonic() < deadline:
+        deadline = clock.now() + self._hang_s
+        while self.num_ready < self.min_replicas and clock.now() < deadline:
             self._turn(0.2)
             self._check()
         if not self.num_ready:
@@ -642,6 +661,7 @@ class RayEngine(EngineWrapper):
             self._send_weights(entry, self._table)
 
     def _send_weights(self, entry: ReplicaEntry, table: Table) -> None:
+        is_first = entry.sent < 0
         entry.sent = table.version
         if entry.state is State.LOADING:
             entry.heard = time.monotonic()
@@ -652,14 +672,19 @@ class RayEngine(EngineWrapper):
         entry.weights = None
         buckets = {} if has_them else dict(table.buckets)
         self._call(entry, self._accepted, "load", table.version, [self._table_ref], buckets, after, has_them)
-        if entry.was_there and not entry.is_proving:
+        if entry.was_there and is_first:
             what = f"the weights of version {table.version}" if has_them else "its process, and reads new weights"
             log.warning("%s was there already: it keeps %s", entry.where, what)
-        if not entry.is_proving:  # once after each start; the replica takes no newer weights before it has answered
-            entry.is_proving = True
-            token_ids = () if self._probe is None else self._probe.token_ids
-            handle = partial(self._prove, version=table.version, probe=self._probe)
-            self._call(entry, handle, "prove", token_ids)
+        if entry.may_prove and (self._probe is not None or not self._can_probe):
+            self._ask_for_proof(entry)
+
+    def _ask_for_proof(self, entry: ReplicaEntry) -> None:
+        """Once after each start; the replica takes no newer weights before it has answered. The lock is held."""
+        entry.is_proving = True
+        entry.heard = time.monotonic()
+        token_ids = () if self._probe is None else self._probe.token_ids
+        handle = partial(self._prove, version=entry.sent, probe=self._probe)
+        self._call(entry, handle, "prove", token_ids)
 
     def _accepted(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" not in answer:
@@ -809,8 +834,7 @@ class RayEngine(EngineWrapper):
                 continue
             if entry.retry_at is not None and now >= entry.retry_at:
                 self._begin(entry)
-            is_asked = entry.state is State.READY or (entry.state is State.LOADING and entry.sent >= 0)
-            if is_asked and now - entry.heard > self._hang_s:
+            if entry.is_asked and now - entry.heard > self._hang_s:
                 self._lose(
                     entry,
                     f"gave no token and no answer within data.engine.engine.update_timeout_s={self._hang_s:g}",

@@ -158,6 +158,18 @@ class ReplicaEntry:
             return f"replica {self.number}"
         return f"replica {self.number} (pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]})"
 
+    @property
+    def may_prove(self) -> bool:
+        """Whether it was given weights and not asked yet to prove what it computes with them."""
+        return self.state is State.LOADING and self.sent >= 0 and not self.is_proving
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an answer is due."""
+        if self.state is State.LOADING and self.sent >= 0:  # else it waits for the trainer
+            return not self.may_prove or min(self.accepted, self.verified) < self.sent
+        return self.state is State.READY
+
     def unpack(
         self,
         answer: Mapping[str, Any],

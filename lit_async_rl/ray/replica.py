@@ -44,6 +44,7 @@ from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.waiting import FairLock
 
 POLL_S = 0.05  # an abort waits for at most this
+GATHER_S = 0.01  # an answer costs both processes a millisecond or two, and others are about to be finished
 MAX_ERROR_CHARS = 4000
 MAX_LINE_CHARS = 300
 NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
@@ -461,6 +462,8 @@ class Replica:
         engine = self.engine
         with self._changed:
             self._wait(lambda: self._finished or self._reports, timeout_s)
+            if engine.num_running:  # the last ones are not kept waiting
+                self._wait(lambda: self._reports or not engine.num_running, GATHER_S)
             finished = self._finished
             reports = self._reports
             self._finished = []

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.utils.waiting import Wait
+from lit_async_rl.utils.waiting import Wait, use_awake_clock
 
 MAX_ANSWER_S = 1.0  # longest wait for a value that can be had late
 
@@ -233,7 +233,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._loop = asyncio.new_event_loop()
+        self._loop = use_awake_clock(asyncio.new_event_loop())
         self._stopped = self._loop.create_future()
         self._thread = threading.Thread(target=run_loop, args=(self._stopped,), name=name, daemon=True)
         self._thread.start()

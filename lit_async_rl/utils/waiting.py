@@ -12,6 +12,7 @@ that are killed in the end (`utils/isolation.py`), the joins of threads that may
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -70,6 +71,12 @@ class AwakeClock:
 
 clock = AwakeClock()  # of the process; its thread lives as long
 os.register_at_fork(after_in_child=clock.__init__)  # type: ignore[misc]  # a child has no thread, and maybe a held lock
+
+
+def use_awake_clock(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+    """Has all timers of an event loop follow `clock`: `sleep`, `wait_for`, timeouts of clients. Returns the loop."""
+    loop.time = clock.now  # type: ignore[method-assign]  # read by the loop itself, too
+    return loop
 
 
 # -- A wait with a limit ----------------------------------------------------------------------------------------------

@@ -271,22 +271,48 @@ def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_
     assert (tmp_path / "failed.ckpt").exists()
 
 
-def test_the_next_engine_gets_the_log_probabilities_that_prove_its_weights():
-    seen = []
+class Proved(FailingEngine):
+    """Asks for log-probabilities of some versions, and is replaced once."""
 
-    class Proved(FailingEngine):
-        uses_probe = True
-        where = "poll"
-        failures: ClassVar[list[int]] = [1]
+    uses_probe = True
+    where = "poll"
+    asks_for: ClassVar[set[int]] = set()
 
-        def load_weights(self, version, weights):
-            seen.append((id(self), version, self.probe.version, len(self.probe.logprobs)))
-            super().load_weights(version, weights)
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.loaded = []  # versions, each with that of the log-probabilities at hand
+        self.taken = []
 
+    def load_weights(self, version, weights):
+        self.loaded.append((version, self.probe.version, len(self.probe.logprobs)))
+        super().load_weights(version, weights)
+
+    @property
+    def needs_probe(self):
+        newest = self.loaded[-1][0] if self.loaded else -1
+        return newest in self.asks_for and newest not in [probe.version for probe in self.taken]
+
+    def take_probe(self, probe):
+        self.taken.append(probe)
+
+
+def test_each_engine_gets_the_log_probabilities_of_its_first_weights_and_those_that_it_asks_for(monkeypatch):
+    monkeypatch.setattr(Proved, "failures", [1])
+    monkeypatch.setattr(Proved, "asks_for", {0, 3, 4})
     engine = Proved(update_timeout_s=20.0)
     data = make_data(engine=engine, max_staleness=1)
-    fit(make_module(), data, 4)
+    fit(make_module(), data, 6)
     assert data.engine is not engine, "it was restarted"
-    assert {version for _, version, _, _ in seen} == {0, 1, 2, 3, 4}
-    assert {number for number, _, _, _ in seen} == {id(engine), id(data.engine)}, "the second engine gets them, too"
-    assert all(version == of_probe and length == 47 for _, version, of_probe, length in seen)
+    for one in (engine, data.engine):
+        version, of_probe, length = one.loaded[0]
+        assert (version, length) == (of_probe, 47)
+    taken = engine.taken + data.engine.taken
+    assert {probe.version for probe in taken} == {0, 3, 4}
+    assert len({probe.logprobs[0] for probe in taken if probe.version}) == 2, "each is of its version's weights"
+
+
+def test_where_several_steps_share_a_version_each_comes_with_its_log_probabilities():
+    """They cannot be computed later: the trainer's weights are newer than the engine's by then."""
+    engine = Proved(update_timeout_s=20.0)
+    fit(make_module(), make_data(engine=engine, max_staleness=1, weight_sync_steps=2), 4)
+    assert [(version, of_probe) for version, of_probe, _ in engine.loaded] == [(0, 0), (1, 1), (2, 2)]

@@ -186,6 +186,41 @@ def test_one_that_comes_back_has_the_newest_weights_before_any_request(stand_in,
     engine.close()
 
 
+def test_log_probabilities_are_asked_for_when_a_replica_has_to_prove_what_it_computes(stand_in, model):
+    lms = {version: tiny_llama(seed=version) for version in range(3)}
+    engine = on_stand_in(small(), model, replicas=2)
+    publish(engine, lms[0], 0)
+    until(lambda: engine.num_ready == 2, engine)
+    engine.load_weights(1, lms[1].named_parameters())
+    assert not engine.needs_probe
+    kill(stand_in, 1)
+    until(lambda: engine.needs_probe, engine)
+    engine.load_weights(2, lms[2].named_parameters())
+    until(lambda: engine.needs_probe and engine._entries[1].verified == 2, engine)
+    engine.take_probe(probe_of(lms[1], 1))
+    assert engine.needs_probe, "of the weights before"
+    assert engine.num_ready == 1
+    engine.take_probe(probe_of(lms[2], 2))
+    until(lambda: engine.num_ready == 2, engine)
+    assert not engine.needs_probe
+    engine.close()
+
+
+def test_one_that_computes_otherwise_is_found_with_log_probabilities_that_come_later(stand_in, model, caplog):
+    lm = tiny_llama()
+    engine = on_stand_in(small(), model, replicas=2)
+    publish(engine, lm, 0)
+    until(lambda: engine.num_ready == 2, engine)
+    engine.load_weights(1, lm.named_parameters())
+    kill(stand_in, 1)
+    until(lambda: engine.needs_probe, engine)
+    right = probe_of(lm, 1)
+    engine.take_probe(replace(right, logprobs=tuple(p - 0.01 for p in right.logprobs)))
+    until(lambda: said(caplog, "replica 1 (pid"), engine)
+    until(lambda: said(caplog, "computes other log-probabilities than the trainer"), engine)
+    engine.close()
+
+
 def test_the_proof_leaves_random_numbers_alone(stand_in, model):
     lm = tiny_llama()
     requests = requests_of([4, 6], max_tokens=20)

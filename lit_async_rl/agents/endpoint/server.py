@@ -42,7 +42,7 @@ from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.errors import EngineError, SetupError, describe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.waiting import Wait
+from lit_async_rl.utils.waiting import Wait, use_awake_clock
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
@@ -201,7 +201,7 @@ class Endpoint:
         task = asyncio.current_task()
         if self._socket is None or task is None:
             raise SetupError("the agents' endpoint is not started")
-        self._serving = (asyncio.get_running_loop(), task)
+        self._serving = (use_awake_clock(asyncio.get_running_loop()), task)
         if not self._is_closing.is_set():  # else `close` may have come too early to cancel the task
             await make_server(self, started.set).serve(sockets=[self._socket.dup()])  # it closes the one that it gets
 
@@ -381,10 +381,11 @@ class Endpoint:
                 raise too_long
         parts: list[bytes] = []
         length = 0
-        deadline = time.monotonic() + BODY_TIMEOUT_S
+        now = asyncio.get_running_loop().time
+        deadline = now() + BODY_TIMEOUT_S
         while True:
             try:
-                message = await asyncio.wait_for(request.receive(), deadline - time.monotonic())
+                message = await asyncio.wait_for(request.receive(), deadline - now())
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
             if message["type"] == "http.disconnect":
