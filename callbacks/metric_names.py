@@ -63,6 +63,8 @@ METRICS: dict[str, list[Metric]] = {
         fresh/ratio_mean | ratio | mean importance ratio of tokens under the weights that sampled them; must be 1
         fresh/log_ratio_mean | nats | mean of its logarithm; must be 0 but for rounding
         fresh/log_ratio_slope | nats/nat | its change with the token's log-probability; must be 0
+        ratio/discrepancy | nats | root mean square of log-ratios between engine and trainer at one version
+        ratio/staleness | nats | the same of what the log-ratios of the step have beyond it, between versions
     """),
     "RewardHackingMonitor": _metrics("""
         hacking/length_growth | ratio | mean length of the last 20 steps over that of at most 100 steps before
@@ -99,6 +101,7 @@ METRICS: dict[str, list[Metric]] = {
         perf/weight_sync_share | share | of the window spent publishing
         perf/scoring_share | share | of the window in which a reward worker scored
         perf/share_to_win | share | of the window that removing the bottleneck would save at most
+        perf/steady_staleness | versions | bound below which the trainer waits, and above which data only get older
     """),
     "PolicyModule": _metrics("""
         optim/lr | rate | learning rate of the schedule, before `ess/lr_scale`

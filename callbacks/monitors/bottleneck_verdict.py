@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_sentence
+from lit_async_rl.callbacks.monitors.stale_data import StaleDataWords
 from lit_async_rl.callbacks.parts import rollout_data, run_folder, signs_of
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
@@ -55,6 +56,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 MAX_PADDING_SHARE = 0.25  # of the positions in a training pass; above, more micro-batches are advised
 MAX_CPU_SHARE = 0.5  # of the scoring time; below, reward workers mostly wait, and more of them are advised
+ADD_VCPO = "add --config configs/stabilizers/vcpo.yaml"
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: microseconds of CPU time per period, and of the period
 
 
@@ -114,11 +116,15 @@ def adjustable_settings(data: RolloutDataModule, pl_module: AnyModule, load: Ste
 
 def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
     """Advice for a collapsing run: VCPO, or a smaller learning rate or staleness bound if VCPO is in use."""
-    if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
-        return "add --config configs/stabilizers/vcpo.yaml, and resume from a checkpoint before the collapse"
+    if _lacks_baseline(pl_module):
+        return f"{ADD_VCPO}, and resume from a checkpoint before the collapse"
     data = trainer.datamodule
     bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
     return f"lower model.learning_rate or data.max_staleness{bound}, and resume from a checkpoint before the collapse"
+
+
+def _lacks_baseline(pl_module: AnyModule) -> bool:
+    return isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None
 
 
 def num_cores() -> int:
@@ -251,32 +257,41 @@ class StalenessAdvice:
         if ess_ratio is not None:
             self._ess.append(ess_ratio)
 
-    def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
-        """The recommendation; None if the run was too short, or had no constant staleness bound."""
-        steps = load.num_steps
-        if steps < MIN_STEPS or not self._waits or not isinstance(data.admission, Bounded):
+    def work(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> StepWork | None:
+        """Work of the run so far for each version of the policy; None if it was too short."""
+        if load.num_steps < MIN_STEPS or not self._waits:
             return None
-        if data.max_staleness != data.configured_bound:
-            return None
-        engine = data.engine.engine if isinstance(data.engine, MultiRequestEngine) else data.engine
+        steps = load.num_steps / data.weight_sync_steps  # a version of the policy is what a bound counts
+        engine = _sampling_engine(data)
         cpu_s = run.cpu_s if pl_module.device.type == "cpu" else 0.0
         if cpu_s and getattr(engine, "own_process", False):  # add CPU time of the engine's process
             cpu_s += run.engine_busy_s * (getattr(engine, "num_threads", None) or torch.get_num_threads())
-        work = StepWork(
+        return StepWork(
             train_s=run.trainer_s / steps,
             engine_s=run.engine_busy_s / steps,
             waits=tuple(self._waits),
             busy_share=run.engine_busy_s / run.wall_s,
-            groups_per_step=data.groups_per_step,
+            groups_per_step=data.groups_per_round,
             core_s=cpu_s / num_cores() / steps,
         )
+
+    def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
+        """The recommendation; None if the run was too short, or had no constant staleness bound."""
+        work = self.work(data, pl_module, run, load)
+        is_constant = isinstance(data.admission, Bounded) and data.max_staleness == data.configured_bound
+        if work is None or not is_constant:
+            return None
         return advise(
             work,
             ess_ratio=statistics.median(self._ess) if self._ess else None,
             present=data.max_staleness,
-            num_slots=getattr(engine, "num_slots", None),
-            waiting_rollouts=load.num_unfinished / steps * data.group_size,
+            num_slots=getattr(_sampling_engine(data), "num_slots", None),
+            waiting_rollouts=load.num_unfinished / load.num_steps * data.group_size,
         )
+
+
+def _sampling_engine(data: RolloutDataModule) -> RolloutEngine:
+    return data.engine.engine if isinstance(data.engine, MultiRequestEngine) else data.engine
 
 
 ESS = "importance/ess_ratio"
@@ -295,12 +310,14 @@ class BottleneckVerdict(pl.Callback):
     follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
-    `perf/scoring_share` and `perf/share_to_win`. Validation time is excluded. A replay of a tape has no engine, and
+    `perf/scoring_share` and `perf/share_to_win`, and `perf/steady_staleness` of the run so far. Validation time is excluded. A replay of a tape has no engine, and
     gets no verdict.
 
     For a collapsing run (`CollapseTrend` of the metrics of `ImportanceMonitor` and `RolloutMonitor`), the collapse and
     a configuration against it are reported, instead of a verdict on speed. It is also reported if all completions of
-    each prompt had equal rewards in the last ten steps or more, for example because a reward is always 0.
+    each prompt had equal rewards in the last ten steps or more, for example because a reward is always 0; and at the
+    end, if the data were older than the learning rate allows, or engine and trainer differ more than versions do
+    (`StaleDataWords`).
 
     Args:
         every_n_steps: optimizer steps per window.
@@ -324,6 +341,7 @@ class BottleneckVerdict(pl.Callback):
         self.advice: Advice | None = None
         self._trend = CollapseTrend()
         self._staleness = StalenessAdvice()
+        self._stale_data = StaleDataWords()
         self._steady = SteadyAdvice()
         self._stats_before: ProducerStats | None = None  # at the beginning of the window
         self._left_out = self._validation_began = NO_TIME
@@ -342,6 +360,7 @@ class BottleneckVerdict(pl.Callback):
         self.collapse = None
         self._without_signal = 0
         self._staleness = StalenessAdvice()
+        self._stale_data = StaleDataWords()
         self._steady = SteadyAdvice()
         self._stats_before = None
         self.verdict = None
@@ -396,7 +415,11 @@ class BottleneckVerdict(pl.Callback):
         self._record(trainer, verdict, self.words, whole_run=False)
         self._window = StepLoad(self._totals(trainer))
         self._window_began_at = time.time()
-        for name, value in _metrics(verdict).items():
+        values = _metrics(verdict)
+        work = self._staleness.work(trainer.datamodule, pl_module, so_far.intervals, self._run)
+        if work is not None and work.steady_staleness is not None:
+            values["perf/steady_staleness"] = work.steady_staleness
+        for name, value in values.items():
             pl_module.log(name, value)
         _print(trainer, f"step {self._step}: {self.words}")
 
@@ -408,7 +431,9 @@ class BottleneckVerdict(pl.Callback):
             advised = self._steady.for_run(verdict, is_over=True)
             stats = data.stats()
             dropped = None if stats is None else dropped_sentence(stats)
-            words = self._words(trainer, pl_module, str(advised or verdict.shares), dropped=dropped)
+            about_data = self._stale_data.sentences(ADD_VCPO if _lacks_baseline(pl_module) else "")
+            speed = ". ".join([*about_data, str(advised or verdict.shares)])
+            words = self._words(trainer, pl_module, speed, dropped=dropped)
             self._record(trainer, verdict, words, whole_run=True)
             if self.collapse is None and dropped is None:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
@@ -425,6 +450,7 @@ class BottleneckVerdict(pl.Callback):
 
     def _observe(self, trainer: AnyTrainer) -> None:
         metrics = trainer.callback_metrics
+        self._stale_data.observe(metrics)
         ess = float(metrics[ESS]) if ESS in metrics else None
         self._staleness.observe(rollout_data(trainer, "BottleneckVerdict"), ess)
         if NO_SIGNAL in metrics:

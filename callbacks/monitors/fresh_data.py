@@ -13,6 +13,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from lit_async_rl.callbacks.monitors.engine_check import EngineCheck, tokens_of
+from lit_async_rl.callbacks.monitors.ratio_parts import RatioSplit, stale_sums
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.errors import EngineError
 from lit_async_rl.importance import safe_exp, sum_over_ranks
@@ -87,6 +88,8 @@ class FreshStatistics(NamedTuple):
 def moments(log_ratio: Float[Tensor, " N"], behavior: Float[Tensor, " N"]) -> Float64[Tensor, " 8"]:
     """Sums over tokens, additive over batches and ranks, on the CPU; `statistics` reads them.
 
+    The first is their number, the fifth the sum of their squared log-ratios.
+
     Args:
         log_ratio: l = log p - log q of each token.
         behavior: log q of each token.
@@ -151,6 +154,9 @@ class FreshDataMonitor(pl.Callback):
     weights that sampled them. Tapes, engines without a model and greedy sampling (where rounding errors choose the
     token) are not checked.
 
+    Fresh tokens also tell the two parts of all log-ratios apart, see `RatioSplit`: logs `ratio/discrepancy` and
+    `ratio/staleness`, root mean squares in nats. A resumed run logs them from its first fresh tokens on.
+
     Args:
         num_tokens: tokens per check, of all ranks together.
         on_error: reaction to a violated identity: `warn`, or `stop` by raising `EngineError`.
@@ -175,6 +181,8 @@ class FreshDataMonitor(pl.Callback):
         self._version = -1
         self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
+        self._stale = torch.zeros(3, dtype=torch.float64)
+        self._split = RatioSplit()
         self.broken = ""
         self.num_checked_tokens = 0
 
@@ -189,6 +197,8 @@ class FreshDataMonitor(pl.Callback):
         self._version = module.version if module.is_changed else -1
         self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
+        self._stale = torch.zeros(3, dtype=torch.float64)
+        self._split = RatioSplit()
         self.broken = ""
         self.num_checked_tokens = 0
 
@@ -208,9 +218,11 @@ class FreshDataMonitor(pl.Callback):
             return
         module = policy_module(pl_module, "FreshDataMonitor")
         signals: Mapping[str, Any] = module.stabilizer_signals
+        fresh = torch.zeros_like(batch.loss_mask)
         if self._is_current:
             fresh = tokens_of(batch, signals["version"])
             self._micro = self._micro + moments(signals["log_ratio"][fresh], batch.behavior_logprobs[fresh])
+        self._stale = self._stale + stale_sums(signals["log_ratio"], batch.loss_mask, fresh)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EngineCheck):
                 for replayed in callback.replayed:
@@ -219,7 +231,12 @@ class FreshDataMonitor(pl.Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        self._window = self._window + self._sum_over_ranks(trainer, module)
+        sums, stale = self._sums_over_ranks(trainer, module)
+        self._window = self._window + sums
+        parts = self._split.update(float(sums[0]), float(sums[4]), stale)
+        if parts is not None:
+            module.log("ratio/discrepancy", parts.discrepancy)
+            module.log("ratio/staleness", parts.staleness)
         if self._window[0] < 1:
             return
         found = statistics(self._window)
@@ -234,11 +251,16 @@ class FreshDataMonitor(pl.Callback):
         if self._is_enabled and not self.num_checked_tokens and self._window[0] >= MIN_TOKENS_AT_END:
             self._check_window(trainer, policy_module(pl_module, "FreshDataMonitor"), statistics(self._window))
 
-    def _sum_over_ranks(self, trainer: AnyTrainer, module: PolicyModule) -> Float64[Tensor, " 8"]:
-        """Sums of the step over all ranks, on the CPU."""
-        sums = self._micro
+    def _sums_over_ranks(
+        self, trainer: AnyTrainer, module: PolicyModule
+    ) -> tuple[Float64[Tensor, " 8"], Float64[Tensor, " 3"]]:
+        """`moments` of the step's fresh tokens and its `stale_sums`, over all ranks, on the CPU."""
+        sums = torch.cat([self._micro, self._stale])
         self._micro = torch.zeros(8, dtype=torch.float64)
-        return sums if trainer.world_size == 1 else sum_over_ranks(sums.to(module.device)).cpu()
+        self._stale = torch.zeros(3, dtype=torch.float64)
+        if trainer.world_size > 1:
+            sums = sum_over_ranks(sums.to(module.device)).cpu()
+        return sums[:8], sums[8:]
 
     def _check_window(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:
         data = rollout_data(trainer, "FreshDataMonitor")

@@ -1,0 +1,74 @@
+"""What the age of a run's data and the parts of its ratios say about the settings, in words, for the last verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DRIFT = ("sample/staleness_mean", "drift/half_lag", "drift/stale", "drift/radius")
+PARTS = ("ratio/discrepancy", "ratio/staleness", "rollout/length_mean")
+NUM_STEPS = 50  # latest ones, whose medians count
+MIN_STEPS = 10  # with values, to say something
+MIN_EXCESS = 1.1  # of the distance from the weights that sampled the data, over the radius
+MIN_LOSS = 0.1  # share of the effective sample size below which a discrepancy is not worth a word
+
+
+class StaleDataWords:
+    """Says that data are older than the learning rate allows, or that engine and trainer differ more than versions do.
+
+    By medians of the last 50 steps that logged what is needed; silent with fewer than ten.
+
+    * The distance of the weights from those that sampled the data (`WeightDriftMonitor`) is a tenth and more above the
+      one at which half of the effective sample size is left. It is proportional to the rate, so their quotient is the
+      rate that fits.
+    * The data are stale, and yet the discrepancy d is the larger part of the ratio (`FreshDataMonitor`), and not a
+      small one: over L tokens, whose errors are not correlated, it leaves exp(-L d^2) of the effective sample size of
+      whole completions, and a tenth or more is lost.
+    """
+
+    def __init__(self) -> None:
+        self._drift: deque[tuple[float, ...]] = deque(maxlen=NUM_STEPS)
+        self._parts: deque[tuple[float, ...]] = deque(maxlen=NUM_STEPS)
+
+    def observe(self, metrics: Mapping[str, Any]) -> None:
+        """Adds what a step logged."""
+        for names, found in ((DRIFT, self._drift), (PARTS, self._parts)):
+            values = tuple(float(metrics[name]) for name in names if name in metrics)
+            if len(values) == len(names) and all(map(math.isfinite, values)):
+                found.append(values)
+
+    def sentences(self, remedy: str) -> list[str]:
+        """What there is to say.
+
+        Args:
+            remedy: besides a lower rate, for data that are too old; empty if the run has it: runs with an optimal
+                baseline learn with much less than half of the effective sample size.
+        """
+        found = []
+        if remedy and (drift := _medians(self._drift)):
+            age, allowed, stale, radius = drift
+            if stale > MIN_EXCESS * radius:
+                found.append(
+                    f"the data are {age:.3g} versions old, and at this learning rate half of the effective sample size "
+                    f"is lost at {allowed:.3g} (drift/half_lag): set model.learning_rate to {radius / stale:.2g} times "
+                    f"its value, or {remedy}"
+                )
+        if parts := _medians(self._parts):
+            discrepancy, staleness, length = parts
+            lost = -math.expm1(-length * discrepancy**2)
+            if discrepancy > staleness > 0 and lost >= MIN_LOSS:
+                found.append(
+                    f"the log-ratios of engine and trainer at one version ({discrepancy:.2g} nats a token, "
+                    f"ratio/discrepancy) are larger than what staleness adds ({staleness:.2g}), and cost about "
+                    f"{lost:.0%} of the effective sample size, of fresh data, too: give the engine the trainer's "
+                    "precision, and see engine/logprob_error"
+                )
+        return found
+
+
+def _medians(rows: Sequence[tuple[float, ...]]) -> list[float]:
+    """Of each column; empty with too few rows."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)] if len(rows) >= MIN_STEPS else []
