@@ -101,7 +101,7 @@ METRICS: dict[str, list[Metric]] = {
         perf/weight_sync_share | share | of the window spent publishing
         perf/scoring_share | share | of the window in which a reward worker scored
         perf/share_to_win | share | of the window that removing the bottleneck would save at most
-        perf/steady_staleness | versions | bound below which the trainer waits, and above which data only get older
+        perf/steady_staleness | versions | passing while a group is under way, if no step waits; lower bounds wait
     """),
     "PolicyModule": _metrics("""
         optim/lr | rate | learning rate of the schedule, before `ess/lr_scale`

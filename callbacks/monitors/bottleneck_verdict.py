@@ -310,8 +310,8 @@ class BottleneckVerdict(pl.Callback):
     follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
-    `perf/scoring_share` and `perf/share_to_win`, and `perf/steady_staleness` of the run so far. Validation time is excluded. A replay of a tape has no engine, and
-    gets no verdict.
+    `perf/scoring_share` and `perf/share_to_win`, and of the run so far `perf/steady_staleness`. Validation time is
+    excluded. A replay of a tape has no engine, and gets no verdict.
 
     For a collapsing run (`CollapseTrend` of the metrics of `ImportanceMonitor` and `RolloutMonitor`), the collapse and
     a configuration against it are reported, instead of a verdict on speed. It is also reported if all completions of
@@ -417,8 +417,9 @@ class BottleneckVerdict(pl.Callback):
         self._window_began_at = time.time()
         values = _metrics(verdict)
         work = self._staleness.work(trainer.datamodule, pl_module, so_far.intervals, self._run)
-        if work is not None and work.steady_staleness is not None:
-            values["perf/steady_staleness"] = work.steady_staleness
+        steady = None if work is None else work.steady_staleness()
+        if steady is not None:
+            values["perf/steady_staleness"] = steady
         for name, value in values.items():
             pl_module.log(name, value)
         _print(trainer, f"step {self._step}: {self.words}")

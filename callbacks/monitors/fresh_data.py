@@ -233,10 +233,7 @@ class FreshDataMonitor(pl.Callback):
         self._step = trainer.global_step
         sums, stale = self._sums_over_ranks(trainer, module)
         self._window = self._window + sums
-        parts = self._split.update(float(sums[0]), float(sums[4]), stale)
-        if parts is not None:
-            module.log("ratio/discrepancy", parts.discrepancy)
-            module.log("ratio/staleness", parts.staleness)
+        self._log_parts(module, sums, stale)
         if self._window[0] < 1:
             return
         found = statistics(self._window)
@@ -261,6 +258,12 @@ class FreshDataMonitor(pl.Callback):
         if trainer.world_size > 1:
             sums = sum_over_ranks(sums.to(module.device)).cpu()
         return sums[:8], sums[8:]
+
+    def _log_parts(self, module: PolicyModule, sums: Float64[Tensor, " 8"], stale: Float64[Tensor, " 3"]) -> None:
+        parts = self._split.update(float(sums[0]), float(sums[4]), stale)
+        if parts is not None:
+            module.log("ratio/discrepancy", parts.discrepancy)
+            module.log("ratio/staleness", parts.staleness)
 
     def _check_window(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:
         data = rollout_data(trainer, "FreshDataMonitor")

@@ -267,15 +267,16 @@ def _shown(value: object) -> str:
 #
 #     step(S) = max(T, G, C, (T + G + M_{(S + 1) R}) / (S + 1)),   worth(S) = step(0) / step(S)
 #
-# where C is the processor time of a step divided by the cores, below which no overlap gets. The least S at which the
-# last term is no longer the largest is K, the steady staleness: below it the trainer waits for rollouts, above it data
-# get older and steps no faster. Where waits are long it is their share of a step's time, M / T. (K as latency of a
-# rollout over time of a step is of L. Huang, "Is Frontier Asynchronous RL Solved?", 2026; M and C are ours.)
-#
-# With the same M for all S
+# where C is the processor time of a step divided by the cores, below which no overlap gets. With the same M for all S
 # this is worth(S) = min(S + 1, (T + G + M) / max(T, G, C)): asynchrony pays as far as training (or generation) is the
 # smaller part of a synchronous step, and no bound beyond that ratio is needed. Nothing is won where step(0) is already
 # max(T, G, C): without waits, where one side has all the work or all the cores.
+#
+# With the mean wait m in place of the longest, K = (T + G + m) / max(T, G, C) - 1 is the steady staleness: the versions
+# that pass while a group is under way, if no step waits. By Little's law a trainer at full speed needs open groups for
+# K + 1 steps, so that it waits for rollouts at any bound below K, in whatever order it takes them; how much more a long
+# tail needs is in M. (Latency of a rollout over time of a step, L. Huang, "Is Frontier Asynchronous RL Solved?",
+# 2026; G and C are ours.)
 #
 # Staleness costs progress per step. The bias of a stale gradient is of order lag x rate (arXiv:2607.01083); so is the
 # standard deviation s of the sequence log-ratios, and ESS / B = exp(-s^2) if they are normal. A lag that would bring
@@ -287,7 +288,6 @@ MIN_ESS = 0.5  # share of the completions of a step
 MIN_SHARE_OF_BEST = 0.95  # share of the best progress that a smaller bound has to reach
 MAX_FIRST_BOUND = 8  # largest bound to start with
 MIN_SPEEDUP = 1.1  # below which no setting is recommended
-MAX_ITERATIONS = 20  # of the steady staleness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,39 +312,33 @@ class StepWork:
 
     @property
     def longest_s(self) -> float:
-        """Seconds of a step in which nothing waits."""
+        """Seconds of a step that waits for nothing."""
         return max(self.train_s, self.engine_s, self.core_s)
-
-    def in_turn_s(self, max_staleness: float) -> float:
-        """Seconds of the parts of a step one after the other, with the longest wait at this bound."""
-        groups = (max_staleness + 1) * self.groups_per_step
-        wait_s = (1 - min(1.0, self.busy_share)) * expected_maximum(self.waits, groups)
-        return self.train_s + self.engine_s + wait_s
 
     def step_s(self, max_staleness: int) -> float:
         """Expected seconds of a step at this bound."""
-        return max(self.longest_s, self.in_turn_s(max_staleness) / (max_staleness + 1))
+        groups = (max_staleness + 1) * self.groups_per_step
+        in_turn = self._in_turn_s(expected_maximum(self.waits, groups)) / (max_staleness + 1)
+        return max(self.longest_s, in_turn)
 
-    @property
     def steady_staleness(self) -> float | None:
-        """K, the least bound at which nothing waits, in versions; None if no part of a step took any time."""
+        """K, in versions; None if no part of a step took any time."""
         if self.longest_s <= 0:
             return None
-        bound = 0.0
-        for _ in range(MAX_ITERATIONS):  # grows with each: more open groups have a longer wait among them
-            before = bound
-            bound = max(0.0, self.in_turn_s(bound) / self.longest_s - 1)
-            if bound <= before + 0.01:
-                break
-        return bound
+        mean = sum(self.waits) / max(1, len(self.waits))
+        return max(0.0, self._in_turn_s(mean) / self.longest_s - 1)
+
+    def _in_turn_s(self, group_s: float) -> float:
+        """Seconds of all parts one after the other, where a group takes this long."""
+        return self.train_s + self.engine_s + (1 - min(1.0, self.busy_share)) * group_s
 
     def worth(self, max_staleness: int) -> float:
         """How many times as fast as synchronously."""
         return self.step_s(0) / max(1e-9, self.step_s(max_staleness))
 
 
-def expected_maximum(values: Sequence[float], n: float) -> float:
-    """Mean of the largest of n draws, with replacement; 0 without values. Between whole n it is interpolated."""
+def expected_maximum(values: Sequence[float], n: int) -> float:
+    """Mean of the largest of n draws, with replacement; 0 without values."""
     ordered = sorted(values)
     count = len(values)
     below = 0.0

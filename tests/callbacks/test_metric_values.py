@@ -331,7 +331,7 @@ def record(name: str) -> Run:
         alarm = CollapseAlarm(min_ess_ratio=None, max_kl=None, max_cosine=1.0)  # an alarm would forget the gradient
         adaptive = AdaptiveStaleness(target_ess_ratio=1.0, band=0.0, smoothing=0.5)
         callbacks = [*monitors, alarm, LengthBiasMonitor(), ESSLearningRate(base_ess_ratio=BASE_ESS), adaptive]
-        callbacks += [GradientClipping(max_norm=MAX_NORM)]
+        callbacks += [FreshDataMonitor(), GradientClipping(max_norm=MAX_NORM)]
     elif name == "fresh":
         loss = reinforce_loss
         data |= dict(filters=[counts], reward_success=SUCCESS)
@@ -470,6 +470,21 @@ def so_far(run: Run, k: int) -> tuple[np.ndarray, np.ndarray]:
     behavior = np.concatenate([one.logprobs for step in steps for _, one in step.rollouts])
     difference = np.concatenate([step.tokens for step in steps])
     return difference, behavior + difference / 2
+
+
+def ratio_parts(run: Run, k: int) -> tuple[float, float]:
+    """Root mean squares of fresh tokens, weighted by 0.9 for each step since, and of what stale ones have beyond."""
+    squares = weight = 0.0
+    for step in run.steps[: k + 1]:
+        pairs = zip(step.log_ratios, step.ages, strict=True)
+        tokens = [(one, max(ages[: i + 1]) == 0) for row, ages in pairs for i, one in enumerate(row)]
+        fresh = [one**2 for one, is_fresh in tokens if is_fresh]
+        stale = [one**2 for one, is_fresh in tokens if not is_fresh]
+        squares, weight = (0.9 * squares, 0.9 * weight) if fresh else (squares, weight)
+        squares += math.fsum(fresh)
+        weight += len(fresh)
+    beyond = (math.fsum(stale) - len(stale) * squares / weight) / len(tokens)
+    return math.sqrt(squares / weight), math.sqrt(max(0.0, beyond))
 
 
 def slope(run: Run, k: int) -> float:
@@ -667,6 +682,8 @@ OWN: dict[str, tuple[str, Own]] = {
     "fresh/ratio_mean": ("fresh", lambda run, k: mean(np.exp(so_far(run, k)[0]))),
     "fresh/log_ratio_mean": ("fresh", lambda run, k: mean(so_far(run, k)[0])),
     "fresh/log_ratio_slope": ("fresh", slope),
+    "ratio/discrepancy": ("stale", lambda run, k: ratio_parts(run, k)[0]),
+    "ratio/staleness": ("stale", lambda run, k: ratio_parts(run, k)[1]),
     "perf/tokens_per_s": (
         "stale",
         lambda run, k: number_of_tokens(run.steps[k]) / run.steps[k].logged["perf/step_s"],
@@ -747,6 +764,7 @@ NOT_HERE = {
     "perf/weight_sync_share": "of clocks; tests/scheduling computes it from simulated times",
     "perf/scoring_share": "of clocks; tests/scheduling computes it from simulated times",
     "perf/share_to_win": "of clocks; tests/scheduling computes it from simulated times",
+    "perf/steady_staleness": "of clocks; tests/scheduling compares it with simulated times",
     "eval/seconds": "read from a clock",
     "eval/blocked_s": "read from a clock",
     "sample/queue_size": "a count at one moment while the engine works; tests/rollouts has it in virtual time",

@@ -14,18 +14,26 @@ from flow import fit, make_data, make_module, parameters
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_async_rl.callbacks import EngineCheck, FreshDataMonitor
-from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 
 NAMES = ("ratio/discrepancy", "ratio/staleness")
 
 
 class ShiftedEngine(EmbeddedEngine):
-    """Says that every token was a little less likely than it was, by its number: a discrepancy beyond rounding."""
+    """Says that tokens were less likely than they were, by their number: a discrepancy beyond rounding.
+
+    Args:
+        shift: nats for one step of the number, modulo four.
+    """
+
+    def __init__(self, shift: float = 0.03, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.shift = shift
 
     def poll(self, timeout_s: float) -> list[Any]:
         return [
-            replace(one, logprobs=tuple(p - 0.03 * (token % 4) for p, token in zip(*pair, strict=True)))
+            replace(one, logprobs=tuple(p - self.shift * (token % 4) for p, token in zip(*pair, strict=True)))
             for one in super().poll(timeout_s)
             for pair in [(one.logprobs, one.token_ids)]
         ]

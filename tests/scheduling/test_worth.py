@@ -70,6 +70,29 @@ def test_the_advised_bound_has_nine_tenths_of_the_best_of_a_sweep(latency, train
     assert seconds[0] / seconds[advice.max_staleness] == pytest.approx(advice.worth, rel=off)
 
 
+def test_the_steady_staleness_is_latency_over_the_time_of_a_step():
+    assert measured(Constant(0.4), 0.2).steady_staleness() == pytest.approx(2.0)
+    assert measured(Constant(0.0), 0.2).steady_staleness() == 0.0, "nothing to wait for"
+    busy = StepWork(train_s=0.2, engine_s=0.8, waits=[5.0], busy_share=1.0, groups_per_step=4)
+    assert busy.steady_staleness() == pytest.approx(0.25), "an engine that is always busy makes nobody wait"
+    nothing = StepWork(train_s=0.0, engine_s=0.0, waits=[1.0], busy_share=0.0, groups_per_step=4)
+    assert nothing.steady_staleness() is None
+
+
+@pytest.mark.parametrize(("latency", "train_s"), [(LogNormal(0.7), 0.25), (Stragglers(0.3, 0.05, 6.0), 0.25)])
+def test_below_the_steady_staleness_the_trainer_waits_at_least_as_long_as_it_says(latency, train_s):
+    steady = measured(latency, train_s).steady_staleness()
+    assert steady > 2
+    below = math.ceil(steady) // 2
+    assert step_s(latency, train_s, below) > 0.95 * train_s * (steady + 1) / (below + 1) > 1.1 * train_s
+
+
+def test_with_equal_waits_nothing_waits_from_the_steady_staleness_on():
+    assert measured(Constant(1.2), 0.3).steady_staleness() == pytest.approx(4.0)
+    assert step_s(Constant(1.2), 0.3, 3) > 1.2 * 0.3
+    assert step_s(Constant(1.2), 0.3, 4) < 1.1 * 0.3
+
+
 def test_a_small_effective_sample_size_is_paid_for_with_the_rate_or_a_lower_bound():
     work = measured(Constant(0.4), 0.2)
     healthy, stale = (advise(work, ess_ratio=ess, present=2) for ess in (0.95, 0.2))
