@@ -257,7 +257,7 @@ class StalenessAdvice:
         if ess_ratio is not None:
             self._ess.append(ess_ratio)
 
-    def work(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> StepWork | None:
+    def work(self, data: RolloutDataModule, pl_module: AnyModule, *, run: Intervals, load: StepLoad) -> StepWork | None:
         """Work of the run so far for each version of the policy; None if it was too short."""
         if load.num_steps < MIN_STEPS or not self._waits:
             return None
@@ -277,7 +277,7 @@ class StalenessAdvice:
 
     def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
         """The recommendation; None if the run was too short, or had no constant staleness bound."""
-        work = self.work(data, pl_module, run, load)
+        work = self.work(data, pl_module, run=run, load=load)
         is_constant = isinstance(data.admission, Bounded) and data.max_staleness == data.configured_bound
         if work is None or not is_constant:
             return None
@@ -416,7 +416,8 @@ class BottleneckVerdict(pl.Callback):
         self._window = StepLoad(self._totals(trainer))
         self._window_began_at = time.time()
         values = _metrics(verdict)
-        work = self._staleness.work(trainer.datamodule, pl_module, so_far.intervals, self._run)
+        data = rollout_data(trainer, "BottleneckVerdict")
+        work = self._staleness.work(data, pl_module, run=so_far.intervals, load=self._run)
         steady = None if work is None else work.steady_staleness()
         if steady is not None:
             values["perf/steady_staleness"] = steady

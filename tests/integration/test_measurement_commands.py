@@ -38,6 +38,17 @@ def test_the_cost_of_the_timeline(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
+def test_the_cost_of_watching_stale_data(tmp_path):
+    command = ("benchmarks/performance/stale_data_monitors.py", "--steps", "8", "--seeds", "0")
+    found = measured(tmp_path / "x.json", *command)
+    assert found["name"] == "x"
+    assert [row[0] for row in found["table"]["rows"]][-1] == "together"
+    assert all(row[1] != "0.00 ms" for row in found["table"]["rows"]), "each part was called"
+    assert 0 < found["value"] < 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_the_cost_of_the_report(tmp_path):
     browser = pytest.importorskip("browser", reason="selenium is not installed")
     if not browser.is_there and not browser.IS_NEEDED:
