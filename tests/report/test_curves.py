@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 from made_runs import write_metrics
 
+import lit_async_rl.report
+from lit_async_rl.callbacks.metric_names import find
 from lit_async_rl.report.run_data import Curves, RunData, thinned
+
+
+def test_the_charts_are_of_metrics_that_exist():
+    page = (Path(lit_async_rl.report.__file__).parent / "page/charts.js").read_text()
+    lists = re.findall(r"names: \[([^\]]+)\]", page)
+    names = [name for found in lists for name in re.findall(r'"([^"]+)"', found)]
+    assert {"ratio/staleness", "drift/half_lag", "reward/mean"} <= set(names)
+    assert [name for name in names if not find(name)] == []
 
 
 def test_rows_are_read_once_and_only_when_they_are_complete(tmp_path):
