@@ -46,7 +46,7 @@ class Tokens(pl.Callback):
         self.check = check
         self.trained: list[tuple[float, bool]] = []
         self.replayed: list[float] = []
-        self.version = -1
+        self.version = -1  # of the policy in this step; `WeightSync` may have published the next one at its end
         self.published = torch.empty(0)  # weights of that version
         self.is_current = False
 
@@ -62,7 +62,7 @@ class Tokens(pl.Callback):
             is_fresh = self.is_current
             for value, counts, version in zip(values, mask, versions, strict=True):
                 if counts:
-                    is_fresh = is_fresh and version == pl_module.version
+                    is_fresh = is_fresh and version == self.version
                     self.trained.append((value, is_fresh))
         for log_ratio, _ in self.check.replayed:
             self.replayed += log_ratio.tolist()
