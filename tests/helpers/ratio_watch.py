@@ -137,7 +137,7 @@ def watched(in_flight: bool, max_steps: int = 6, trainer: dict[str, Any] | None 
 
 
 if __name__ == "__main__":
-    ranks = dict(strategy=DDPStrategy(process_group_backend="gloo"), devices=2)
     for in_flight in (True, False):
+        ranks = dict(strategy=DDPStrategy(process_group_backend="gloo"), devices=2)
         seen = watched(in_flight, trainer=ranks).seen
         assert min(seen["fresh"], seen["stale"]) > 0, seen
