@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 DRIFT = ("sample/staleness_mean", "drift/half_lag", "drift/stale", "drift/radius")
@@ -19,7 +19,7 @@ MIN_LOSS = 0.1  # share of the effective sample size below which a discrepancy i
 class StaleDataWords:
     """Says that data are older than the learning rate allows, or that engine and trainer differ more than versions do.
 
-    By medians of the last 50 steps that logged what is needed; silent with fewer than ten.
+    By medians of the last 50 steps that logged what is needed, where those of the last ten agree; silent with fewer.
 
     * The distance of the weights from those that sampled the data (`WeightDriftMonitor`) is a tenth and more above the
       one at which half of the effective sample size is left. It is proportional to the rate, so their quotient is the
@@ -48,27 +48,42 @@ class StaleDataWords:
                 baseline learn with much less than half of the effective sample size.
         """
         found = []
-        if remedy and (drift := _medians(self._drift)):
-            age, allowed, stale, radius = drift
-            if stale > MIN_EXCESS * radius:
-                found.append(
-                    f"the data are {age:.3g} versions old, and at this learning rate half of the effective sample size "
-                    f"is lost at {allowed:.3g} (drift/half_lag): set model.learning_rate to {radius / stale:.2g} times "
-                    f"its value, or {remedy}"
-                )
-        if parts := _medians(self._parts):
-            discrepancy, staleness, length = parts
-            lost = -math.expm1(-length * discrepancy**2)
-            if discrepancy > staleness > 0 and lost >= MIN_LOSS:
-                found.append(
-                    f"the log-ratios of engine and trainer at one version ({discrepancy:.2g} nats a token, "
-                    f"ratio/discrepancy) are larger than what staleness adds ({staleness:.2g}), and cost about "
-                    f"{lost:.0%} of the effective sample size, of fresh data, too: give the engine the trainer's "
-                    "precision, and see engine/logprob_error"
-                )
+        if remedy and _holds(self._drift, _is_too_old):
+            age, allowed, stale, radius = _medians(self._drift)
+            found.append(
+                f"the data are {age:.3g} versions old, and at this learning rate half of the effective sample size "
+                f"is lost at {allowed:.3g} (drift/half_lag): set model.learning_rate to {radius / stale:.2g} times "
+                f"its value, or {remedy}"
+            )
+        if _holds(self._parts, _is_discrepant):
+            discrepancy, staleness, length = _medians(self._parts)
+            found.append(
+                f"the log-ratios of engine and trainer at one version ({discrepancy:.2g} nats a token, "
+                f"ratio/discrepancy) are larger than what staleness adds ({staleness:.2g}), and cost about "
+                f"{_lost(discrepancy, length):.0%} of the effective sample size, of fresh data, too: give the engine "
+                "the trainer's precision, and see engine/logprob_error"
+            )
         return found
 
 
+def _is_too_old(age: float, allowed: float, stale: float, radius: float) -> bool:
+    return stale > MIN_EXCESS * radius
+
+
+def _is_discrepant(discrepancy: float, staleness: float, length: float) -> bool:
+    return discrepancy > staleness > 0 and _lost(discrepancy, length) >= MIN_LOSS
+
+
+def _lost(discrepancy: float, length: float) -> float:
+    """Share of the effective sample size."""
+    return -math.expm1(-length * discrepancy**2)
+
+
+def _holds(rows: Sequence[tuple[float, ...]], test: Callable[..., bool]) -> bool:
+    """Of the medians of all rows and of the last ones: what only the first steps of a run had is over."""
+    return len(rows) >= MIN_STEPS and all(test(*_medians(some)) for some in (rows, list(rows)[-MIN_STEPS:]))
+
+
 def _medians(rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Of each column; empty with too few rows."""
-    return [statistics.median(column) for column in zip(*rows, strict=True)] if len(rows) >= MIN_STEPS else []
+    """Of each column."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]

@@ -71,10 +71,16 @@ def test_few_steps_say_nothing_and_the_last_ones_count():
     young = OLD | {"drift/radius": 9.0}
     assert said(OLD, young, times=26) == [], "medians of the last 50: 24 and 26"
     assert said(young, OLD, times=26) != []
+    assert said(OLD, OLD, OLD, young) == [], "what is over at the end"
 
 
 def test_with_an_optimal_baseline_data_may_be_old():
     assert said(OLD, remedy="") == []
+
+
+def varied(prompt, completion):
+    """A reward that differs between nearly all completions, so that no step is without a gradient."""
+    return sum(map(ord, completion)) % 17 / 17
 
 
 def last_words(capsys, *monitors, engine, module=None, steps=12, **data):
@@ -96,8 +102,8 @@ def test_runs_say_it_at_their_end_or_do_not(capsys):
     assert "drift/half_lag" not in wrong
     right = last_words(capsys, FreshDataMonitor(), engine=ShiftedEngine(seed=1, shift=0.0), **stale)
     assert "ratio/discrepancy" not in right
-    lagging = dict(schedule="fixed_lag", max_staleness=4, steps=20)
-    fast = dict(learning_rate=3e-3, loss=Reinforce())
+    lagging = dict(schedule="fixed_lag", max_staleness=4, steps=12, reward=varied)
+    fast = dict(learning_rate=1e-3, loss=Reinforce())
     engine = ShiftedEngine(seed=1, shift=0.0, in_flight_weight_updates=False)
     words = last_words(capsys, WeightDriftMonitor(), engine=engine, module=fast, **lagging)
     assert "drift/half_lag" in words
