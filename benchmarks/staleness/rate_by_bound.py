@@ -9,14 +9,23 @@ read of the runs that test it is what docs/results.md said of them (the table of
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.staleness.statistics import per_cell
+from benchmarks.staleness.suite import find
 from benchmarks.staleness.table import CELL, read_table
+from lit_async_rl.api.trainer import build
+from lit_async_rl.losses import PPOClip
+from lit_async_rl.scheduling.bottleneck import MIN_ESS
+from lit_async_rl.training.rate_by_bound import LOWEST_FACTOR, WHOLE_RATE_UP_TO, Handling, handling, rate_factor
+from lit_async_rl.utils.config_files import load_config
 
 TABLES = Path("docs/results")
 KEPT = 0.95  # share of the gain of the best rate that a named rate has to keep
@@ -69,7 +78,8 @@ def read_sweeps() -> list[Sweep]:
     table = pd.concat([read_table(path) for path in sorted(TABLES.glob("*.parquet"))], ignore_index=True)
     acts = table["method"].str.split("+").map(lambda parts: bool(set(parts) & set(CHANGES_THE_RATE)))
     table = table[(table["lag"] > 0) & ~acts]
-    runs = per_cell(table.drop_duplicates([*CELL, "step"], keep="last"))
+    rates = table.groupby(["regime", "method", "lag"])["learning_rate_scale"].transform("nunique")
+    runs = per_cell(table[rates > 1].drop_duplicates([*CELL, "step"], keep="last"))
     sweeps = []
     for (regime, method, lag), found in runs.groupby(["regime", "method", "lag"]):
         by_rate = found.assign(gain=found["final"] - found["start"]).groupby("learning_rate_scale")
@@ -80,12 +90,121 @@ def read_sweeps() -> list[Sweep]:
     return sweeps
 
 
+def handling_of(method: str) -> Handling | None:
+    """What a method of the benchmark does about stale data, from its configuration."""
+    model = load_config(find("method", method.split("+")[0])).get("model", {})
+    loss, correction, baseline = (
+        None if model.get(name) is None else build(model[name]) for name in ("loss", "correction", "baseline")
+    )
+    return handling(loss or PPOClip(), correction, baseline)
+
+
+# -- Rules -------------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Sweep], float]
+CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # S_0, powers of two up to the largest lag that fits it
+TIE = 0.01  # of the share kept: less is noise, and the larger S_0 changes less
+
+
+def theory(start: int, lowest: float = 0.0) -> Rule:
+    """Half of the rate at twice the lag, from a bound on that is the same for all losses."""
+    return lambda sweep: max(lowest, min(1.0, start / sweep.lag))
+
+
+def by_ess(sweep: Sweep) -> float:
+    """The rate that keeps half of the effective sample size, from that at the whole rate: the advisor's."""
+    if np.isnan(sweep.ess_ratio) or sweep.ess_ratio >= 1:
+        return 1.0
+    return float(min(1.0, np.sqrt(np.log(MIN_ESS) / np.log(sweep.ess_ratio))))
+
+
+def by_handling(sweep: Sweep) -> float:
+    """The rule in use."""
+    return rate_factor(sweep.lag, handling_of(sweep.method))
+
+
+def fit(sweeps: list[Sweep], lowest: float) -> tuple[int, dict[int, float]]:
+    """S_0 that keeps most of the gain in the mean, the largest within `TIE`; and the mean share kept by each."""
+    shares = {
+        start: float(np.mean([sweep.share_kept(theory(start, lowest)(sweep)) for sweep in sweeps]))
+        for start in CANDIDATES
+    }
+    best = max(shares.values())
+    return max(start for start, share in shares.items() if share >= best - TIE), shares
+
+
+# -- What it is worth --------------------------------------------------------------------------------------------------
+
+RULES: dict[str, Rule] = {
+    "the rule": by_handling,
+    "the whole rate": lambda _: 1.0,
+    "half at twice the lag from 4": theory(4),
+    "ESS of one half": by_ess,
+}
+
+
+def scores(sweeps: list[Sweep]) -> list[float | int]:
+    """Number of sweeps; for each of `RULES` the share of them of which it keeps `KEPT`, then the mean share it keeps."""
+    shares = [np.array([sweep.share_kept(rule(sweep)) for sweep in sweeps]) for rule in RULES.values()]
+    enough = [round(float(np.mean(one >= KEPT)), 2) for one in shares]
+    return [len(sweeps), *enough, *(round(float(np.mean(one)), 2) for one in shares)]
+
+
+def interval_of(sweeps: list[Sweep], samples: int = 2000) -> list[float]:
+    """95 % interval of the share of sweeps of which the rule keeps `KEPT`, over sweeps drawn with replacement."""
+    random = np.random.default_rng(0)
+    enough = np.array([sweep.share_kept(by_handling(sweep)) >= KEPT for sweep in sweeps])
+    means = [enough[random.integers(len(enough), size=len(enough))].mean() for _ in range(samples)]
+    return [round(float(limit), 2) for limit in np.quantile(means, [0.025, 0.975])]
+
+
+def table_rows(sweeps: list[Sweep]) -> list[list[float | int | str]]:
+    """Scores by regime, and of all sweeps that were not fitted."""
+    fitted = [sweep for sweep in sweeps if sweep.is_fitted]
+    tested = [sweep for sweep in sweeps if not sweep.is_fitted]
+    rows: list[list[float | int | str]] = [[f"fitted: {FIT_REGIME}, ten losses", *scores(fitted)]]
+    for regime in sorted({sweep.regime for sweep in tested}):
+        of_it = [sweep for sweep in tested if sweep.regime == regime]
+        name = f"{regime}, other losses" if regime == FIT_REGIME else regime
+        rows.append([name, *scores(of_it)])
+    return [*rows, ["all that were not fitted", *scores(tested)]]
+
+
 def main() -> None:
-    """Lists the sweeps that fit the rule."""
-    for sweep in read_sweeps():
-        if sweep.is_fitted:
+    """Fits the starts again, and prints or writes what the rule in use is worth."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="file of the measurement, docs/measurements/rate_by_bound.json")
+    parser.add_argument("--sweeps", action="store_true", help="also print every sweep that was not fitted")
+    args = parser.parse_args()
+    sweeps = read_sweeps()
+    fitted = [sweep for sweep in sweeps if sweep.is_fitted]
+    for kind in Handling:
+        start, shares = fit([sweep for sweep in fitted if handling_of(sweep.method) is kind], LOWEST_FACTOR)
+        print(f"{kind.name}: {start}, in use {WHOLE_RATE_UP_TO[kind]}", {one: round(s, 3) for one, s in shares.items()})
+    print("one start for all losses:", fit(fitted, 0.0)[0])
+    rows = table_rows(sweeps)
+    for row in rows:
+        print(*row, sep="  ")
+    tested = [sweep for sweep in sweeps if not sweep.is_fitted]
+    if args.sweeps:
+        for sweep in tested:
             gains = {scale: round(gain, 3) for scale, gain in sweep.gains.items()}
-            print(sweep.method, sweep.lag, gains, round(sweep.ess_ratio, 3), sep="\t")
+            named = {name: round(rule(sweep), 2) for name, rule in RULES.items()}
+            print(sweep.regime, sweep.method, sweep.lag, gains, named, sep="  ")
+    if args.write:
+        columns = ["sweeps of", "sweeps", *(f"{name}: keeps {KEPT}" for name in RULES)]
+        columns += [f"{name}: mean share" for name in RULES]
+        found = measurement(
+            "rate_by_bound",
+            float(rows[-1][2]),
+            f"share of the sweeps that were not fitted of which the rule keeps {KEPT} of the best gain",
+            columns=columns,
+            rows=rows,
+            interval=interval_of(tested),
+            command="python -m benchmarks.staleness.rate_by_bound --write docs/measurements/rate_by_bound.json",
+            machine="tables of the staleness benchmark",
+        )
+        write_measurement(args.write, found)
 
 
 if __name__ == "__main__":
