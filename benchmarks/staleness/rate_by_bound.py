@@ -3,8 +3,8 @@
     python -m benchmarks.staleness.rate_by_bound
 
 It reads the runs of the staleness benchmark (`docs/results/*.parquet`) that were made at several rates. Which of them
-fit the rule, which test it and how it is scored was written down and committed before anything was fitted; what had been
-read of the runs that test it is what docs/results.md said of them (the table of the language model among it).
+fit the rule and which test it was written down and committed before anything was fitted; what had been read of the runs
+that test it is what docs/results.md said of them (the table of the language model among it).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FIT_LOSSES = (
     *("uncorrected", "ppo_clip", "decoupled_ppo", "cispo", "gspo"),
     *("token_tis", "sequence_tis", "opob", "vcpo", "m2po"),
 )
-# Tested on: the other losses of this regime, and all regimes that have runs at several rates: `mixed_lag`, `very_stale`,
+# Tested on: the other losses of this regime, and all other regimes that have runs at several rates: `very_stale`,
 # `quickstart_constant` (a policy of another size), `smollm2` (a language model). `length_bias`, `aligned_gradients` and
-# `mismatch` were run at one rate and test nothing.
+# `mismatch` were run at one rate and test nothing; of `mixed_lag` no rate gained anything without correction.
 CHANGES_THE_RATE = ("controller", "controller_bound", "no_momentum", "adaptive_staleness", "lower_staleness")
 
 
@@ -67,6 +67,10 @@ class Sweep:
         """Gain at a multiple of the rate: linear in its logarithm between those that were run, constant beyond."""
         scales = sorted(self.gains)
         return float(np.interp(np.log(scale), np.log(scales), [self.gains[one] for one in scales]))
+
+    def has_run(self, scale: float) -> bool:
+        """Whether a multiple of the rate lies between those that were run."""
+        return min(self.gains) <= scale <= max(self.gains)
 
     def share_kept(self, scale: float) -> float:
         """Gain at a multiple of the rate over that at the best one that was run."""
@@ -139,15 +143,19 @@ RULES: dict[str, Rule] = {
     "the rule": by_handling,
     "the whole rate": lambda _: 1.0,
     "half at twice the lag from 4": theory(4),
-    "ESS of one half": by_ess,
+    "effective sample size of one half": by_ess,
 }
 
 
 def scores(sweeps: list[Sweep]) -> list[float | int]:
-    """Number of sweeps; for each of `RULES` the share of them of which it keeps `KEPT`, then the mean share it keeps."""
+    """Number of sweeps, and of those in which the rule names a rate between those that were run; scores of all `RULES`.
+
+    A score is the share of the sweeps of which a rule keeps `KEPT`, then come the mean shares that they keep.
+    """
     shares = [np.array([sweep.share_kept(rule(sweep)) for sweep in sweeps]) for rule in RULES.values()]
     enough = [round(float(np.mean(one >= KEPT)), 2) for one in shares]
-    return [len(sweeps), *enough, *(round(float(np.mean(one)), 2) for one in shares)]
+    num_run = sum(sweep.has_run(by_handling(sweep)) for sweep in sweeps)
+    return [len(sweeps), num_run, *enough, *(round(float(np.mean(one)), 2) for one in shares)]
 
 
 def interval_of(sweeps: list[Sweep], samples: int = 2000) -> list[float]:
@@ -192,11 +200,16 @@ def main() -> None:
             named = {name: round(rule(sweep), 2) for name, rule in RULES.items()}
             print(sweep.regime, sweep.method, sweep.lag, gains, named, sep="  ")
     if args.write:
-        columns = ["sweeps of", "sweeps", *(f"{name}: keeps {KEPT}" for name in RULES)]
+        columns = [
+            "sweeps of",
+            "sweeps",
+            "of them at rates that were run",
+            *(f"{name}: keeps {KEPT}" for name in RULES),
+        ]
         columns += [f"{name}: mean share" for name in RULES]
         found = measurement(
             "rate_by_bound",
-            float(rows[-1][2]),
+            float(rows[-1][3]),
             f"share of the sweeps that were not fitted of which the rule keeps {KEPT} of the best gain",
             columns=columns,
             rows=rows,

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from lit_async_rl.scheduling.bottleneck import (
 )
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.rate_by_bound import handling, rate_factor
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
@@ -113,12 +115,23 @@ def adjustable_settings(data: RolloutDataModule, pl_module: AnyModule, load: Ste
 
 
 def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
-    """Advice for a collapsing run: VCPO, or a smaller learning rate or staleness bound if VCPO is in use."""
-    if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
-        return "add --config configs/stabilizers/vcpo.yaml, and resume from a checkpoint before the collapse"
+    """Advice for a collapsing run: VCPO or the rate that fits the bound; if VCPO is in use, a smaller rate or bound."""
     data = trainer.datamodule
+    resume = "and resume from a checkpoint before the collapse"
+    if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
+        factor = fitting_rate(pl_module, data.max_staleness) if isinstance(data, RolloutDataModule) else 1.0
+        rate = f", or set model.learning_rate to {factor:.2g} times that of a synchronous run" if factor < 1 else ""
+        return f"add --config configs/stabilizers/vcpo.yaml{rate}, {resume}"
     bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
-    return f"lower model.learning_rate or data.max_staleness{bound}, and resume from a checkpoint before the collapse"
+    return f"lower model.learning_rate or data.max_staleness{bound}, {resume}"
+
+
+def fitting_rate(pl_module: AnyModule, max_staleness: int) -> float:
+    """Multiple of a synchronous run's learning rate that fits a bound, by the objective; 1 for modules of other kinds."""
+    if not isinstance(pl_module, PolicyModule):
+        return 1.0
+    objective = pl_module.objective
+    return rate_factor(max_staleness, handling(objective.loss, objective.correction, objective.baseline))
 
 
 def num_cores() -> int:
@@ -276,6 +289,7 @@ class StalenessAdvice:
             present=data.max_staleness,
             num_slots=getattr(engine, "num_slots", None),
             waiting_rollouts=load.num_unfinished / steps * data.group_size,
+            rate_factor=partial(fitting_rate, pl_module),
         )
 
 
