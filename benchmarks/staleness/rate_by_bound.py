@@ -38,8 +38,8 @@ FIT_LOSSES = (
     *("token_tis", "sequence_tis", "opob", "vcpo", "m2po"),
 )
 # Tested on: the other losses of this regime, and all other regimes that have runs at several rates: `very_stale`,
-# `quickstart_constant` (a policy of another size), `smollm2` (a language model). `length_bias`, `aligned_gradients` and
-# `mismatch` were run at one rate and test nothing; of `mixed_lag` no rate gained anything without correction.
+# `quickstart_constant` (a policy of another size), `smollm2` (a language model). `length_bias`, `aligned_gradients`,
+# `mixed_lag` and `mismatch` were run at one rate and test nothing.
 CHANGES_THE_RATE = ("controller", "controller_bound", "no_momentum", "adaptive_staleness", "lower_staleness")
 
 

@@ -127,7 +127,7 @@ def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
 
 
 def fitting_rate(pl_module: AnyModule, max_staleness: int) -> float:
-    """Multiple of a synchronous run's learning rate that fits a bound, by the objective; 1 for modules of other kinds."""
+    """Multiple of a synchronous run's learning rate that fits a bound, by the objective; 1 for other modules."""
     if not isinstance(pl_module, PolicyModule):
         return 1.0
     objective = pl_module.objective

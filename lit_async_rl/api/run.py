@@ -477,9 +477,9 @@ def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, An
 def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Settings of `fit` with the learning rate that fits the staleness bound, and a line that says so.
 
-    It is `DEFAULT_LEARNING_RATE` times the factor of `lit_async_rl.training.rate_by_bound`; where that is 1 the settings
-    stay as they are. Nothing is chosen, and the line is empty, where a rate, an optimizer or a scheduler of torch is
-    given, whose rates are their own.
+    It is `DEFAULT_LEARNING_RATE` times the factor of `lit_async_rl.training.rate_by_bound`; where that is 1 the
+    settings stay as they are. Nothing is chosen, and the line is empty, where a rate, an optimizer or a scheduler of
+    torch is given, whose rates are their own.
 
     Args:
         settings: of module, data and Trainer, with the recipe's parts.
