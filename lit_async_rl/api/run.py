@@ -493,7 +493,7 @@ def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     kind = handling(loss, settings.get("correction"), settings.get("baseline"))
     factor = rate_factor(bound, kind)
     rate = factor * DEFAULT_LEARNING_RATE
-    means = f"max_staleness={bound}" if kind is None or bound == 0 else f"max_staleness={bound} and {kind.value}"
+    means = f"max_staleness={bound}" if kind is None or bound == 0 else f"max_staleness={bound} with {kind.value}"
     why = f"the default also fits {means}"
     if factor < 1:
         why = f"{factor:.2g} times the default fits {means}"

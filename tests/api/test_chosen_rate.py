@@ -15,12 +15,12 @@ VCPO = dict(loss=rl.Reinforce(), correction=rl.SequenceTruncatedIS(cap=8.0), bas
 @pytest.mark.parametrize(
     ("settings", "factor", "says"),
     [
-        ({"max_staleness": 16}, 0.3, "0.3 times the default fits max_staleness=16 and importance weights or a clip"),
+        ({"max_staleness": 16}, 0.3, "0.3 times the default fits max_staleness=16 with importance weights or a clip"),
         ({"max_staleness": 8}, 0.5, "0.5 times the default fits max_staleness=8"),
-        ({"max_staleness": 8, "loss": rl.Reinforce()}, 0.3, "max_staleness=8 and nothing that corrects stale data"),
+        ({"max_staleness": 8, "loss": rl.Reinforce()}, 0.3, "max_staleness=8 with nothing that corrects stale data"),
         ({"max_staleness": 16, "scheduler": rl.Linear()}, 0.3, "0.3 times the default"),
-        ({}, 1.0, "the default also fits max_staleness=4 and importance weights or a clip"),
-        ({"max_staleness": 64, **VCPO}, 1.0, "the default also fits max_staleness=64 and the optimal baseline"),
+        ({}, 1.0, "the default also fits max_staleness=4 with importance weights or a clip"),
+        ({"max_staleness": 64, **VCPO}, 1.0, "the default also fits max_staleness=64 with the optimal baseline"),
         ({"max_staleness": 0}, 1.0, "the default also fits max_staleness=0"),
         ({"max_staleness": 64, "loss": rl.OPMD()}, 1.0, "was not measured for OPMD"),
         ({"max_staleness": 16, "lora": {"rank": 4}}, 0.3, "adapters usually learn at 1e-5 to 1e-4"),
