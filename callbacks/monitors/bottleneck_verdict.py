@@ -119,19 +119,21 @@ def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
     data = trainer.datamodule
     resume = "and resume from a checkpoint before the collapse"
     if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
-        factor = fitting_rate(pl_module, data.max_staleness) if isinstance(data, RolloutDataModule) else 1.0
+        is_known = isinstance(data, RolloutDataModule)
+        factor = fitting_rate(pl_module, data, data.max_staleness) if is_known else 1.0
         rate = f", or set model.learning_rate to {factor:.2g} times that of a synchronous run" if factor < 1 else ""
         return f"add --config configs/stabilizers/vcpo.yaml{rate}, {resume}"
     bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
     return f"lower model.learning_rate or data.max_staleness{bound}, {resume}"
 
 
-def fitting_rate(pl_module: AnyModule, max_staleness: int) -> float:
+def fitting_rate(pl_module: AnyModule, data: RolloutDataModule, max_staleness: int) -> float:
     """Multiple of a synchronous run's learning rate that fits a bound, by the objective; 1 for other modules."""
     if not isinstance(pl_module, PolicyModule):
         return 1.0
     objective = pl_module.objective
-    return rate_factor(max_staleness, handling(objective.loss, objective.correction, objective.baseline))
+    kind = handling(objective.loss, objective.correction, objective.baseline)
+    return rate_factor(max_staleness, kind, data.weight_sync_steps)
 
 
 def num_cores() -> int:
@@ -289,7 +291,7 @@ class StalenessAdvice:
             present=data.max_staleness,
             num_slots=getattr(engine, "num_slots", None),
             waiting_rollouts=load.num_unfinished / steps * data.group_size,
-            rate_factor=partial(fitting_rate, pl_module),
+            rate_factor=partial(fitting_rate, pl_module, data),
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -479,7 +480,7 @@ def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
     It is `DEFAULT_LEARNING_RATE` times the factor of `lit_async_rl.training.rate_by_bound`; where that is 1 the
     settings stay as they are. Nothing is chosen, and the line is empty, where a rate, an optimizer or a scheduler of
-    torch is given, whose rates are their own.
+    torch is given, whose rates are their own, or where a setting is wrong, which its owner refuses.
 
     Args:
         settings: of module, data and Trainer, with the recipe's parts.
@@ -487,17 +488,21 @@ def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     scheduler = settings.get("scheduler")
     is_given = any(settings.get(name) is not None for name in ("learning_rate", "optimizer"))
     bound = settings.get("max_staleness", MAX_STALENESS)
-    if is_given or not isinstance(scheduler, RateSchedule | None) or not isinstance(bound, int):
+    sync_steps = settings.get("weight_sync_steps", 1)
+    is_wrong = not isinstance(bound, Integral) or not isinstance(sync_steps, Integral) or min(bound, sync_steps - 1) < 0
+    if is_given or is_wrong or not isinstance(scheduler, RateSchedule | None):
         return dict(settings), ""
     loss = settings.get("loss") or PPOClip()
     kind = handling(loss, settings.get("correction"), settings.get("baseline"))
-    factor = rate_factor(bound, kind)
+    factor = rate_factor(int(bound), kind, int(sync_steps))
     rate = factor * DEFAULT_LEARNING_RATE
-    means = f"max_staleness={bound}" if kind is None or bound == 0 else f"max_staleness={bound} with {kind.value}"
+    is_fresh = bound == 0 and sync_steps == 1
+    means = f"max_staleness={bound}" if sync_steps == 1 else f"max_staleness={bound}, weight_sync_steps={sync_steps}"
+    means = means if kind is None or is_fresh else f"{means} with {kind.value}"
     why = f"the default also fits {means}"
     if factor < 1:
         why = f"{factor:.2g} times the default fits {means}"
-    elif kind is None and bound > 0:
+    elif kind is None and not is_fresh:
         why = f"the default, as what fits a bound was not measured for {type(loss).__name__}"
     usual = "; adapters usually learn at 1e-5 to 1e-4" if settings.get("lora") is not None else ""
     line = f"learning_rate={rate:.3g}, since none was given ({why}){usual}; fit(..., learning_rate=...) sets another"

@@ -74,8 +74,11 @@ def handling(
     return None
 
 
-def rate_factor(max_staleness: int, kind: Handling | None) -> float:
+def rate_factor(max_staleness: int, kind: Handling | None, weight_sync_steps: int = 1) -> float:
     """Factor on the learning rate of a synchronous run at this bound; 1 where nothing is known.
+
+    The lag counts optimizer steps: if weights are published every k steps, data of S versions are up to (S + 1) k - 1
+    steps old. Only k = 1 was measured.
 
     Example:
         ```python
@@ -88,7 +91,9 @@ def rate_factor(max_staleness: int, kind: Handling | None) -> float:
     Args:
         max_staleness: S, in versions.
         kind: what the objective does about stale data, see `handling`.
+        weight_sync_steps: k, optimizer steps between publications.
     """
-    if kind is None or max_staleness <= WHOLE_RATE_UP_TO[kind]:
+    lag = (max_staleness + 1) * weight_sync_steps - 1
+    if kind is None or lag <= WHOLE_RATE_UP_TO[kind]:
         return 1.0
-    return max(LOWEST_FACTOR, WHOLE_RATE_UP_TO[kind] / max_staleness)
+    return max(LOWEST_FACTOR, WHOLE_RATE_UP_TO[kind] / lag)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ VCPO = dict(loss=rl.Reinforce(), correction=rl.SequenceTruncatedIS(cap=8.0), bas
         ({"max_staleness": 8}, 0.5, "0.5 times the default fits max_staleness=8"),
         ({"max_staleness": 8, "loss": rl.Reinforce()}, 0.3, "max_staleness=8 with nothing that corrects stale data"),
         ({"max_staleness": 16, "scheduler": rl.Linear()}, 0.3, "0.3 times the default"),
+        ({"max_staleness": 1, "weight_sync_steps": 5}, 4 / 9, "max_staleness=1, weight_sync_steps=5 with importance"),
+        ({"max_staleness": np.int64(8)}, 0.5, "0.5 times the default fits max_staleness=8 with"),
         ({}, 1.0, "the default also fits max_staleness=4 with importance weights or a clip"),
         ({"max_staleness": 64, **VCPO}, 1.0, "the default also fits max_staleness=64 with the optimal baseline"),
         ({"max_staleness": 0}, 1.0, "the default also fits max_staleness=0"),
@@ -43,6 +46,8 @@ def test_the_rate_is_the_default_times_what_fits_the_bound(settings, factor, say
         {"scheduler": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=10)},
         {"max_staleness": "sixteen"},  # refused by its own name afterwards
         {"max_staleness": None},
+        {"max_staleness": -1},
+        {"weight_sync_steps": 0},
     ],
 )
 def test_nothing_is_chosen_where_a_rate_is_given_or_a_bound_is_wrong(settings):

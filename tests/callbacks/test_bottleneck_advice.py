@@ -230,7 +230,12 @@ def test_the_advice_on_a_collapse_names_the_rate_that_fits_the_bound(max_stalene
 def test_a_module_of_another_kind_is_given_no_rate():
     trainer = SimpleNamespace(datamodule=make_data(max_staleness=16))
     assert "(now 16)" in advice.stabilizing_setting(trainer, pl.LightningModule())
-    assert advice.fitting_rate(pl.LightningModule(), 16) == 1.0
+    assert advice.fitting_rate(pl.LightningModule(), trainer.datamodule, 16) == 1.0
+
+
+def test_the_rate_that_fits_counts_steps_between_publications(module):
+    data = make_data(weight_sync_steps=5, max_staleness=16)
+    assert advice.fitting_rate(module, data, 1) == pytest.approx(4 / 9)
 
 
 def test_a_run_whose_rewards_are_all_equal_is_told_that_it_learns_nothing(capsys):

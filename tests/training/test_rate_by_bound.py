@@ -23,6 +23,12 @@ def test_from_its_start_on_twice_the_bound_is_half_of_the_rate_down_to_the_lowes
     assert [rate_factor(bound, kind) for bound in (start, 2 * start, 8 * start)] == [1.0, 0.5, LOWEST_FACTOR]
 
 
+@given(bound=st.integers(0, 100), sync_steps=st.integers(1, 20), kind=KINDS)
+def test_the_lag_counts_steps_between_publications(bound, sync_steps, kind):
+    oldest = (bound + 1) * sync_steps - 1
+    assert rate_factor(bound, kind, weight_sync_steps=sync_steps) == rate_factor(oldest, kind)
+
+
 WEIGHTS = rl.SequenceTruncatedIS(cap=8.0)
 
 
