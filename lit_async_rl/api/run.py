@@ -209,8 +209,8 @@ def _fit(
         print_dry_run(cluster, uses_gpus=uses_gpus(settings.get("accelerator")))
         return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
     given = Given(model, prompts, reward, max_steps=max_steps, ckpt_path=ckpt_path, cluster=cluster, settings=settings)
-    if chosen and rank_zero_only.rank == 0:
-        print(chosen)
+    if chosen:
+        rank_zero_only(print)(chosen)
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
@@ -489,7 +489,8 @@ def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     is_given = any(settings.get(name) is not None for name in ("learning_rate", "optimizer"))
     bound = settings.get("max_staleness", MAX_STALENESS)
     sync_steps = settings.get("weight_sync_steps", 1)
-    is_wrong = not isinstance(bound, Integral) or not isinstance(sync_steps, Integral) or min(bound, sync_steps - 1) < 0
+    are_counts = isinstance(bound, Integral) and isinstance(sync_steps, Integral)
+    is_wrong = not are_counts or int(bound) < 0 or int(sync_steps) < 1
     if is_given or is_wrong or not isinstance(scheduler, RateSchedule | None):
         return dict(settings), ""
     loss = settings.get("loss") or PPOClip()
