@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import lit_async_rl as rl
 from lit_async_rl.losses import ScoreCentering
 from lit_async_rl.training.rate_by_bound import LOWEST_FACTOR, WHOLE_RATE_UP_TO, Handling, handling, rate_factor
+from lit_async_rl.types import Prompt
 
 KINDS = st.sampled_from([*Handling, None])
 
@@ -80,6 +81,15 @@ def test_a_method_is_handled_as_its_configuration_says():
 
     found = {name: handling_of(name) for name in ("uncorrected", "sequence_tis", "topr", "vcpo+gac_project")}
     assert list(found.values()) == [*Handling]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"), [("[17+25]", 1.0), (" [17+25]\n", 1.0), ("[25+17]", 0.0), ("42", 0.0), ("[17+25]42", 0.0)]
+)
+def test_a_call_counts_if_it_has_the_numbers_of_the_problem(completion, reward):
+    from benchmarks.staleness.calls import calls_calculator
+
+    assert calls_calculator(Prompt(text="17+25=", answer="42"), completion) == reward
 
 
 @pytest.mark.slow
