@@ -147,35 +147,39 @@ RULES: dict[str, Rule] = {
 }
 
 
-def scores(sweeps: list[Sweep]) -> list[float | int]:
+def scores(sweeps: list[Sweep]) -> list[int | str]:
     """Number of sweeps, and of those in which the rule names a rate between those that were run; scores of all `RULES`.
 
-    A score is the share of the sweeps of which a rule keeps `KEPT`, then come the mean shares that they keep.
+    A score is the share of the sweeps of which a rule keeps `KEPT`, and in parentheses the mean share that it keeps.
     """
     shares = [np.array([sweep.share_kept(rule(sweep)) for sweep in sweeps]) for rule in RULES.values()]
-    enough = [round(float(np.mean(one >= KEPT)), 2) for one in shares]
     num_run = sum(sweep.has_run(by_handling(sweep)) for sweep in sweeps)
-    return [len(sweeps), num_run, *enough, *(round(float(np.mean(one)), 2) for one in shares)]
+    return [len(sweeps), num_run, *(f"{np.mean(one >= KEPT):.2f} ({np.mean(one):.2f})" for one in shares)]
 
 
-def interval_of(sweeps: list[Sweep], samples: int = 2000) -> list[float]:
-    """95 % interval of the share of sweeps of which the rule keeps `KEPT`, over sweeps drawn with replacement."""
+def at_rates_that_were_run(sweeps: list[Sweep]) -> list[Sweep]:
+    """The sweeps that test the rule: not fitted, and with the rate that it names between those that were run."""
+    return [sweep for sweep in sweeps if not sweep.is_fitted and sweep.has_run(by_handling(sweep))]
+
+
+def headline(sweeps: list[Sweep], samples: int = 2000) -> tuple[float, list[float]]:
+    """Share of the sweeps of which the rule keeps `KEPT`; its 95 % interval, over sweeps drawn with replacement."""
     random = np.random.default_rng(0)
     enough = np.array([sweep.share_kept(by_handling(sweep)) >= KEPT for sweep in sweeps])
     means = [enough[random.integers(len(enough), size=len(enough))].mean() for _ in range(samples)]
-    return [round(float(limit), 2) for limit in np.quantile(means, [0.025, 0.975])]
+    return round(float(enough.mean()), 2), [round(float(limit), 2) for limit in np.quantile(means, [0.025, 0.975])]
 
 
-def table_rows(sweeps: list[Sweep]) -> list[list[float | int | str]]:
-    """Scores by regime, and of all sweeps that were not fitted."""
+def table_rows(sweeps: list[Sweep]) -> list[list[int | str]]:
+    """Scores by regime, and of all sweeps that test the rule."""
     fitted = [sweep for sweep in sweeps if sweep.is_fitted]
     tested = [sweep for sweep in sweeps if not sweep.is_fitted]
-    rows: list[list[float | int | str]] = [[f"fitted: {FIT_REGIME}, ten losses", *scores(fitted)]]
+    rows: list[list[int | str]] = [[f"fitted: {FIT_REGIME}, ten losses", *scores(fitted)]]
     for regime in sorted({sweep.regime for sweep in tested}):
         of_it = [sweep for sweep in tested if sweep.regime == regime]
         name = f"{regime}, other losses" if regime == FIT_REGIME else regime
         rows.append([name, *scores(of_it)])
-    return [*rows, ["all that were not fitted", *scores(tested)]]
+    return [*rows, ["all that were not fitted, at rates that were run", *scores(at_rates_that_were_run(sweeps))]]
 
 
 def main() -> None:
