@@ -197,27 +197,20 @@ def main() -> None:
     rows = table_rows(sweeps)
     for row in rows:
         print(*row, sep="  ")
-    tested = [sweep for sweep in sweeps if not sweep.is_fitted]
     if args.sweeps:
-        for sweep in tested:
+        for sweep in (one for one in sweeps if not one.is_fitted):
             gains = {scale: round(gain, 3) for scale, gain in sweep.gains.items()}
             named = {name: round(rule(sweep), 2) for name, rule in RULES.items()}
             print(sweep.regime, sweep.method, sweep.lag, gains, named, sep="  ")
     if args.write:
-        columns = [
-            "sweeps of",
-            "sweeps",
-            "of them at rates that were run",
-            *(f"{name}: keeps {KEPT}" for name in RULES),
-        ]
-        columns += [f"{name}: mean share" for name in RULES]
+        value, interval = headline(at_rates_that_were_run(sweeps))
         found = measurement(
             "rate_by_bound",
-            float(rows[-1][3]),
-            f"share of the sweeps that were not fitted of which the rule keeps {KEPT} of the best gain",
-            columns=columns,
+            value,
+            f"share of the sweeps of the last row of which the rule keeps {KEPT} of the best gain",
+            columns=["sweeps of", "sweeps", "of them at rates that were run", *RULES],
             rows=rows,
-            interval=interval_of(tested),
+            interval=interval,
             command="python -m benchmarks.staleness.rate_by_bound --write docs/measurements/rate_by_bound.json",
             machine="tables of the staleness benchmark",
         )

@@ -275,8 +275,8 @@ def _shown(value: object) -> str:
 # Staleness costs progress per step. The bias of a stale gradient is of order lag x rate (arXiv:2607.01083); so is the
 # standard deviation s of the sequence log-ratios, and ESS / B = exp(-s^2) if they are normal. A lag that would bring
 # the effective sample size below `MIN_ESS` is counted as if the rate were lowered until it stays there. The rate that
-# is named is another one: in the runs of `benchmarks/staleness/rate_by_bound.py` this estimate named no better rates
-# than the whole one, and a rule by what the loss does about stale data did.
+# is named is another one: in the runs of `benchmarks/staleness/rate_by_bound.py` this estimate kept most of the gain no
+# more often than the whole rate, and a rule by what the loss does about stale data did.
 
 
 BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
