@@ -43,8 +43,8 @@ FIT_LOSSES = (
 
 def read_steps() -> pd.DataFrame:
     """The steps of all runs, in order; the last row of a run has only an accuracy and is left out."""
-    # runs of the controller, which acts on the forecast, are no tests of it
-    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem != "controller"]
+    # runs of the controller, which acts on the forecast, are no tests of it; those of the rate by bound came later
+    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem not in ("controller", "rate_by_bound")]
     tables = [pd.read_parquet(path).assign(source=path.stem) for path in paths]
     steps = pd.concat([table for table in tables if "step" in table], ignore_index=True)
     return steps[steps.reward.notna()].sort_values([*RUN, "step"], ignore_index=True)

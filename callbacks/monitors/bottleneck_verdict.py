@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from lit_async_rl.scheduling.bottleneck import (
 )
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.rate_by_bound import handling, rate_factor
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
@@ -115,12 +117,25 @@ def adjustable_settings(data: RolloutDataModule, pl_module: AnyModule, load: Ste
 
 
 def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
-    """Advice for a collapsing run: VCPO, or a smaller learning rate or staleness bound if VCPO is in use."""
-    if _lacks_baseline(pl_module):
-        return f"{ADD_VCPO}, and resume from a checkpoint before the collapse"
+    """Advice for a collapsing run: VCPO or the rate that fits the bound; if VCPO is in use, a smaller rate or bound."""
     data = trainer.datamodule
+    resume = "and resume from a checkpoint before the collapse"
+    if _lacks_baseline(pl_module):
+        is_known = isinstance(data, RolloutDataModule)
+        factor = fitting_rate(pl_module, data, data.max_staleness) if is_known else 1.0
+        rate = f", or set model.learning_rate to {factor:.2g} times that of a synchronous run" if factor < 1 else ""
+        return f"{ADD_VCPO}{rate}, {resume}"
     bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
-    return f"lower model.learning_rate or data.max_staleness{bound}, and resume from a checkpoint before the collapse"
+    return f"lower model.learning_rate or data.max_staleness{bound}, {resume}"
+
+
+def fitting_rate(pl_module: AnyModule, data: RolloutDataModule, max_staleness: int) -> float:
+    """Multiple of a synchronous run's learning rate that fits a bound, by the objective; 1 for other modules."""
+    if not isinstance(pl_module, PolicyModule):
+        return 1.0
+    objective = pl_module.objective
+    kind = handling(objective.loss, objective.correction, objective.baseline)
+    return rate_factor(max_staleness, kind, data.weight_sync_steps)
 
 
 def _lacks_baseline(pl_module: AnyModule) -> bool:
@@ -287,6 +302,7 @@ class StalenessAdvice:
             present=data.max_staleness,
             num_slots=getattr(_sampling_engine(data), "num_slots", None),
             waiting_rollouts=load.num_unfinished / load.num_steps * data.group_size,
+            rate_factor=partial(fitting_rate, pl_module, data),
         )
 
 

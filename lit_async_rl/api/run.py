@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_async_rl.api.arguments import as_groups, as_typed, check_model, in_folder
@@ -35,6 +37,7 @@ from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, RankError, describe
+from lit_async_rl.losses import PPOClip
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.dry_run import print_dry_run
@@ -43,6 +46,8 @@ from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.optimizer import DEFAULT_LEARNING_RATE, RateSchedule
+from lit_async_rl.training.rate_by_bound import handling, rate_factor
 from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import check_kinds, meant
@@ -116,7 +121,8 @@ def fit(
         tokenizer: in the place of the model's own.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. A dictionary does for
             `sampling`, `scoring`, `validation`, `limits`, `lora` and `sharding`, held-out prompts for
-            `validation`, and a `peft.LoraConfig` for `lora`.
+            `validation`, and a `peft.LoraConfig` for `lora`. Without `learning_rate` and `optimizer` the rate is the
+            default times what fits `max_staleness` and the loss (1 with the recipe up to 64), and a line says so.
 
     Returns:
         The Trainer; `trainer.lightning_module` is the trained module.
@@ -191,6 +197,9 @@ def _fit(
         settings = with_recipe(recipe, settings)
     own = {name: value for name, value in settings.items() if name in MODULE_SETTINGS}
     check_kinds("model", PolicyModule.__init__, module_defaults() | own)
+    chosen = ""
+    if not is_module:
+        settings, chosen = with_rate(settings)
     if cluster is not None:
         cluster.check()
     if ckpt_path is not None:
@@ -200,6 +209,8 @@ def _fit(
         print_dry_run(cluster, uses_gpus=uses_gpus(settings.get("accelerator")))
         return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
     given = Given(model, prompts, reward, max_steps=max_steps, ckpt_path=ckpt_path, cluster=cluster, settings=settings)
+    if chosen:
+        rank_zero_only(print)(chosen)
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
@@ -459,6 +470,44 @@ def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, An
     parts = {name: build(spec) for section in ("model", "data") for name, spec in overlay.get(section, {}).items()}
     callbacks = {key: build(spec) for key, spec in overlay["defaults"].items()}
     return {**settings, **parts, "defaults": {**callbacks, **(settings.get("defaults") or {})}}
+
+
+# -- The learning rate that `fit` chooses where none is given ---------------------------------------------------------
+
+
+def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Settings of `fit` with the learning rate that fits the staleness bound, and a line that says so.
+
+    It is `DEFAULT_LEARNING_RATE` times the factor of `lit_async_rl.training.rate_by_bound`; where that is 1 the
+    settings stay as they are. Nothing is chosen, and the line is empty, where a rate, an optimizer or a scheduler of
+    torch is given, whose rates are their own, or where a setting is wrong, which its owner refuses.
+
+    Args:
+        settings: of module, data and Trainer, with the recipe's parts.
+    """
+    scheduler = settings.get("scheduler")
+    is_given = any(settings.get(name) is not None for name in ("learning_rate", "optimizer"))
+    bound = settings.get("max_staleness", MAX_STALENESS)
+    sync_steps = settings.get("weight_sync_steps", 1)
+    are_counts = isinstance(bound, Integral) and isinstance(sync_steps, Integral)
+    is_wrong = not are_counts or int(bound) < 0 or int(sync_steps) < 1
+    if is_given or is_wrong or not isinstance(scheduler, RateSchedule | None):
+        return dict(settings), ""
+    loss = settings.get("loss") or PPOClip()
+    kind = handling(loss, settings.get("correction"), settings.get("baseline"))
+    factor = rate_factor(int(bound), kind, int(sync_steps))
+    rate = factor * DEFAULT_LEARNING_RATE
+    is_fresh = bound == 0 and sync_steps == 1
+    means = f"max_staleness={bound}" if sync_steps == 1 else f"max_staleness={bound}, weight_sync_steps={sync_steps}"
+    means = means if kind is None or is_fresh else f"{means} with {kind.value}"
+    why = f"the default also fits {means}"
+    if factor < 1:
+        why = f"{factor:.2g} times the default fits {means}"
+    elif kind is None and not is_fresh:
+        why = f"the default, as what fits a bound was not measured for {type(loss).__name__}"
+    usual = "; adapters usually learn at 1e-5 to 1e-4" if settings.get("lora") is not None else ""
+    line = f"learning_rate={rate:.3g}, since none was given ({why}){usual}; fit(..., learning_rate=...) sets another"
+    return ({**settings, "learning_rate": rate} if factor < 1 else dict(settings)), line
 
 
 # -- Ctrl-C during training: the first saves and ends cleanly, the second ends at once --------------------------------

@@ -3,12 +3,14 @@
 import dataclasses
 import itertools
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from flow import fit, make_data, make_module
 
+import lit_async_rl as rl
 from lit_async_rl import Bounded, FixedLag
 from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
 from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
@@ -22,6 +24,13 @@ from lit_async_rl.simulation.run import SimulatedEngine, SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
+
+VCPO = dict(
+    loss=rl.Reinforce(),
+    proximal=rl.CurrentProximal(),
+    correction=rl.SequenceTruncatedIS(cap=8.0),
+    baseline=rl.OptimalBaseline(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +206,36 @@ def test_a_collapsing_run_is_told_so_with_the_file_that_helps_and_nothing_about_
         assert "training is collapsing" in line
         assert "--config configs/stabilizers/vcpo.yaml" in line
         assert "change" not in line
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "parts", "words"),
+    [
+        (16, {}, "vcpo.yaml, or set model.learning_rate to 0.3 times that of a synchronous run, and resume"),
+        (
+            8,
+            {"loss": rl.PPOClip()},
+            "vcpo.yaml, or set model.learning_rate to 0.5 times that of a synchronous run, and",
+        ),
+        (4, {}, "vcpo.yaml, and resume"),  # the rate of a synchronous run fits, as far as is known
+        (16, {"loss": rl.OPMD()}, "vcpo.yaml, and resume"),
+        (16, VCPO, "lower model.learning_rate or data.max_staleness (now 16), and resume"),
+    ],
+)
+def test_the_advice_on_a_collapse_names_the_rate_that_fits_the_bound(max_staleness, parts, words):
+    trainer = SimpleNamespace(datamodule=make_data(max_staleness=max_staleness))
+    assert words in advice.stabilizing_setting(trainer, make_module(**parts))
+
+
+def test_a_module_of_another_kind_is_given_no_rate():
+    trainer = SimpleNamespace(datamodule=make_data(max_staleness=16))
+    assert "(now 16)" in advice.stabilizing_setting(trainer, pl.LightningModule())
+    assert advice.fitting_rate(pl.LightningModule(), trainer.datamodule, 16) == 1.0
+
+
+def test_the_rate_that_fits_counts_steps_between_publications(module):
+    data = make_data(weight_sync_steps=5, max_staleness=16)
+    assert advice.fitting_rate(module, data, 1) == pytest.approx(4 / 9)
 
 
 def test_a_run_whose_rewards_are_all_equal_is_told_that_it_learns_nothing(capsys):

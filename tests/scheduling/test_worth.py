@@ -93,17 +93,22 @@ def test_with_equal_waits_nothing_waits_from_the_steady_staleness_on():
     assert step_s(Constant(1.2), 0.3, 4) < 1.1 * 0.3
 
 
-def test_a_small_effective_sample_size_is_paid_for_with_the_rate_or_a_lower_bound():
+def test_a_small_effective_sample_size_is_paid_for_with_a_lower_bound():
     work = measured(Constant(0.4), 0.2)
     healthy, stale = (advise(work, ess_ratio=ess, present=2) for ess in (0.95, 0.2))
-    assert (healthy.max_staleness, healthy.rate_scale) == (2, 1.0)
-    assert (stale.max_staleness, stale.rate_scale) == (1, 1.0)
+    assert (healthy.max_staleness, stale.max_staleness) == (2, 1)
     assert (healthy.worth, stale.worth) == pytest.approx((3.0, 2.0))
     only = advise(work, ess_ratio=0.2, present=2, bounds=(2,))  # at the bound that 0.2 was measured at
-    assert only.rate_scale == pytest.approx(math.sqrt(math.log(0.5) / math.log(0.2)))
-    assert only.worth == pytest.approx(3.0 * only.rate_scale)
-    longer = advise(measured(Constant(4.0), 0.1), ess_ratio=0.3, present=8, bounds=(0, 8))
-    assert "times the present model.learning_rate" in longer.text()
+    assert only.worth == pytest.approx(3.0 * math.sqrt(math.log(0.5) / math.log(0.2)))
+
+
+def test_the_rate_that_is_named_is_that_of_the_advised_bound():
+    work = measured(Constant(4.0), 0.1)
+    factors = {0: 1.0, 8: 0.5}
+    advice = advise(work, ess_ratio=0.3, present=8, bounds=(0, 8), rate_factor=factors.__getitem__)
+    assert (advice.max_staleness, advice.rate_scale) == (8, 0.5)
+    assert advice.text().endswith("is enough, at 0.5 times the model.learning_rate of a synchronous run")
+    assert "learning_rate" not in advise(work, ess_ratio=0.3, present=8, bounds=(0, 8)).text()
 
 
 def test_more_slots_where_the_engine_limits_while_rollouts_wait_for_one():
