@@ -131,7 +131,8 @@ def watched(in_flight: bool, max_steps: int = 6, trainer: dict[str, Any] | None 
         micro_batches_per_step=2,
         **(dict(max_staleness=2) | data),
     )
-    fit(make_module(), source, max_steps, [check, tokens, FreshDataMonitor(), compare], **(trainer or {}))
+    callbacks = [check, tokens, FreshDataMonitor(), compare]
+    fit(make_module(), source, max_steps, callbacks=callbacks, **(trainer or {}))
     assert len(compare.found) == max_steps, "the first step is fresh"
     return compare
 
