@@ -385,10 +385,10 @@ class RolloutSource:
                 self._streamed = streamed
         num_groups = self.fresh_per_step if streamed is None else streamed.next_size
         while len(self._taken) < num_groups:
-            if self.engine.needs_probe:
+            if self._lacks_probe:
                 raise ProbeWanted
             try:
-                group = producer.take(lambda: should_stop() or self.engine.needs_probe)
+                group = producer.take(lambda: should_stop() or self._lacks_probe)
             except (ProducerError, StalledError) as error:
                 if not self._can_restart(producer):
                     raise
@@ -415,6 +415,10 @@ class RolloutSource:
         number = self.micro_batches_per_step * num_places
         batches = self.collate(groups, aggregation=self.aggregation, num_micro_batches=number)
         return [self._stamped(batch, step, n // num_places) for n, batch in enumerate(batches)]
+
+    @property
+    def _lacks_probe(self) -> bool:
+        return self.engine.uses_probe and self.engine.needs_probe
 
     def _streamed_batches(
         self, streamed: StreamedStep, groups: Sequence[RolloutGroup], step: int, num_places: int
