@@ -208,9 +208,16 @@ def _fit(
     if cluster is not None and cluster.dry_run:
         print_dry_run(cluster, uses_gpus=uses_gpus(settings.get("accelerator")))
         return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
-    given = Given(model, prompts, reward, max_steps=max_steps, ckpt_path=ckpt_path, cluster=cluster, settings=settings)
-    if chosen:
-        rank_zero_only(print)(chosen)
+    given = Given(
+        model,
+        prompts,
+        reward,
+        max_steps=max_steps,
+        ckpt_path=ckpt_path,
+        cluster=cluster,
+        settings=settings,
+        chosen=chosen,
+    )
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
@@ -231,6 +238,7 @@ class Given:
     ckpt_path: str | None
     cluster: RayCluster | None
     settings: Mapping[str, Any]
+    chosen: str  # line about the learning rate, empty if one was given
 
     def of(self, names: Sequence[str]) -> dict[str, Any]:
         """The settings of one class."""
@@ -274,6 +282,8 @@ def _fit_here(
         limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
         stack.enter_context(CtrlC())
         check_resume(trainer, module, data, ckpt_path=ckpt_path)
+        if given.chosen:  # when nothing of the settings has been refused
+            rank_zero_only(print)(given.chosen)
         with run_folders(trainer, ckpt_path):
             if folder is not None:
                 folder += [log.log_dir for log in trainer.loggers[:1] if isinstance(log, CSVLogger)]
