@@ -34,7 +34,7 @@ from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.guarded_calls import LoopThread
 from lit_async_rl.utils.spans import recorder, reward_lane
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
-from lit_async_rl.utils.waiting import clock
+from lit_async_rl.utils.waiting import clock, use_awake_clock
 
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
 
@@ -75,7 +75,12 @@ class Awaiter:
     @staticmethod
     def once(awaitable: Awaitable[T]) -> T:
         """Result of an awaitable, run in a separate event loop."""
-        return asyncio.run(_result(awaitable))
+
+        async def awake() -> T:
+            use_awake_clock(asyncio.get_running_loop())
+            return await awaitable
+
+        return asyncio.run(awake())
 
     def close(self) -> None:
         """Cancels running awaitables, and stops the loop."""
