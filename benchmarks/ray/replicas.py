@@ -22,8 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scipy.stats import t as student
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -126,6 +124,8 @@ def interval(values: list[float]) -> list[float] | None:
     """95 % interval of the mean (Student's t); None for a single value."""
     if len(values) < 2:
         return None
+    from scipy.stats import t as student  # vLLM's environment has none, and needs none for a single round
+
     half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
     return [round(statistics.fmean(values) - half, 4), round(statistics.fmean(values) + half, 4)]
 
@@ -163,6 +163,7 @@ def main() -> None:
         compared = [b["accuracy"] - a["accuracy"] for a, b in zip(base, last, strict=True)]
         unit = f"difference in final accuracy of the quick start, {args.systems[-1]} against {args.systems[0]}"
         columns = ["run", "final accuracy", "largest staleness (bound 4)"]
+    repeated = "one run each" if args.rounds == 1 else f"{args.rounds} paired runs; the table has their medians"
     write_measurement(
         args.output,
         measurement(
@@ -172,8 +173,7 @@ def main() -> None:
             columns=columns,
             rows=rows,
             command=f"python benchmarks/ray/replicas.py {args.what} --rounds {args.rounds}",
-            machine=f"{args.machine} ({args.rounds} paired runs; the table has their medians), "
-            f"load {os.getloadavg()[0]:.1f} at the end",
+            machine=f"{args.machine} ({repeated}), load {os.getloadavg()[0]:.1f} at the end",
             interval=interval(compared),
             of_each_round=[round(one, 4) for one in compared],
         ),
