@@ -202,7 +202,7 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     part = success.part
     shares = [share for one in rollouts[:MAX_COMPLETIONS] if (share := repetition(_own_ids(one))) is not None]
-    rewards = _within(groups, "reward")
+    rewards = _within([group.rollouts for group in groups], "reward")
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in (rollout.reward_parts or {}).items():
@@ -213,7 +213,7 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
         length=statistics.fmean(one.num_policy_tokens for one in rollouts),
         reward=statistics.fmean(one.reward for one in rollouts),
         accuracy=success.number(one.score for one in rollouts) / len(rollouts) if is_grader else None,
-        length_pay=_correlation(rewards, _within(groups, "num_policy_tokens")),
+        length_pay=length_pay(groups),
         repetition=statistics.fmean(shares) if shares else None,
         special_tokens=statistics.fmean(float(_has_special(one, special)) for one in rollouts),
         group_std=statistics.fmean(math.sqrt(float(row @ row) / len(row)) for row in rewards),
@@ -223,13 +223,33 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
 
 
 def length_pay(groups: Sequence[RolloutGroup]) -> float | None:
-    """Correlation of reward and length within groups; None if one of them does not vary."""
-    return _correlation(_within(groups, "reward"), _within(groups, "num_policy_tokens"))
+    """Correlation of reward and length among rollouts of a group with as many replies; None if one does not vary.
+
+    An agent that has learned to call its tool is paid for one more reply, and not for longer ones.
+    """
+    alike = [same for group in groups for same in _by_replies(group.rollouts)]
+    return _correlation(_within(alike, "reward"), _within(alike, "num_policy_tokens"))
 
 
-def _within(groups: Sequence[RolloutGroup], name: str) -> list[Any]:
-    """A number of each rollout less the mean of its group, by group."""
-    values = [np.array([getattr(one, name) for one in group.rollouts], dtype=np.float64) for group in groups]
+def _by_replies(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Rollouts with the same number of replies together."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(sum(_num_replies(row.loss_mask) for row in rollout.rows), []).append(rollout)
+    return list(found.values())
+
+
+def _num_replies(loss_mask: Sequence[bool] | None) -> int:
+    """Stretches of tokens that the policy wrote."""
+    if loss_mask is None:
+        return 1
+    own = np.asarray(loss_mask, dtype=np.int8)
+    return int(own[:1].sum() + (np.diff(own) == 1).sum())
+
+
+def _within(alike: Sequence[Sequence[Rollout]], name: str) -> list[Any]:
+    """A number of each rollout less the mean of those that it is compared with."""
+    values = [np.array([getattr(one, name) for one in rollouts], dtype=np.float64) for rollouts in alike]
     return [row - row.sum() / len(row) for row in values]
 
 

@@ -33,7 +33,7 @@ NEW_REPETITION = 0.2  # share of n-grams beyond that of the first window; likewi
 NEW_SPECIAL_TOKENS = 0.1
 FULL = 0.95  # share of the largest value of a part so far
 SOLVED = 0.9  # accuracy from which groups of equal rewards are no sign
-PAYS_FOR_LENGTH = 0.5  # correlation of reward and length within groups
+PAYS_FOR_LENGTH = 0.5  # correlation of reward and length within groups, among completions with as many turns
 MIN_COMPARED = 20  # completions that the reward calls right, for the agreement of two graders
 
 
@@ -56,7 +56,7 @@ class Seen:
         length: tokens of a completion.
         reward: of a completion.
         accuracy: share of completions that a grader calls right; None if the reward is no grader.
-        length_pay: correlation of reward and length within groups.
+        length_pay: correlation of reward and length within groups, among completions with as many turns.
         repetition: share of repeated 4-grams.
         special_tokens: share of completions with a special token before their end.
         group_std: standard deviation of rewards within a group.
@@ -85,7 +85,8 @@ class HackingWatch:
 
     Args:
         length_growth: mean length, as a multiple of that of five windows before, while the accuracy has not risen by
-            0.02; of a reward that is no grader, while reward and length are correlated within groups (0.5).
+            0.02; of a reward that is no grader, while reward and length are correlated within groups (0.5), among
+            completions with as many turns.
         repetition: share of repeated 4-grams, and 0.2 more than in the first window.
         special_tokens: share of completions with a special token before their end, and 0.1 more than in the first
             window.

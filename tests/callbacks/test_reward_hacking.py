@@ -163,6 +163,15 @@ def test_reward_and_length_correlate_within_groups_only():
     assert length_pay([group(rollout([1], 1.0), rollout([1], 2.0))]) is None
 
 
+def test_an_agent_that_is_paid_for_calling_its_tool_is_not_paid_for_length():
+    asks = (True, True, False, True)  # two replies, with the tool's answer between them
+    guesses = [rollout([1] * length, 0.0) for length in (2, 3)]
+    calls = [rollout([1] * (2 + length), 1.0, mask=asks[:3] + (True,) * (length - 1)) for length in (2, 3)]
+    assert length_pay([group(*guesses, *calls)]) is None, "among as many replies nothing differs in reward"
+    wordy = rollout([1] * 9, 2.0, mask=asks + (True,) * 5)
+    assert length_pay([group(*guesses, *calls, wordy)]) > 0.9
+
+
 # -- runs that really train --------------------------------------------------------------------------------------------
 
 
