@@ -1,4 +1,4 @@
-"""Routes of the endpoint, and their server. The only file that imports FastAPI and uvicorn."""
+"""Routes of the endpoint, and their server. The only file that imports Starlette and uvicorn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.errors import INVALID_REQUEST, ApiError
@@ -38,9 +39,8 @@ class Answering(Protocol):
         """The models."""
 
 
-def make_app(endpoint: Answering) -> FastAPI:
+def make_app(endpoint: Answering) -> Starlette:
     """The routes of an endpoint."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
     async def complete(request: Request) -> Response:
         try:
@@ -68,14 +68,13 @@ def make_app(endpoint: Answering) -> FastAPI:
                 return JSONResponse(known)
         raise ApiError(404, f"The model {name[:200]!r} does not exist", param="model", code="model_not_found")
 
-    # plain routes: FastAPI would read and check bodies that only this package can refuse in the API's form
-    app.router.add_route(CHAT, complete, methods=["POST"])
-    app.router.add_route(TEXT, complete, methods=["POST"])
-    app.router.add_route("/v1/models", models, methods=["GET"])
-    app.router.add_route("/v1/models/{name:path}", model, methods=["GET"])
-    app.add_exception_handler(ApiError, _refuse)
-    app.add_exception_handler(HTTPException, _not_found)
-    return app
+    routes = [
+        Route(CHAT, complete, methods=["POST"]),
+        Route(TEXT, complete, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={ApiError: _refuse, HTTPException: _not_found})
 
 
 def _refuse(request: Request, error: Exception) -> Response:
@@ -145,6 +144,7 @@ def make_server(endpoint: Answering, report: Callable[[], None]) -> EndpointServ
         log_level="error",  # not of what clients send
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody stands in between
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
     )

@@ -10,6 +10,8 @@ from lit_async_rl.agents.endpoint.server import MISSING, Endpoint, EndpointSetti
 from lit_async_rl.agents.episode import AgentEpisode
 
 CALL_TIMEOUT_S = 600.0  # as the official client
+# Each call looks at every connection of its pool, twice: with hundreds of episodes in one that takes as long as the rest.
+NUM_POOLS = 32
 
 
 class EndpointClients(ClientFactory):
@@ -44,13 +46,14 @@ class EndpointClients(ClientFactory):
         )
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
-        self._http: Any = None  # connections that all clients share
+        self._pools: list[Any] = []  # of connections, which clients share
+        self._num_opened = 0
 
     async def open(self, episode: AgentEpisode) -> Any:
         """An `openai.AsyncOpenAI` for an episode; starts the server before the first.
 
         Raises:
-            ImportError: `openai`, FastAPI or uvicorn is not installed.
+            ImportError: `openai`, Starlette or uvicorn is not installed.
             EngineError: the server has ended for good.
         """
         try:
@@ -65,12 +68,15 @@ class EndpointClients(ClientFactory):
                 endpoint.close()
                 raise
             self._endpoint = endpoint
-        if self._http is None:
-            # without the environment's proxies, which do not lead to this process
-            self._http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=self.timeout_s)
+        if len(self._pools) < NUM_POOLS:
+            # without the environment's proxies, which do not lead to this process, and without certificates to read:
+            # the base URL is plain HTTP
+            self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=self.timeout_s))
+        pool = self._pools[self._num_opened % len(self._pools)]
+        self._num_opened += 1
         self._endpoint.open(episode)
         return openai.AsyncOpenAI(
-            base_url=self._endpoint.base_url, api_key=episode.key, http_client=self._http, timeout=self.timeout_s
+            base_url=self._endpoint.base_url, api_key=episode.key, http_client=pool, timeout=self.timeout_s
         )
 
     async def close(self, client: Any, episode: AgentEpisode) -> None:
@@ -78,11 +84,11 @@ class EndpointClients(ClientFactory):
             self._endpoint.end(episode.key)
 
     async def end(self) -> None:
-        http = self._http
+        pools = self._pools
         endpoint = self._endpoint
-        self._http = None
+        self._pools = []
         self._endpoint = None
-        if http is not None:
-            await http.aclose()
+        for pool in pools:
+            await pool.aclose()
         if endpoint is not None:
             endpoint.close()

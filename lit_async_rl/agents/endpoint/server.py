@@ -52,7 +52,7 @@ MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
 NUM_ENDED_KEYS = 4096
-MISSING = 'agents that use an OpenAI client need FastAPI, uvicorn and openai: pip install "lit-async-rl[agents]"'
+MISSING = 'agents that use an OpenAI client need Starlette, uvicorn and openai: pip install "lit-async-rl[agents]"'
 log = logging.getLogger(__name__)
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
 
@@ -142,7 +142,7 @@ class Endpoint:
         """Starts to listen.
 
         Raises:
-            ImportError: FastAPI or uvicorn is not installed.
+            ImportError: Starlette or uvicorn is not installed.
             OSError: the address cannot be used; names it.
             StalledError: the server does not start.
         """
