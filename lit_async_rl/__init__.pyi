@@ -26,6 +26,7 @@ from .agents.credit import MeanByLeaf as MeanByLeaf
 from .agents.credit import Share as Share
 from .agents.endpoint.clients import EndpointClients as EndpointClients
 from .agents.endpoint.command import CommandAgent as CommandAgent
+from .agents.endpoint.process import ProcessAgent as ProcessAgent
 from .agents.engine import AgentEngine as AgentEngine
 from .agents.episode import AgentCallInfo as AgentCallInfo
 from .agents.episode import AgentEpisode as AgentEpisode

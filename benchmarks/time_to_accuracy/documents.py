@@ -30,6 +30,7 @@ COLOURS = {
     "redundant": "C2",
     "vcpo": "C3",
     "environment": "C5",
+    "process": "C2",
     "synchronous_redundant": "0.65",
     "quickstart_plain_sync": "0.35",
     "quickstart_sync": "0.65",
@@ -43,7 +44,8 @@ NAMES = {
     "default": "recipe",
     "redundant": "recipe, 4 of 20 groups redundant",
     "vcpo": "VCPO, exact norms",
-    "environment": "the same task as an environment in the process, recipe",
+    "environment": "the same task as an environment in the trainer's process, recipe",
+    "process": "recipe, the agent in a process of its own",
     "synchronous_redundant": "synchronous, 4 of 20 groups redundant",
     "synchronous_1e4": "synchronous, rate 1e-4",
     "default_4_1e4": "recipe, `max_staleness` 4, rate 1e-4",
@@ -66,7 +68,7 @@ SHOWN = {  # in the pictures; the tables have all
     "tools_1.6": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "lengths": ("synchronous", "plain_4", "default_4", "lengths_trl"),
     "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_own_process"),
-    "agent_0.4": ("synchronous", "default_8", "environment_8", "synchronous_redundant", "redundant_8"),
+    "agent_0.4": ("synchronous", "process_8", "environment_8", "default_8"),
 }
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
@@ -74,7 +76,7 @@ HEADLINES = {  # of a suite
     "quickstart": ("quickstart", "quickstart_default", "the quick start, against synchronous plain GRPO"),
     "tools_0.1": ("tools_0.1", "default_4", "tools of 0.1 s, recipe, max_staleness 4"),
     "lengths_trl": ("lengths", "default_4", "completions of 3 to 120 digits, recipe, max_staleness 4"),
-    "agents": ("agent_0.4", "default_8", "agent behind the endpoint, tools of 0.4 s, recipe, max_staleness 8"),
+    "agents": ("agent_0.4", "process_8", "agent behind the endpoint, tools of 0.4 s, recipe, max_staleness 8"),
 }
 
 

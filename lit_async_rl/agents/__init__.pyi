@@ -15,6 +15,8 @@ from .credit import Share as Share
 from .endpoint.clients import EndpointClients as EndpointClients
 from .endpoint.command import CommandAgent as CommandAgent
 from .endpoint.command import CommandAgentError as CommandAgentError
+from .endpoint.process import ProcessAgent as ProcessAgent
+from .endpoint.process import ProcessAgentError as ProcessAgentError
 from .engine import AgentEngine as AgentEngine
 from .engine import AgentStats as AgentStats
 from .episode import AgentCallInfo as AgentCallInfo

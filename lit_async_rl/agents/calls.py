@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lit_async_rl.types import SamplerHead
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import as_reward, check_range
 
 ReplyReason = Literal["stop", "length", "tool_calls"]
 
@@ -148,3 +148,15 @@ class AgentResult:
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def result_of(returned: Any) -> AgentResult:
+    """What an agent has returned, with a reward that is a number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(returned, AgentResult):
+        as_reward(returned.reward)
+        return returned
+    return AgentResult(reward=as_reward(returned))

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from lit_async_rl.agents.calls import AgentCallError, AgentResult
+from lit_async_rl.agents.calls import AgentCallError, AgentResult, result_of
 from lit_async_rl.agents.clients import ClientFactory, InProcessClients
 from lit_async_rl.agents.credit import BranchCredit, Share
 from lit_async_rl.agents.episode import AgentCallInfo, AgentEpisode, EpisodeRules
@@ -34,11 +34,23 @@ from lit_async_rl.errors import EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import Completion, GenerationRequest
-from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.tries import TryPolicy, Work
 
 Agent = Callable[[Any, Any], Any]
 CLEANUP_TIMEOUT_S = 5.0  # for an agent that was cancelled; less than the time that its engine has to close
+
+
+@runtime_checkable
+class HoldingAgent(Protocol):
+    """An agent that holds something for all of its episodes."""
+
+    async def astart(self) -> None:
+        """Makes it, if it is not there; called before the time of each episode begins. An error ends the run."""
+
+    async def aclose(self) -> None:
+        """Frees it at the end of a run; a later one may need it again."""
 
 
 @dataclass
@@ -95,7 +107,7 @@ class AgentEngine(MultiRequestEngine):
     Args:
         engine: engine that samples the replies.
         agent: coroutine function of a prompt and a client, or its name, `module.function`. Returns the reward, or an
-            `AgentResult`.
+            `AgentResult`. See also `HoldingAgent`.
         clients: makes the clients; None gives each agent an `InProcessClient`, unless the agent has `clients`.
         timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
         max_calls: calls to the policy in one episode.
@@ -139,7 +151,7 @@ class AgentEngine(MultiRequestEngine):
             done="played",
         )
         super().__init__(engine, policy)
-        self.agent = _loaded(agent)
+        self.agent = load_agent(agent)
         self.clients = clients or getattr(self.agent, "clients", None) or InProcessClients()
         self.max_calls = max_calls
         self.side_calls = side_calls
@@ -277,7 +289,7 @@ class AgentEngine(MultiRequestEngine):
         if not idle:
             return None
         oldest_s = max(0.0, time.monotonic() - min(idle))
-        return Work(name=f"agent {_name(self.agent)}", num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
+        return Work(name=f"agent {agent_name(self.agent)}", num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Aborts episodes; their agents are cancelled, and their errors ignored."""
@@ -316,6 +328,11 @@ class AgentEngine(MultiRequestEngine):
             await self.clients.end()
         except (Exception, asyncio.CancelledError) as error:
             self._warnings.warning("clients of agents: end raised %s: %s", type(error).__name__, error)
+        if isinstance(self.agent, HoldingAgent):
+            try:
+                await self.agent.aclose()
+            except (Exception, asyncio.CancelledError) as error:
+                self._warnings.warning("an agent: aclose raised %s: %s", type(error).__name__, error)
 
     # -- event loop's thread ------------------------------------------------------------------------------------------
 
@@ -324,6 +341,8 @@ class AgentEngine(MultiRequestEngine):
         try:
             if pause_s:
                 await asyncio.sleep(pause_s)
+            if isinstance(self.agent, HoldingAgent):
+                await self.agent.astart()
             self._finish(episode, await self._result(episode))
         except EnvironmentFailure as failure:
             self._fail(episode, failure)
@@ -364,10 +383,7 @@ class AgentEngine(MultiRequestEngine):
             result = await self.agent(episode.prompt, client)
         finally:
             await self._close_client(client, episode)
-        if isinstance(result, AgentResult):
-            as_reward(result.reward)
-            return result
-        return AgentResult(reward=as_reward(result))
+        return result_of(result)
 
     async def _close_client(self, client: Any, episode: AgentEpisode) -> None:
         try:
@@ -377,7 +393,7 @@ class AgentEngine(MultiRequestEngine):
 
     def _failure(self, episode: AgentEpisode, what: str) -> EnvironmentFailure:
         where = f"on prompt {episode.prompt.text[:200]!r}"
-        return EnvironmentFailure(f"agent {_name(self.agent)} {where} {what}")
+        return EnvironmentFailure(f"agent {agent_name(self.agent)} {where} {what}")
 
     def _finish(self, episode: AgentEpisode, result: AgentResult) -> None:
         """Returns the sample of an agent that has ended; calls that it has left under way are aborted."""
@@ -458,8 +474,8 @@ def _with_reward(completion: Completion, result: AgentResult) -> Completion:
     )
 
 
-def _loaded(agent: Agent | str) -> Agent:
-    """The agent, imported if it is a name.
+def load_agent(agent: Agent | str, setting: str = "data.engine.agent") -> Agent:
+    """The agent, imported if it is a name, and made if it is a class.
 
     Raises:
         ValueError: there is no such agent, or it is no coroutine function.
@@ -470,14 +486,16 @@ def _loaded(agent: Agent | str) -> Agent:
         try:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"data.engine.agent={agent!r} cannot be imported: {error}") from error
+            raise ValueError(f"{setting}={agent!r} cannot be imported: {error}") from error
     if inspect.isclass(found):
         found = found()
     call = found if inspect.isfunction(found) or inspect.ismethod(found) else getattr(found, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(inspect.unwrap(call) if callable(call) else call):
-        raise ValueError(f"data.engine.agent={agent!r} must be a coroutine function: async def agent(prompt, client)")
+        raise ValueError(f"{setting}={agent!r} must be a coroutine function: async def agent(prompt, client)")
     return found
 
 
-def _name(agent: Agent) -> str:
+def agent_name(agent: Agent) -> str:
+    """Name for messages."""
+    agent = original_of(agent)
     return getattr(agent, "__qualname__", type(agent).__name__)

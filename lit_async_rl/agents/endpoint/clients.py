@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lit_async_rl.agents.clients import ClientFactory
-from lit_async_rl.agents.endpoint.server import MISSING, Endpoint, EndpointSettings
+from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, OpenAIClients, import_openai
+from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings
 from lit_async_rl.agents.episode import AgentEpisode
-
-CALL_TIMEOUT_S = 600.0  # as the official client
-# Each call looks at every connection of its pool, twice: with hundreds of episodes in one that takes as long as the rest.
-NUM_POOLS = 32
 
 
 class EndpointClients(ClientFactory):
@@ -46,8 +44,7 @@ class EndpointClients(ClientFactory):
         )
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
-        self._pools: list[Any] = []  # of connections, which clients share
-        self._num_opened = 0
+        self._openai = OpenAIClients(timeout_s)
 
     async def open(self, episode: AgentEpisode) -> Any:
         """An `openai.AsyncOpenAI` for an episode; starts the server before the first.
@@ -56,10 +53,16 @@ class EndpointClients(ClientFactory):
             ImportError: `openai`, Starlette or uvicorn is not installed.
             EngineError: the server has ended for good.
         """
-        try:
-            import openai
-        except ImportError as error:
-            raise ImportError(f"{MISSING} ({error})") from error
+        import_openai()
+        return self._openai.make(self.address(episode), episode.key)
+
+    def address(self, episode: AgentEpisode) -> str:
+        """Accepts calls of an episode; returns the base URL. Starts the server before the first.
+
+        Raises:
+            ImportError: Starlette or uvicorn is not installed.
+            EngineError: the server has ended for good.
+        """
         if self._endpoint is None:
             endpoint = Endpoint(self.settings, episode.codec)
             try:
@@ -68,27 +71,31 @@ class EndpointClients(ClientFactory):
                 endpoint.close()
                 raise
             self._endpoint = endpoint
-        if len(self._pools) < NUM_POOLS:
-            # without the environment's proxies, which do not lead to this process, and without certificates to read:
-            # the base URL is plain HTTP
-            self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=self.timeout_s))
-        pool = self._pools[self._num_opened % len(self._pools)]
-        self._num_opened += 1
         self._endpoint.open(episode)
-        return openai.AsyncOpenAI(
-            base_url=self._endpoint.base_url, api_key=episode.key, http_client=pool, timeout=self.timeout_s
-        )
+        return self._endpoint.base_url
 
     async def close(self, client: Any, episode: AgentEpisode) -> None:
         if self._endpoint is not None:
             self._endpoint.end(episode.key)
 
     async def end(self) -> None:
-        pools = self._pools
         endpoint = self._endpoint
-        self._pools = []
         self._endpoint = None
-        for pool in pools:
-            await pool.aclose()
+        await self._openai.aclose()
         if endpoint is not None:
             endpoint.close()
+
+
+@dataclass(frozen=True)
+class EndpointAddress:
+    """Where a client finds the policy, and the key of its episode."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+
+
+class EndpointAddresses(EndpointClients):
+    """`EndpointClients` for agents that make their clients themselves, such as those in other processes."""
+
+    async def open(self, episode: AgentEpisode) -> EndpointAddress:
+        return EndpointAddress(self.address(episode), episode.key)

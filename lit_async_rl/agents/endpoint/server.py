@@ -37,6 +37,7 @@ from lit_async_rl.agents.endpoint.bodies import (
     text_call,
 )
 from lit_async_rl.agents.endpoint.errors import ApiError
+from lit_async_rl.agents.endpoint.openai_clients import MISSING
 from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.errors import EngineError, SetupError, describe
@@ -52,7 +53,6 @@ MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
 NUM_ENDED_KEYS = 4096
-MISSING = 'agents that use an OpenAI client need Starlette, uvicorn and openai: pip install "lit-async-rl[agents]"'
 log = logging.getLogger(__name__)
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
 

@@ -1,0 +1,302 @@
+"""Agents in processes of their own, which are kept: their Python takes no time from the trainer's, and may fail alone.
+
+| who | waits for | woken by |
+|---|---|---|
+| an episode here | its reply, at most `timeout_s` | the task that reads replies, also at the process's end |
+| the task that reads replies | a reply | the pipe, also at the process's end |
+
+What happens there is in `player.py`. Requests are pickled, because prompts have arbitrary metadata; only the child
+unpickles them, and they come from its parent. Replies are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.endpoint.clients import EndpointAddresses
+from lit_async_rl.agents.endpoint.command import CONCEALED
+from lit_async_rl.agents.endpoint.player import HEADER_BYTES, MAX_ERROR_CHARS
+from lit_async_rl.agents.engine import Agent, agent_name, load_agent
+from lit_async_rl.agents.held import Held
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.elsewhere import Elsewhere
+
+START_TIMEOUT_S = 300.0  # imports of the child
+ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block
+REAP_TIMEOUT_S = 5.0
+MAX_REPLY_BYTES = 2**20
+_PLAYER = "lit_async_rl.agents.endpoint.player"
+
+
+class ProcessAgentError(RuntimeError):
+    """An agent failed in its process, or the process ended; names both."""
+
+
+class _ProcessEnded(ProcessAgentError):
+    pass
+
+
+class ProcessAgent(Elsewhere):
+    """Plays the episodes of an agent in processes of their own, each with an `openai.AsyncOpenAI` at the endpoint.
+
+    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer; a call
+    of that client takes longer than the endpoint's answer. A process plays any number of episodes at a time. One that
+    ends, or that an agent blocks (`time.sleep` in a coroutine), costs the episodes in it, which count as failed, and
+    another takes its place. What agents print goes to stderr. Rewards, and checkpoints, are those of the same agent in
+    the trainer's process.
+
+    Example:
+        ```yaml
+        agent: {class_path: lit_async_rl.ProcessAgent, init_args: {agent: my_agent.play, processes: 2}}
+        ```
+
+    Args:
+        agent: coroutine function of a prompt and a client, its name, or an object, as for `AgentEngine`; another
+            process must be able to import it.
+        processes: number of processes; an episode goes to the one with the fewest.
+
+    Attributes:
+        clients: gives the processes address and key of an episode, unless the engine has `clients`.
+        original: the agent.
+
+    Raises:
+        ValueError: a setting is out of range, or the agent cannot be imported or pickled.
+    """
+
+    def __init__(self, agent: Agent | str, processes: int = 1) -> None:
+        check_range("ProcessAgent", "integer >= 1", processes=processes)
+        self.original: Agent = load_agent(agent, "ProcessAgent.agent")
+        self.agent = self.original
+        self.processes = processes
+        self.clients = EndpointAddresses()
+        pickled = _pickled(self.original)
+        name = agent_name(self.original)
+        self._places = [_Place(name, pickled) for _ in range(processes)]
+        self._is_started = False
+
+    async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
+        """Plays one episode.
+
+        Args:
+            prompt: prompt of the episode.
+            client: client of the episode, which has its address and key.
+
+        Raises:
+            ProcessAgentError: the agent raised, or its process ended.
+            StalledError: a process did not start.
+        """
+        place = min(self._places, key=lambda one: one.num_running)
+        place.num_running += 1
+        try:
+            worker = await place.held.get()
+            try:
+                return await worker.play(prompt, str(client.base_url), str(client.api_key))
+            except _ProcessEnded:
+                await place.held.discard(worker)
+                raise
+        finally:
+            place.num_running -= 1
+
+    async def astart(self) -> None:
+        """Starts the processes, before the time of the first episode.
+
+        Raises:
+            ProcessAgentError: the agent cannot be made there.
+            StalledError: it takes too long.
+        """
+        if not self._is_started:
+            await asyncio.gather(*(place.held.get() for place in self._places))
+            self._is_started = True
+
+    async def aclose(self) -> None:
+        """Ends the processes; a later episode starts others."""
+        self._is_started = False
+        await asyncio.gather(*(place.held.close() for place in self._places))
+
+
+def _pickled(agent: Agent) -> bytes:
+    shown = agent_name(agent)
+    if "__main__" in (getattr(agent, "__module__", None), type(agent).__module__):
+        raise ValueError(
+            f"ProcessAgent.agent={shown} is defined in the program that runs, which another process cannot import: "
+            "put it into a module of its own"
+        )
+    try:
+        return pickle.dumps(agent)
+    except Exception as error:
+        raise ValueError(f"ProcessAgent.agent={shown} cannot be sent to another process: {error}") from error
+
+
+class _Place:
+    """Where a process is, and after it another.
+
+    Attributes:
+        num_running: episodes there.
+    """
+
+    def __init__(self, name: str, agent: bytes) -> None:
+        self.num_running = 0
+        self.held = Held(f"the process of agent {name}", lambda: _started(name, agent), START_TIMEOUT_S)
+
+
+@contextlib.asynccontextmanager
+async def _started(name: str, agent: bytes) -> AsyncIterator[_Worker]:
+    """A process that has imported the agent; killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", _PLAYER, str(os.getpid())],
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
+        limit=MAX_REPLY_BYTES,
+    )
+    worker = _Worker(name, process)
+    try:
+        await worker.start(agent)
+        yield worker
+    finally:
+        await worker.end()
+
+
+class _Worker:
+    """A process from here.
+
+    Args:
+        name: of the agent.
+        process: just started.
+    """
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise ProcessAgentError(f"agent {name}: no pipe to its process")
+        self._name = name
+        self._process = process
+        self._requests = process.stdin
+        self._replies = process.stdout
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[AgentResult]] = {}
+        self._cancelled: set[int] = set()  # whose process has not yet said that it knows
+        self._reading: asyncio.Task[None] | None = None
+        self._reason = ""  # why it was killed
+
+    async def start(self, agent: bytes) -> None:
+        """Has it import the agent."""
+        self._write(agent)
+        with contextlib.suppress(ValueError):  # a line without an end
+            line = await self._replies.readline()
+            said = _as_object(line)
+            if said.get("ready") is True:
+                self._reading = asyncio.create_task(self._read())
+                return
+            if isinstance(error := said.get("error"), str):
+                raise ProcessAgentError(f"agent {self._name} cannot be made in its process: {error[:MAX_ERROR_CHARS]}")
+        raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} as it started")
+
+    async def play(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+        """Plays an episode there; cancelled there if it is cancelled here."""
+        if self._reading is None or self._reading.done():
+            raise _ProcessEnded(f"agent {self._name}: its process has ended")
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._write(pickle.dumps((number, pickle.dumps(prompt), base_url, api_key)))
+            return await self._waiting[number]
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        except _ProcessEnded:
+            raise
+        except ProcessAgentError as error:
+            raise ProcessAgentError(str(error).replace(api_key, CONCEALED)) from None
+        finally:
+            self._waiting.pop(number, None)
+
+    async def end(self) -> None:
+        """Kills it."""
+        self._kill("was ended")
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=REAP_TIMEOUT_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
+
+    def _write(self, request: bytes) -> None:
+        self._requests.write(len(request).to_bytes(HEADER_BYTES, "big") + request)
+
+    def _cancel(self, number: int) -> None:
+        self._cancelled.add(number)
+        self._write(pickle.dumps((number, b"", "", "")))
+        asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._check, number)
+
+    def _check(self, number: int) -> None:
+        if number in self._cancelled:
+            self._kill(f"did not answer for {ANSWER_TIMEOUT_S:g} s, blocked by an agent, and was killed")
+
+    def _kill(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        """Gives replies to those that wait for them, until the process has ended."""
+        try:
+            while line := await self._replies.readline():
+                self._take(_as_object(line))
+        except ValueError as error:
+            self._kill(f"sent what is no reply ({error}), and was killed")
+        finally:
+            self._cancelled.clear()
+            ended = f"agent {self._name}: its process {await self._how_it_ended()}"
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(_ProcessEnded(ended))
+
+    def _take(self, reply: dict[str, Any]) -> None:
+        number = reply.get("id")
+        if not isinstance(number, int):
+            raise ValueError("without a number")
+        self._cancelled.discard(number)
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.done():  # it was cancelled
+            return
+        if isinstance(error := reply.get("error"), str):
+            waiting.set_exception(ProcessAgentError(error[:MAX_ERROR_CHARS]))
+            return
+        parts = reply.get("parts")
+        numbers = [reply.get("reward"), *(parts.values() if isinstance(parts, dict) else [None])]
+        if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+            raise ValueError("no finite reward")
+        waiting.set_result(AgentResult(reward=reply["reward"], parts=dict(reply["parts"])))
+
+    async def _how_it_ended(self) -> str:
+        try:
+            status = await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._kill("closed its pipe, and was killed")
+            return self._reason
+        if self._reason:
+            return self._reason
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}; what it said is above"
+
+
+def _as_object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found

@@ -1,0 +1,264 @@
+"""Agents in processes of their own: their rewards, and what follows when they fail, block or die."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from agent_endpoints import MODEL, WAIT_S, Episodes, template, wait_for
+
+from lit_async_rl.agents import AgentEngine, ProcessAgent, ProcessAgentError
+from lit_async_rl.agents.endpoint import process
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.rewards.scorer import reward_identity
+from lit_async_rl.types import Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "agent-key-of-a-test"
+PROMPT = Prompt(text="8312=", answer="1238", metadata={"level": 3})
+pytestmark = pytest.mark.timeout(240)
+
+MODULE = """
+import asyncio, fcntl, os, pathlib, sys, time
+
+from lit_async_rl.agents import AgentResult
+
+HERE = pathlib.Path(__file__).parent
+
+
+async def asks(prompt, client):
+    messages = [{"role": "user", "content": prompt.text}]
+    answer = (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
+    messages += [answer, {"role": "user", "content": "52="}]
+    await client.chat.completions.create(model="any", messages=messages)
+    print("noise on stdout")
+    return AgentResult(reward=0.5, parts={"pid": float(os.getpid())})
+
+
+async def tells(prompt, client):
+    return float(prompt.metadata["level"] + (client.api_key == "agent-key-of-a-test"))
+
+
+async def fails(prompt, client):
+    raise KeyError(f"no {client.api_key}")
+
+
+async def exits(prompt, client):
+    sys.exit(3)
+
+
+async def nan(prompt, client):
+    return float("nan")
+
+
+async def nothing(prompt, client):
+    return None
+
+
+async def dies(prompt, client):
+    os.kill(os.getpid(), 9)
+
+
+async def blocks(prompt, client):
+    (HERE / "blocked").touch()
+    time.sleep(3600)
+
+
+async def waits(prompt, client):
+    try:
+        (HERE / "pid").write_text(f"{os.getpid()}\\\\n")
+        await asyncio.sleep(3600)
+    finally:
+        (HERE / "cancelled").touch()
+
+
+async def second_dies(prompt, client):
+    with (HERE / "count").open("a+") as place:
+        fcntl.flock(place, 2)
+        place.write("x")
+        place.flush()
+        number = place.tell()
+    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    if number == 2:
+        os.kill(os.getpid(), 9)
+    await asyncio.sleep(0.2)
+    return 1.0
+
+
+class Made:
+    def __init__(self, value=1.0):
+        self.value = value
+
+    async def __call__(self, prompt, client):
+        return self.value
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Name of a module of agents, which another process finds, too."""
+    name = f"agents_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE.replace("\\\\n", "\\n"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def run(agent, *prompts, together=False):
+    """Results, or errors, of episodes that are played one after the other or at a time."""
+    client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
+
+    async def play():
+        try:
+            if together:
+                return await asyncio.gather(*(agent(one, client) for one in prompts), return_exceptions=True)
+            return [await agent(one, client) for one in prompts]
+        finally:
+            await agent.aclose()
+
+    return asyncio.run(play())
+
+
+@contextlib.contextmanager
+def playing(agent, folder, num_samples, **settings):
+    settings = {"chat_template": template(folder), "forks": True, "tries": 1} | settings
+    episodes = Episodes(AgentEngine(EmbeddedEngine(self_check=False), agent=agent, **settings), MODEL)
+    try:
+        episodes.submit(PROMPT, num_samples=num_samples)
+        yield episodes
+    finally:
+        episodes.close()
+
+
+def is_over(episodes, num_samples):
+    stats = episodes.engine.stats
+    return stats.num_episodes + stats.num_lost >= num_samples or episodes.given_up or episodes.errors
+
+
+def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
+    with playing(ProcessAgent(f"{module}.asks", processes=2), tmp_path, 4) as episodes:
+        samples = episodes.results(4)
+        assert not episodes.errors
+        pids = {int(sample.reward_parts["pid"]) for sample in samples}
+        assert len(pids) == 2, "an episode goes to the process with the fewest"
+        assert os.getpid() not in pids
+    assert {sample.reward for sample in samples} == {0.5}
+    assert all(not sample.branches and not all(sample.loss_mask) for sample in samples), "two turns are one row"
+    assert episodes.engine.stats.drift.total == 0
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_an_agent_gets_prompt_and_key_and_its_settings(module):
+    assert [one.reward for one in run(ProcessAgent(f"{module}.tells"), PROMPT, PROMPT)] == [4.0, 4.0]
+    made = __import__(module).Made
+    assert run(ProcessAgent(made(0.25)), PROMPT)[0].reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", r"KeyError: .*no \(the episode's key\)[\s\S]*agents_of_.*line \d+, in fails"),
+        ("exits", r"it called sys\.exit\(3\)"),
+        ("nan", "finite"),
+        ("nothing", "None"),
+        ("dies", r"agent dies: its process was ended by SIGKILL"),
+    ],
+)
+def test_an_agent_that_fails_is_named_and_harms_no_other(name, said, module):
+    errors = run(ProcessAgent(f"{module}.{name}"), PROMPT, PROMPT, together=True)
+    for error in errors:
+        assert isinstance(error, ProcessAgentError)
+        assert re.search(said, str(error))
+
+
+def test_a_prompt_that_only_the_trainer_knows_is_refused(module, monkeypatch):
+    kind = type("Local", (), {"__module__": "gone"})
+    monkeypatch.setitem(sys.modules, "gone", SimpleNamespace(Local=kind))
+    (error,) = run(ProcessAgent(f"{module}.tells"), Prompt(text="a", metadata={"x": kind()}), together=True)
+    assert "No module named 'gone'" in str(error)
+
+
+def test_a_group_goes_on_without_a_process_that_is_killed(module, tmp_path):
+    """One process plays all of them: what was in it is lost, and what comes later is played by another."""
+    with playing(ProcessAgent(f"{module}.second_dies"), tmp_path, 4, tries=2) as episodes:
+        wait_for(lambda: is_over(episodes, 4))
+        assert not episodes.errors
+        samples = episodes.results(4)
+    assert sorted(sample.sample_index for sample in samples) == [0, 1, 2, 3]
+
+
+def test_a_process_that_an_agent_blocks_is_replaced(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 1.0)
+    agent = ProcessAgent(f"{module}.blocks")
+
+    async def play():
+        client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
+        blocked = asyncio.ensure_future(agent(PROMPT, client))
+        while not (tmp_path / "blocked").exists():
+            await asyncio.sleep(0.05)
+        beside = asyncio.ensure_future(agent(PROMPT, client))
+        await asyncio.sleep(0.2)
+        blocked.cancel()
+        try:
+            await beside
+        finally:
+            await agent.aclose()
+
+    with pytest.raises(ProcessAgentError, match="did not answer for 1 s, blocked by an agent, and was killed"):
+        asyncio.run(play())
+
+
+def test_an_episode_over_its_time_is_cancelled_there(module, tmp_path):
+    with playing(ProcessAgent(f"{module}.waits"), tmp_path, 1, timeout_s=1.0) as episodes:
+        wait_for(lambda: is_over(episodes, 1))
+        wait_for((tmp_path / "cancelled").exists)
+        assert episodes.engine.stats.num_lost == 1
+
+
+def test_what_another_process_cannot_make_is_refused(module, tmp_path, monkeypatch):
+    async def local(prompt, client):
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"ProcessAgent\.agent=.*local cannot be sent to another process"):
+        ProcessAgent(local)
+    monkeypatch.setattr(local, "__module__", "__main__")
+    with pytest.raises(ValueError, match=r"is defined in the program that runs.* put it into a module of its own"):
+        ProcessAgent(local)
+    with pytest.raises(ValueError, match=r"ProcessAgent\.agent='no\.agent' cannot be imported"):
+        ProcessAgent("no.agent")
+    with pytest.raises(ValueError, match=r"ProcessAgent\.processes must be >= 1, got 0"):
+        ProcessAgent(f"{module}.tells", processes=0)
+    agent = ProcessAgent(f"{module}.tells")
+    (tmp_path / f"{module}.py").write_text("raise RuntimeError('broken meanwhile')")
+    with playing(agent, tmp_path, 1) as episodes:
+        wait_for(lambda: episodes.errors)
+    assert "cannot be made in its process: RuntimeError: broken meanwhile" in str(episodes.errors[0])
+
+
+def test_a_reward_is_the_same_one_wherever_its_agent_works(module):
+    function = __import__(module).tells
+    assert reward_identity(ProcessAgent(function, processes=2)) == reward_identity(function)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux kills with the parent")
+def test_a_trainer_that_is_killed_takes_its_processes_with_it(module, tmp_path):
+    trainer = "import asyncio; from types import SimpleNamespace; from lit_async_rl.agents import ProcessAgent\n"
+    trainer += f"from lit_async_rl.types import Prompt\nagent = ProcessAgent({module + '.waits'!r})\n"
+    trainer += "asyncio.run(agent(Prompt(text='a'), SimpleNamespace(base_url='http://127.0.0.1:9/v1', api_key='k')))"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    started = subprocess.Popen([sys.executable, "-c", trainer], env=os.environ | {"PYTHONPATH": path})
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+    finally:
+        started.send_signal(signal.SIGKILL)
+        started.wait(WAIT_S)
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
