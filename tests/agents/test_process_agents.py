@@ -58,6 +58,10 @@ async def nan(prompt, client):
     return float("nan")
 
 
+async def nan_part(prompt, client):
+    return AgentResult(reward=1.0, parts={"a": float("nan")})
+
+
 async def nothing(prompt, client):
     return None
 
@@ -167,6 +171,7 @@ def test_an_agent_gets_prompt_and_key_and_its_settings(module):
         ("fails", r"KeyError: .*no \(the episode's key\)[\s\S]*agents_of_.*line \d+, in fails"),
         ("exits", r"it called sys\.exit\(3\)"),
         ("nan", "finite"),
+        ("nan_part", "not JSON compliant"),
         ("nothing", "None"),
         ("dies", r"agent dies: its process was ended by SIGKILL"),
     ],

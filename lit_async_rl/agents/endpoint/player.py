@@ -41,7 +41,9 @@ class _Player:
         """Begins an episode; without a prompt it cancels it."""
         (number, prompt, base_url, api_key) = request
         if prompt:
-            task = asyncio.get_running_loop().create_task(self._play(number, prompt, base_url, api_key))
+            task = asyncio.get_running_loop().create_task(
+                self._play(number, prompt, base_url=base_url, api_key=api_key)
+            )
             self.tasks[number] = task
             task.add_done_callback(lambda _: self.tasks.pop(number, None))
             return
@@ -50,7 +52,13 @@ class _Player:
         self.reply(id=number)  # also of one that has ended: the trainer learns that this loop runs
 
     def reply(self, **reply: Any) -> None:
-        self.replies.write(json.dumps(reply).encode() + b"\n")
+        """Says something to the trainer.
+
+        Raises:
+            ValueError: a number is not finite.
+        """
+        line = json.dumps(reply, allow_nan=False)
+        self.replies.write(line.encode() + b"\n")
         self.replies.flush()
 
     async def _play(self, number: int, prompt: bytes, base_url: str, api_key: str) -> None:
