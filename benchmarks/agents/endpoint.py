@@ -6,7 +6,8 @@
 `calls` measures the processor time of the server's thread for a call, less that of the same call to
 `AgentEpisode.complete`; the client is another process, and the engine another thread. `steps` trains the calculator
 task with 256 concurrent episodes, whose tool takes a log-normal time with a mean of 0.4 s, as an environment, as an
-agent in the process, and as the same agent behind the endpoint, in turns.
+agent in the process, and as the same agent behind the endpoint, in the trainer's process and in one of its own, in
+turns.
 """
 
 from __future__ import annotations
@@ -237,6 +238,10 @@ SYSTEMS = {
     ),
     "an agent in the process": AGENT,
     "an agent behind the endpoint": (*AGENT, "--data.engine.clients", "EndpointClients"),
+    "the same in a process of its own": (
+        *("--config", "configs/agent_calculator.yaml", "--data.engine.agent", "lit_async_rl.ProcessAgent"),
+        *("--data.engine.agent.agent", f"{THIS}.SlowAgent"),
+    ),
 }
 
 
@@ -272,7 +277,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
     return measurement(
         "endpoint_steps",
         round(statistics.median(ratios), 2),
-        "times the seconds of a step with the same tools as an environment, for agents behind the endpoint",
+        "times the seconds of a step with the same tools as an environment, for agents in a process of their own",
         columns=["run", "seconds of a step", "times those of the environment"],
         rows=rows,
         command=f"python benchmarks/agents/endpoint.py steps --rounds {args.rounds} --num_steps {args.num_steps}",

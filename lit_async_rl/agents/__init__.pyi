@@ -19,6 +19,7 @@ from .endpoint.process import ProcessAgent as ProcessAgent
 from .endpoint.process import ProcessAgentError as ProcessAgentError
 from .engine import AgentEngine as AgentEngine
 from .engine import AgentStats as AgentStats
+from .engine import HoldingAgent as HoldingAgent
 from .episode import AgentCallInfo as AgentCallInfo
 from .episode import AgentEpisode as AgentEpisode
 from .mcp import McpAgent as McpAgent
