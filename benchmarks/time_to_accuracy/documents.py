@@ -46,6 +46,7 @@ NAMES = {
     "vcpo": "VCPO, exact norms",
     "environment": "the same task as an environment in the trainer's process, recipe",
     "process": "recipe, the agent in a process of its own",
+    "redundant_process": "recipe, the agent in a process of its own, 4 of 20 groups redundant",
     "synchronous_redundant": "synchronous, 4 of 20 groups redundant",
     "synchronous_1e4": "synchronous, rate 1e-4",
     "default_4_1e4": "recipe, `max_staleness` 4, rate 1e-4",
