@@ -21,6 +21,7 @@ import importlib.util
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -224,6 +225,9 @@ class DecodeLoop(RolloutEngine):
         self._slots: Slots | None = None
         self._stream = EngineStream(None)
         self._queue = RequestQueue()
+        # Requests that are not in the queue yet, in order: `submit` waits for no step, as agents and environments call
+        # it one after the other. Whoever has the lock moves them.
+        self._submitted: deque[tuple[GenerationRequest, ...]] = deque()
         self._record = WorkRecord()
         self._version = 0  # of the weights in use
         self._has_weights = True  # False after `setup`, which builds a model without weights
@@ -313,9 +317,8 @@ class DecodeLoop(RolloutEngine):
             raise SetupError("the engine was used before load_weights")
         for request in requests:
             check_request(request, self.max_model_len, self.slots.vocab_size)
-        with self._exclusive():
-            self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.settings.seed)
-            self._work.set()
+        self._submitted.append(tuple(requests))
+        self._work.set()
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Decodes until a completion is finished or `timeout_s` has passed."""
@@ -361,7 +364,9 @@ class DecodeLoop(RolloutEngine):
             name = "decode"
             finished = slots.decode(self._version)
         else:
-            self._work.clear()  # under the lock: a concurrent `submit` sets it afterwards
+            self._work.clear()
+            if self._submitted:  # after `clear`, so that a concurrent `submit` is seen here or sets it afterwards
+                self._work.set()
             return []
         self._record.add(name, began, slots, self._version)
         return finished
@@ -455,6 +460,9 @@ class DecodeLoop(RolloutEngine):
     def _exclusive(self) -> Iterator[None]:
         """Context of a thread that reads or changes slots or queue: it has the lock, and uses the loop's stream."""
         with self._lock.hold(), self._stream.use():
+            while self._submitted:
+                seed = None if self.in_flight_weight_updates else self.settings.seed
+                self._queue.push_requests(self._submitted.popleft(), seed)
             yield
 
     @contextlib.contextmanager
