@@ -152,6 +152,33 @@ def test_close_ends_a_waiting_poll_and_may_be_called_twice(tmp_path):
     EmbeddedEngine().close()
 
 
+def test_submit_waits_for_no_token(tmp_path, monkeypatch):
+    """Agents and environments submit one after the other, from one thread: each would wait for a whole step."""
+    engine = own_engine(tiny_llama(), tmp_path)
+    slots = engine.engine.slots
+    is_decoding, may_go_on = threading.Event(), threading.Event()
+    decode = slots.decode
+
+    def held(version):
+        is_decoding.set()
+        assert may_go_on.wait(60)
+        return decode(version)
+
+    monkeypatch.setattr(slots, "decode", held)
+    engine.submit(requests_of([3], max_tokens=4, num_samples=1))
+    finished = []
+    thread = threading.Thread(
+        target=lambda: [finished.extend(engine.poll(0.5)) for _ in range(200) if len(finished) < 9]
+    )
+    thread.start()
+    assert is_decoding.wait(60)
+    for number in range(1, 9):
+        engine.submit(requests_of([3], max_tokens=4, num_samples=1, first_id=number))
+    may_go_on.set()  # nobody would get here
+    thread.join(60)
+    assert sorted(one.request_id for one in finished) == list(range(9))
+
+
 def test_submit_and_updates_come_in_between_two_tokens(tmp_path):
     """A loop that takes the lock again and again does not keep others from it."""
     lm = tiny_llama(layers=4)

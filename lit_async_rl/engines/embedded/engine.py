@@ -9,7 +9,7 @@ none waits for the longest completion of a batch. Each prompt is prefilled once;
 | who | waits for | woken by |
 |---|---|---|
 | `poll` (producer's thread) | something to decode | `submit`, `close` |
-| `submit`, `abort` (producer's thread) | the current decode step | the loop, which yields the lock |
+| `abort` (producer's thread) | the current decode step | the loop, which yields the lock |
 | `load_weights` in flight (trainer's thread) | nothing: the loop takes the weights before its next step | |
 | `load_weights` otherwise | one of two pending updates to be applied | the loop, `close`, an error |
 """
