@@ -30,9 +30,8 @@ test: $(VENV)/installed  ## the tests, on the CPU
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not ray"
 
 # Types and shapes are checked in `make test`, through which the same code passes: here that is a tenth of the time.
-# Four at a time, because these tests wait for what they start.
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "slow and not ray" --jaxtyping-packages=
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray" --jaxtyping-packages=
 
 test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray; in one process, so that it starts once
 	$(BIN)/python -m pytest -n 0 -m "ray and not soak"

@@ -21,6 +21,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "AgentEngine": dict(engine=rl.EmbeddedEngine(), agent=print),
     "AnnealBeta": dict(final=0.1, steps=3),
     "JudgeReward": dict(model="judge", base_url="http://127.0.0.1:1/v1"),
+    "ProcessAgent": dict(agent="lit_async_rl.tasks.CalculatorAgent"),
     "RewardModel": dict(model=MODEL),
     "RayEngine": dict(engine=rl.EmbeddedEngine()),
     "LMEvalValidation": dict(tasks=["none"]),
