@@ -324,15 +324,15 @@ class AgentEngine(MultiRequestEngine):
         self._tasks.shared.end(self._end_clients)
 
     async def _end_clients(self) -> None:
-        try:
-            await self.clients.end()
-        except (Exception, asyncio.CancelledError) as error:
-            self._warnings.warning("clients of agents: end raised %s: %s", type(error).__name__, error)
-        if isinstance(self.agent, HoldingAgent):
+        if isinstance(self.agent, HoldingAgent):  # before the server that it calls
             try:
                 await self.agent.aclose()
             except (Exception, asyncio.CancelledError) as error:
                 self._warnings.warning("an agent: aclose raised %s: %s", type(error).__name__, error)
+        try:
+            await self.clients.end()
+        except (Exception, asyncio.CancelledError) as error:
+            self._warnings.warning("clients of agents: end raised %s: %s", type(error).__name__, error)
 
     # -- event loop's thread ------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def make_app(endpoint: Answering) -> Starlette:
         except ApiError:
             raise
         except Exception as error:
-            return _failed(request, error)
+            return await _failed(request, error)
         if answer is None:
             return Response(status_code=CLIENT_GONE)
         body, is_stream = answer
@@ -77,7 +77,8 @@ def make_app(endpoint: Answering) -> Starlette:
     return Starlette(routes=routes, exception_handlers={ApiError: _refuse, HTTPException: _not_found})
 
 
-def _refuse(request: Request, error: Exception) -> Response:
+# coroutines, although they wait for nothing: other handlers would run in a thread, and be cancelled with the server
+async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
     # the official client tries 429 again, which would be refused again
@@ -85,7 +86,7 @@ def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body, status_code=error.status, headers=headers)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     """404 and 405, which Starlette raises."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     found = ApiError(
@@ -95,13 +96,13 @@ def _not_found(request: Request, error: Exception) -> Response:
         code="unknown_url",
         kind=INVALID_REQUEST,
     )
-    return _refuse(request, found)
+    return await _refuse(request, found)
 
 
-def _failed(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     """500, which clients try again."""
     log.warning("the agents' endpoint failed to answer %s: %s", request.url.path, describe(error))
-    return _refuse(request, ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR))
+    return await _refuse(request, ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR))
 
 
 class EndpointServer(uvicorn.Server):

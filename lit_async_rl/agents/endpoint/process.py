@@ -44,8 +44,8 @@ class ProcessAgentError(RuntimeError):
     """An agent failed in its process, or the process ended; names both."""
 
 
-class _ProcessEnded(ProcessAgentError):
-    pass
+class AgentProcessEnded(ProcessAgentError):
+    """The process ended with the episode in it."""
 
 
 class ProcessAgent(Elsewhere):
@@ -103,7 +103,7 @@ class ProcessAgent(Elsewhere):
             worker = await place.held.get()
             try:
                 return await worker.play(prompt, str(client.base_url), str(client.api_key))
-            except _ProcessEnded:
+            except AgentProcessEnded:
                 await place.held.discard(worker)
                 raise
         finally:
@@ -207,7 +207,7 @@ class _Worker:
     async def play(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         """Plays an episode there; cancelled there if it is cancelled here."""
         if self._reading is None or self._reading.done():
-            raise _ProcessEnded(f"agent {self._name}: its process has ended")
+            raise AgentProcessEnded(f"agent {self._name}: its process has ended")
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -216,7 +216,7 @@ class _Worker:
         except asyncio.CancelledError:
             self._cancel(number)
             raise
-        except _ProcessEnded:
+        except AgentProcessEnded:
             raise
         except ProcessAgentError as error:
             raise ProcessAgentError(str(error).replace(api_key, CONCEALED)) from None
@@ -232,6 +232,8 @@ class _Worker:
             await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
 
     def _write(self, request: bytes) -> None:
+        if self._requests.is_closing():  # it has ended, as the task that reads is about to notice
+            return
         self._requests.write(len(request).to_bytes(HEADER_BYTES, "big") + request)
 
     def _cancel(self, number: int) -> None:
@@ -260,7 +262,7 @@ class _Worker:
             ended = f"agent {self._name}: its process {await self._how_it_ended()}"
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(_ProcessEnded(ended))
+                    waiting.set_exception(AgentProcessEnded(ended))
 
     def _take(self, reply: dict[str, Any]) -> None:
         number = reply.get("id")
