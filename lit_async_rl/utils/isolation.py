@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import Remade
-from lit_async_rl.utils.processes import die_with_parent
+from lit_async_rl.utils.processes import die_with_parent, kill_group
 
 START_TIMEOUT_S = 300.0  # imports of the child
 POLL_INTERVAL_S = 0.1  # longest time until a dead child is noticed while another process holds its pipe open
@@ -191,8 +191,7 @@ def _is_dead(process: subprocess.Popen[bytes]) -> bool:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kills a child with its process group; does not wait for processes that left the group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(REAP_TIMEOUT_S)
     for pipe in (process.stdin, process.stdout):

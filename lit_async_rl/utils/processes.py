@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -25,3 +26,9 @@ def die_with_parent(parent: int) -> bool:
         return True
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
+
+
+def kill_group(pid: int) -> None:
+    """Kills the process group of a process that leads one, with children that outlive it; ignores one that is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -228,7 +228,7 @@ def test_a_run_that_ends_in_the_middle_of_calls_says_nothing(module, tmp_path, c
 
 
 def test_an_episode_over_its_time_is_cancelled_there(module, tmp_path):
-    with playing(ProcessAgent(f"{module}.waits"), tmp_path, 1, timeout_s=1.0) as episodes:
+    with playing(ProcessAgent(f"{module}.waits"), tmp_path, 1, timeout_s=3.0) as episodes:
         wait_for(lambda: is_over(episodes, 1))
         wait_for((tmp_path / "cancelled").exists)
         assert episodes.engine.stats.num_lost == 1

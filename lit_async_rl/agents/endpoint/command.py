@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.processes import PR_SET_PDEATHSIG
+from lit_async_rl.utils.processes import PR_SET_PDEATHSIG, kill_group
 
 MAX_LINE_BYTES = 2**16
 MAX_ERROR_CHARS = 2000
@@ -221,21 +221,16 @@ async def _ended(process: asyncio.subprocess.Process, work: asyncio.Future[Any])
     """
     while not (await asyncio.wait({work}, timeout=POLL_INTERVAL_S))[0]:
         if process.returncode is not None:
-            _kill_group(process)
+            kill_group(process.pid)
             await asyncio.wait({work}, timeout=READ_TIMEOUT_S)
             return
     work.result()
     await process.wait()  # it may have closed its output before its end
 
 
-def _kill_group(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 async def _kill(process: asyncio.subprocess.Process) -> None:
     """Kills what is left of a process and its group, and reaps it."""
-    _kill_group(process)  # also children that outlive it
+    kill_group(process.pid)  # also children that outlive it
     if process.returncode is not None:
         return
     with contextlib.suppress(asyncio.TimeoutError):

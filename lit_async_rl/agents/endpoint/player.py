@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lit_async_rl.agents.calls import result_of
-from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, OpenAIClients
+from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, OpenAIClients, import_openai
 from lit_async_rl.utils.processes import die_with_parent
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
@@ -34,6 +34,7 @@ class _Player:
     replies: BinaryIO
 
     def __post_init__(self) -> None:
+        import_openai()  # which takes a second, before the first episode's time
         self.clients = OpenAIClients(CALL_TIMEOUT_S)
         self.tasks: dict[int, asyncio.Task[None]] = {}
 

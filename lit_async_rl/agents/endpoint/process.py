@@ -32,6 +32,7 @@ from lit_async_rl.agents.held import Held
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.processes import kill_group
 
 START_TIMEOUT_S = 300.0  # imports of the child
 ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block
@@ -247,8 +248,7 @@ class _Worker:
 
     def _kill(self, reason: str) -> None:
         self._reason = self._reason or reason
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
 
     async def _read(self) -> None:
         """Gives replies to those that wait for them, until the process has ended."""

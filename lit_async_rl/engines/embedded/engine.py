@@ -480,6 +480,7 @@ class DecodeLoop(RolloutEngine):
         # if a thread hangs in a decode step, which cannot be ended, it keeps the model
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_TIMEOUT_S):
             self._slots = None
+            self._submitted.clear()
             self._queue = RequestQueue()
             self._newest.take()
 
