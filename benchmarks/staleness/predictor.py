@@ -46,7 +46,7 @@ def read_steps() -> pd.DataFrame:
     # runs of the controller, which acts on the forecast, are no tests of it; those of the rate by bound came later
     paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem not in ("controller", "rate_by_bound")]
     tables = [pd.read_parquet(path).assign(source=path.stem) for path in paths]
-    steps = pd.concat([table for table in tables if "step" in table], ignore_index=True)
+    steps = pd.concat(tables, ignore_index=True)
     return steps[steps.reward.notna()].sort_values([*RUN, "step"], ignore_index=True)
 
 

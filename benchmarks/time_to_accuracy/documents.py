@@ -15,6 +15,8 @@ from benchmarks.time_to_accuracy.report import speedup_with_interval, with_inter
 from benchmarks.time_to_accuracy.statistics import SHARES, level_at, smoothed, summarize
 from benchmarks.time_to_accuracy.suite import workloads
 
+# not beside the tables of the staleness benchmark, all of which that benchmark reads
+CURVES = Path("docs/results/time_to_accuracy")
 TITLES = {
     "tools_0.1": "tools answer after 0.1 s",
     "tools_0.4": "tools answer after 0.4 s",
@@ -147,15 +149,16 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
 
 
 def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, machine: str, root: Path) -> None:
-    """Writes a measurement to `docs/measurements`, the curves to `docs/results`, and their picture to `docs/assets`.
+    """Writes a measurement to `docs/measurements`, the curves to `CURVES`, and their picture to `docs/assets`.
 
     `python docs/pictures.py` draws the measurement.
     """
     names = comparable(table)
     (workload, system, said) = HEADLINES[suite]
     file = "time_to_accuracy" if suite == "tools" else f"time_to_accuracy_{suite.replace('.', '_')}"
-    (root / "docs/results").mkdir(exist_ok=True)
-    table.to_parquet(root / f"docs/results/{file}.parquet")
+    curves = root / CURVES
+    curves.mkdir(parents=True, exist_ok=True)
+    table.to_parquet(curves / f"{file}.parquet")
     save(picture(table, names), str(root / f"docs/assets/{file}_curves.png"))
     summary = summarize(table, workload, workloads()[workload].reference)
     best = summary.set_index("system").loc[system, "time_speedup_0.95"]

@@ -242,7 +242,7 @@ def calls_of(episodes) -> list:
 
 def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(tmp_path):
     with held(tmp_path) as (episodes, (given,)):
-        episodes.may_sample.clear()
+        episodes.pause()
         attempts = []
         client = client_of(given, timeout=0.5, max_retries=20)
         client._client.event_hooks["request"].append(lambda request: attempts.append(dict(request.headers)))
@@ -250,7 +250,7 @@ def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(tmp_path):
         thread = threading.Thread(target=lambda: found.append(client.chat.completions.create(**ASK)))
         thread.start()
         wait_for(lambda: len(attempts) >= 3)
-        episodes.may_sample.set()
+        episodes.resume()
         thread.join(WAIT_S)
         assert found[0].choices[0].message.content
         assert len(calls_of(episodes)) == 1
@@ -278,13 +278,13 @@ def test_repetitions_are_told_from_second_questions(tmp_path):
 
 def test_two_equal_calls_at_once_are_two_samples(tmp_path):
     with held(tmp_path) as (episodes, (given,)):
-        episodes.may_sample.clear()
+        episodes.pause()
         answers = []
         threads = [threading.Thread(target=lambda: answers.append(post(given, ASK).json())) for _ in range(2)]
         for thread in threads:
             thread.start()
         wait_for(lambda: len(calls_of(episodes)) == 2)
-        episodes.may_sample.set()
+        episodes.resume()
         for thread in threads:
             thread.join(WAIT_S)
         assert len({answer["id"] for answer in answers}) == 2
@@ -294,11 +294,11 @@ def test_what_a_client_that_went_has_asked_for_is_not_trained(tmp_path):
     with held(tmp_path) as (episodes, (given,)):
         client = client_of(given, timeout=0.3, max_retries=0)
         client.with_options(timeout=WAIT_S).chat.completions.create(**ASK)
-        episodes.may_sample.clear()
+        episodes.pause()
         lost = {"model": MODEL, "messages": [{"role": "user", "content": "77="}]}
         with pytest.raises(openai.APITimeoutError):
             client.chat.completions.create(**lost)
-        episodes.may_sample.set()
+        episodes.resume()
         wait_for(lambda: calls_of(episodes)[-1].replies.done())
         (sample,) = finish(episodes)
     assert len(sample.rows) == 1
@@ -307,12 +307,12 @@ def test_what_a_client_that_went_has_asked_for_is_not_trained(tmp_path):
 
 def test_a_client_that_comes_back_without_saying_so_gets_its_answer(tmp_path):
     with held(tmp_path) as (episodes, (given,)):
-        episodes.may_sample.clear()
+        episodes.pause()
         with pytest.raises(openai.APITimeoutError):
             client_of(given, timeout=0.3, max_retries=0).chat.completions.create(**ASK)
         (call,) = calls_of(episodes)
         wait_for(lambda: not call.num_waiting)
-        episodes.may_sample.set()
+        episodes.resume()
         assert client_of(given).chat.completions.create(**ASK).choices
         assert len(calls_of(episodes)) == 1
         (sample,) = finish(episodes)

@@ -46,7 +46,7 @@ def exit_thread(endpoint: Endpoint) -> None:
 def test_a_server_that_ends_starts_again_and_gives_the_same_answers(tmp_path, end):
     with held(tmp_path, num_samples=2) as (episodes, clients):
         before = client_of(clients[0]).chat.completions.create(**ASK)
-        episodes.may_sample.clear()
+        episodes.pause()
         answers = queue.SimpleQueue()
 
         def ask(given) -> None:
@@ -60,7 +60,7 @@ def test_a_server_that_ends_starts_again_and_gives_the_same_answers(tmp_path, en
         first = episodes.endpoint._serving
         end(episodes.endpoint)
         wait_for(lambda: episodes.endpoint._serving not in (None, first))
-        episodes.may_sample.set()
+        episodes.resume()
         found = [answers.get(timeout=WAIT_S) for _ in clients]
         assert all(answer.choices[0].message.content for answer in found)
         assert before.id not in {answer.id for answer in found}
@@ -84,7 +84,7 @@ def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(
     engine = make_engine(agent, chat_template=template(tmp_path), forks=True, tries=1)
     episodes = Episodes(engine)
     try:
-        episodes.may_sample.clear()
+        episodes.pause()
         episodes.submit(Prompt(text="a"), num_samples=2)
         for _ in range(2):
             begun.get(timeout=WAIT_S)
@@ -96,7 +96,7 @@ def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(
         wait_for(lambda: endpoint._failure is not None)
         with pytest.raises(EngineError, match="endpoint has ended"):
             endpoint.check()
-        episodes.may_sample.set()
+        episodes.resume()
         wait_for(lambda: engine.stats.num_lost == 2 or episodes.given_up or episodes.errors)
         assert episodes.finished.empty()
     finally:
@@ -153,7 +153,7 @@ def test_a_run_goes_on_when_its_server_dies_again_and_again():
 def test_an_engine_that_closes_lets_no_client_wait(tmp_path):
     failed = queue.SimpleQueue()
     with held(tmp_path) as (episodes, (given,)):
-        episodes.may_sample.clear()
+        episodes.pause()
 
         def ask() -> None:
             try:

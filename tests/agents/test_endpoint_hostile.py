@@ -358,13 +358,13 @@ def test_an_agent_that_asks_too_much_gets_429_and_the_other_goes_on(tmp_path):
 
 def test_clients_that_go_at_once_leave_nothing_behind(tmp_path):
     with held(tmp_path, num_samples=2) as (episodes, (good, bad)):
-        episodes.may_sample.clear()
+        episodes.pause()
         body = json.dumps(ASK).encode()
         for _ in range(20):
             with connect(bad) as connection:
                 connection.sendall(head(bad, len(body)) + body)
         episode = episodes.engine.episode(bad.api_key)
         wait_for(lambda: episode._calls and not any(call.num_waiting for call in episode._calls))
-        episodes.may_sample.set()
+        episodes.resume()
         well(good)
         wait_for(lambda: all(call.replies.done() for call in episode._calls))

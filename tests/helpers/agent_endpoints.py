@@ -46,7 +46,6 @@ class Episodes:
         engine: the engine.
         finished: samples that are finished.
         errors: what `poll` raised.
-        may_sample: while it is cleared, nothing is sampled.
     """
 
     def __init__(self, engine: AgentEngine, model: str = MODEL) -> None:
@@ -54,8 +53,9 @@ class Episodes:
         self.finished: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self.given_up: list[int] = []
         self.errors: list[BaseException] = []
-        self.may_sample = threading.Event()
-        self.may_sample.set()
+        self._may_sample = threading.Event()
+        self._may_sample.set()
+        self._sampling = threading.Lock()  # held while `poll` runs
         self._is_closing = threading.Event()
         engine.setup(model)
         lm = AutoModelForCausalLM.from_pretrained(model)
@@ -66,13 +66,28 @@ class Episodes:
     def _poll(self) -> None:
         try:
             while not self._is_closing.is_set():
-                if not self.may_sample.wait(0.02):
-                    continue
-                for completion in self.engine.poll(0.02):
-                    self.finished.put(completion)
-                self.given_up += self.engine.take_given_up()
+                if self._may_sample.wait(0.02):
+                    with self._sampling:
+                        self._sample()
         except BaseException as error:
             self.errors.append(error)
+
+    def _sample(self) -> None:
+        if not self._may_sample.is_set():  # paused between the wait and the lock
+            return
+        for completion in self.engine.poll(0.02):
+            self.finished.put(completion)
+        self.given_up += self.engine.take_given_up()
+
+    def pause(self) -> None:
+        """Nothing is sampled from here on: a `poll` under way would take a call that comes after it began."""
+        self._may_sample.clear()
+        assert self._sampling.acquire(timeout=WAIT_S)
+        self._sampling.release()
+
+    def resume(self) -> None:
+        """Sampling goes on."""
+        self._may_sample.set()
 
     def submit(self, prompt: Prompt, num_samples: int = 1, **sampling: Any) -> None:
         """Starts one group."""
@@ -92,7 +107,7 @@ class Episodes:
         return self.engine.clients._endpoint
 
     def close(self) -> None:
-        self.may_sample.set()
+        self.resume()
         self._is_closing.set()
         self._thread.join(WAIT_S)
         self.engine.close()

@@ -13,7 +13,7 @@ import torch
 from processes import wait_for_the_end_of
 
 from benchmarks.time_to_accuracy import trl_cell
-from benchmarks.time_to_accuracy.documents import write_documents
+from benchmarks.time_to_accuracy.documents import CURVES, write_documents
 from benchmarks.time_to_accuracy.report import with_interval, write_report
 from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
@@ -117,7 +117,7 @@ def test_the_documentation_shows_what_the_curves_say(tmp_path):
     ]
     assert {len(row) for row in found["table"]["rows"]} == {len(found["table"]["columns"])}
     assert (tmp_path / "docs/assets/time_to_accuracy_curves.png").stat().st_size > 1000
-    assert len(pd.read_parquet(tmp_path / "docs/results/time_to_accuracy.parquet")) == sum(map(len, runs))
+    assert len(pd.read_parquet(tmp_path / CURVES / "time_to_accuracy.parquet")) == sum(map(len, runs))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / CONFIGS / "suites").glob("*.yaml")])
