@@ -33,6 +33,7 @@ COLOURS = {
     "vcpo": "C3",
     "environment": "C5",
     "process": "C2",
+    "in_process": "C4",
     "quickstart_plain_sync": "0.35",
     "quickstart_sync": "0.65",
     "quickstart_plain": "C1",
@@ -46,6 +47,7 @@ NAMES = {
     "redundant": "recipe, 4 of 20 groups redundant",
     "vcpo": "VCPO, exact norms",
     "environment": "the same task as an environment in the trainer's process, recipe",
+    "in_process": "recipe, the agent's client in the trainer's process",
     "process": "recipe, the agent in a process of its own",
     "redundant_process": "recipe, the agent in a process of its own, 4 of 20 groups redundant",
     "synchronous_1e4": "synchronous, rate 1e-4",
@@ -69,7 +71,7 @@ SHOWN = {  # in the pictures; the tables have all
     "tools_1.6": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "lengths": ("synchronous", "plain_4", "default_4", "lengths_trl"),
     "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_own_process"),
-    "agent_0.4": ("synchronous", "process_8", "environment_8", "default_8"),
+    "agent_0.4": ("synchronous", "in_process_8", "process_8", "environment_8"),
 }
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
