@@ -135,7 +135,8 @@ class OneAtATime(Console):
     """A console of which one thread at a time prints, from the place of the cursor to the last character.
 
     rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
-    line would stay on the screen.
+    line would stay on the screen. And where it prints, words that are longer than a line, such as paths, stay in one
+    piece: the terminal wraps them, so that they can be copied.
 
     Args:
         settings: of rich's console.
@@ -159,6 +160,8 @@ class OneAtATime(Console):
             self.lock.release()
 
     def print(self, *objects: Any, **how: Any) -> None:
+        how.setdefault("overflow", "ignore")
+        how.setdefault("crop", False)
         with self.lock:
             super().print(*objects, **how)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_async_rl.agents.calls import CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
@@ -20,7 +20,14 @@ _IGNORED = frozenset(
 
 
 class ClientFactory(ABC):
-    """Makes the client of each episode. All methods run in the event loop of the episodes."""
+    """Makes the client of each episode. All methods run in the event loop of the episodes.
+
+    Attributes:
+        has_address: whether its clients have `base_url` and `api_key` as those of the `openai` package, for agents that
+            run in another process.
+    """
+
+    has_address: ClassVar[bool] = False
 
     @abstractmethod
     async def open(self, episode: AgentEpisode) -> Any:

@@ -124,7 +124,8 @@ class AgentEngine(MultiRequestEngine):
             a row of its own; without it such a template is refused.
 
     Raises:
-        ValueError: a setting is out of range, or the engine does not update weights in flight.
+        ValueError: a setting is out of range, the engine does not update weights in flight, or the agent runs in
+            another process and the clients have no address for it.
     """
 
     def __init__(
@@ -152,7 +153,8 @@ class AgentEngine(MultiRequestEngine):
         )
         super().__init__(engine, policy)
         self.agent = load_agent(agent)
-        self.clients = clients or getattr(self.agent, "clients", None) or InProcessClients()
+        self.clients = clients or _own_clients(self.agent) or InProcessClients()
+        _check_address(self.agent, self.clients)
         self.max_calls = max_calls
         self.side_calls = side_calls
         self.credit = credit or Share()
@@ -445,6 +447,20 @@ class AgentEngine(MultiRequestEngine):
                 del self._num_failed[place]
                 self._forget_request(request.id)
         self.engine.abort(inner)
+
+
+def _own_clients(agent: Agent) -> ClientFactory | None:
+    found = getattr(agent, "clients", None)
+    return found if isinstance(found, ClientFactory) else None
+
+
+def _check_address(agent: Agent, clients: ClientFactory) -> None:
+    own = _own_clients(agent)
+    if own is not None and own.has_address and not clients.has_address:
+        raise ValueError(
+            f"data.engine.clients={type(clients).__name__} gives no address for {type(agent).__name__}, whose agent "
+            "runs in another process: leave clients out, or use EndpointClients"
+        )
 
 
 def _template(name: str | None) -> str | None:

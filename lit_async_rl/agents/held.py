@@ -17,9 +17,8 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from lit_async_rl.agents.clients import InProcessClients
 from lit_async_rl.errors import StalledError
 
 CLOSE_TIMEOUT_S = 5.0  # less than the time that an engine has to close
@@ -39,6 +38,8 @@ class _Use(Generic[T]):
 class Held(Generic[T]):
     """Enters a context manager at its first use, and leaves it at the end of a run. Used by one event loop.
 
+    What an agent holds: `start` in its `astart`, `close` in its `aclose`, and `get` in each episode.
+
     Args:
         name: of what is held, for messages.
         make: makes the context manager, for each use anew.
@@ -50,6 +51,16 @@ class Held(Generic[T]):
         self._make = make
         self._start_timeout_s = start_timeout_s
         self._use: _Use[T] | None = None
+        self._was_entered = False
+
+    async def start(self) -> None:
+        """Enters it, unless it was entered since the last `close`: one that has ended since then is `get`'s to replace.
+
+        Raises:
+            StalledError: as `get`; likewise all others.
+        """
+        if not self._was_entered:
+            await self.get()
 
     async def get(self) -> T:
         """What the context manager gives, entered by the first caller.
@@ -74,6 +85,7 @@ class Held(Generic[T]):
         try:
             async with self._make() as value:
                 use.value = value
+                self._was_entered = True
                 use.ready.set_result(value)
                 await use.stop.wait()
         except (Exception, SystemExit) as error:  # some libraries exit where a key or a program is missing
@@ -86,6 +98,7 @@ class Held(Generic[T]):
 
     async def close(self) -> None:
         """Leaves the context manager. Safe to call twice; a later `get` enters another."""
+        self._was_entered = False
         if self._use is not None:
             await self._end(self._use)
 
@@ -105,13 +118,3 @@ class Held(Generic[T]):
         if not done:
             log.warning("%s did not end within %g s", self.name, CLOSE_TIMEOUT_S)
             use.task.cancel()
-
-
-class HeldClients(InProcessClients):
-    """Clients in this process, which close at the end of a run what their agents share."""
-
-    def __init__(self, held: Held[Any]) -> None:
-        self._held = held
-
-    async def end(self) -> None:
-        await self._held.close()

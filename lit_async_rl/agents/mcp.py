@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from lit_async_rl.agents.held import Held, HeldClients
+from lit_async_rl.agents.held import Held
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
 from lit_async_rl.types import Prompt
@@ -201,9 +201,6 @@ class McpAgent:
             started again if it ends.
         timeout_s: limit of a server's start, and of each call of a tool.
 
-    Attributes:
-        clients: makes the clients, unless the engine has `clients`; ends the shared server at the end of a run.
-
     Raises:
         ValueError: a setting is out of range.
     """
@@ -229,7 +226,20 @@ class McpAgent:
         self.timeout_s = timeout_s
         self._awaiter = Awaiter(timeout_s)
         self._server = Held(self._tools().name, self._tools, START_LIMITS * timeout_s)
-        self.clients = HeldClients(self._server)
+
+    async def astart(self) -> None:
+        """Starts the shared server.
+
+        Raises:
+            ImportError: the package `mcp` is not installed.
+            McpServerError: the server does not start.
+        """
+        if not self.per_episode:
+            await self._server.start()
+
+    async def aclose(self) -> None:
+        """Ends the shared server; a later episode starts another."""
+        await self._server.close()
 
     def _tools(self) -> McpTools:
         return McpTools(self.command, self.environment, self.timeout_s)

@@ -18,7 +18,7 @@ from typing import Any
 from lit_async_rl.agents.calls import AgentCallError, AgentResult, Reply
 from lit_async_rl.agents.clients import sampling_of
 from lit_async_rl.agents.episode import AgentEpisode
-from lit_async_rl.agents.held import Held, HeldClients
+from lit_async_rl.agents.held import Held
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
@@ -135,9 +135,6 @@ class VerifiersAgent:
         env: the block `env` of a configuration of `verifiers`: `taskset`, roles such as `agent`, `timeout`, `retries`.
             The default `runtime` of a role is a sandbox of the hosted service Prime, which wants a key.
 
-    Attributes:
-        clients: makes the clients, unless the engine has `clients`; ends the services of `verifiers` with a run.
-
     Raises:
         ValueError: `env` names no taskset.
     """
@@ -147,7 +144,19 @@ class VerifiersAgent:
             raise ValueError("VerifiersAgent.env must name a taskset: {taskset: {id: my_taskset}}")
         self.env = dict(env)
         self._services = Held("the services of verifiers", self._serve, START_TIMEOUT_S)
-        self.clients = HeldClients(self._services)
+
+    async def astart(self) -> None:
+        """Starts the services of `verifiers`, which all episodes share.
+
+        Raises:
+            ImportError: the package `verifiers` is not installed.
+            Exception: what `verifiers` raises.
+        """
+        await self._services.start()
+
+    async def aclose(self) -> None:
+        """Ends the services; a later episode starts others."""
+        await self._services.close()
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
         """Plays one episode.
@@ -156,7 +165,7 @@ class VerifiersAgent:
             ValueError: the prompt is of another taskset.
             VerifiersError: the episode failed.
         """
-        services = await self._services.get()  # says what is missing, before the imports would
+        services = await self._services.get()
         from verifiers.v1 import Sampling
         from verifiers.v1.clients import ModelContext
 

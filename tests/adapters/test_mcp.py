@@ -131,7 +131,7 @@ def test_episodes_share_a_server_or_have_their_own(server):
     async def play(agent):
         clients = [Scripted(("count", "{}"), "done") for _ in range(3)]
         await asyncio.gather(*[agent(rl.Prompt(text="?", answer="done"), client) for client in clients])
-        await agent.clients.end()
+        await agent.aclose()
         return sorted(client.seen[1][0][-1]["content"] for client in clients)
 
     assert run(play(McpAgent(server))) == ["1", "2", "3"]
@@ -150,8 +150,8 @@ def test_a_shared_server_that_has_ended_is_started_again_and_ends_with_the_run(s
         rewards.append(await agent(prompt, again))  # its last reply is a call
         assert again.seen[0][0][0] == {"role": "system", "content": "Count."}
         assert again.seen[1][0][-1]["content"] == "1"
-        await agent.clients.end()
-        await agent.clients.end()
+        await agent.aclose()
+        await agent.aclose()
         return rewards
 
     assert run(play()) == [1.0, 0.0]

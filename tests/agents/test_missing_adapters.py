@@ -29,6 +29,8 @@ async def enter_tools():
         (lambda: rl.OpenEnvPrompts("http://127.0.0.1:9")[0], "openenv"),
         (lambda: rl.VerifiersPrompts({"id": "sums"}), "verifiers"),
         (lambda: asyncio.run(rl.VerifiersAgent({"taskset": {"id": "sums"}})(rl.Prompt(text="?"), None)), "verifiers"),
+        (lambda: asyncio.run(rl.VerifiersAgent({"taskset": {"id": "sums"}}).astart()), "verifiers"),
+        (lambda: asyncio.run(rl.McpAgent(["python"]).astart()), "mcp"),
     ],
 )
 @pytest.mark.usefixtures("_without")
@@ -94,6 +96,24 @@ def test_a_service_is_entered_once_by_many_and_left_by_its_own_task():
         assert again.log == ["enters"]
         await shared.discard(again)
         assert again.log == ["enters", "leaves"]
+
+    asyncio.run(use())
+
+
+def test_a_service_is_started_before_its_first_use_and_not_for_one_that_has_ended():
+    async def use():
+        services = [Service(), Service(), Service()]
+        shared = held(*services)
+        await asyncio.gather(shared.start(), shared.start())
+        assert await shared.get() is services[0]
+        await shared.discard(services[0])
+        await shared.start()  # the next one that needs it finds out what is wrong
+        assert not services[1].log
+        assert await shared.get() is services[1]
+        await shared.close()
+        await shared.start()
+        assert services[2].log == ["enters"]
+        await shared.close()
 
     asyncio.run(use())
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from agent_endpoints import MODEL, WAIT_S, Episodes, template, wait_for
 
-from lit_async_rl.agents import AgentEngine, ProcessAgent, ProcessAgentError
+from lit_async_rl.agents import AgentEngine, CommandAgent, InProcessClients, ProcessAgent, ProcessAgentError
 from lit_async_rl.agents.endpoint import process
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import reward_identity
@@ -44,6 +44,10 @@ async def asks(prompt, client):
 
 async def tells(prompt, client):
     return float(prompt.metadata["level"] + (client.api_key == "agent-key-of-a-test"))
+
+
+async def says_its_timeout(prompt, client):
+    return client.timeout
 
 
 async def fails(prompt, client):
@@ -117,7 +121,7 @@ def module(tmp_path, monkeypatch):
 
 def run(agent, *prompts, together=False):
     """Results, or errors, of episodes that are played one after the other or at a time."""
-    client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
+    client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY, timeout=7.0)
 
     async def play():
         try:
@@ -160,6 +164,7 @@ def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
 
 
 def test_an_agent_gets_prompt_and_key_and_its_settings(module):
+    assert run(ProcessAgent(f"{module}.says_its_timeout"), PROMPT)[0].reward == 7.0
     assert [one.reward for one in run(ProcessAgent(f"{module}.tells"), PROMPT, PROMPT)] == [4.0, 4.0]
     made = __import__(module).Made
     assert run(ProcessAgent(made(0.25)), PROMPT)[0].reward == 0.25
@@ -252,6 +257,13 @@ def test_what_another_process_cannot_make_is_refused(module, tmp_path, monkeypat
     with playing(agent, tmp_path, 1) as episodes:
         wait_for(lambda: episodes.errors)
     assert "cannot be made in its process: RuntimeError: broken meanwhile" in str(episodes.errors[0])
+
+
+def test_clients_without_an_address_are_refused(module):
+    for agent in (ProcessAgent(f"{module}.tells"), CommandAgent(["true"])):
+        with pytest.raises(ValueError, match=r"data\.engine\.clients=InProcessClients gives no address for \w+Agent"):
+            AgentEngine(EmbeddedEngine(), agent=agent, clients=InProcessClients())
+        assert AgentEngine(EmbeddedEngine(), agent=agent).clients is agent.clients
 
 
 def test_a_reward_is_the_same_one_wherever_its_agent_works(module):

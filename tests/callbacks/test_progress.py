@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pyte
 import pytest
 from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import LiveView, Progress, RolloutMonitor
 from lit_async_rl.callbacks.monitors import live_view
-from lit_async_rl.callbacks.run.progress import OneAtATime
+from lit_async_rl.callbacks.run.progress import Bars, OneAtATime
 from lit_async_rl.cli.app import main
 from lit_async_rl.utils import waiting
 from lit_async_rl.utils.waiting import announced, duration
@@ -168,6 +169,24 @@ def test_a_drawing_reads_nothing_that_changes_while_it_is_read_and_counts_the_to
     text = written.getvalue()
     assert text.count("metrics") > 3
     assert "reward" in text
+
+
+def test_a_path_that_is_longer_than_a_line_is_printed_in_one_piece_above_a_drawing():
+    path = "/a/folder/whose/name/is/longer/than/the/whole/line/of/the/terminal/last.ckpt"
+    written = io.StringIO()
+    bars = Bars(OneAtATime(file=written, force_terminal=True, width=40))
+    bars.step(1, 2.0, ["reward 0.50"])
+    bars.print(f"saved {path} after step 1")
+    print(f"a warning of {path}", flush=True)
+    bars.step(2, 2.0, ["reward 0.75"])
+    bars.close()
+    screen = pyte.Screen(40, 30)
+    pyte.Stream(screen).feed(written.getvalue().replace("\n", "\r\n"))
+    seen = "".join(screen.display)
+    assert f"saved {path} after step 1" in seen
+    assert f"a warning of {path}" in seen
+    assert seen.count("step 2/2") == 1
+    assert "step 1/2" not in seen
 
 
 def test_long_waits_are_said_ever_more_rarely(monkeypatch, capsys):

@@ -234,9 +234,9 @@ def test_a_run_whose_terminal_is_closed_saves_and_says_so_in_a_file(tmp_path):
             os.kill(pid, signal.SIGKILL)
     (last,) = tmp_path.rglob("last.ckpt")
     step = torch.load(last, weights_only=True)["global_step"]
-    said = "".join((last.parents[1] / "after_hangup.txt").read_text().split())  # what is drawn cuts lines to its width
-    assert f"SIGHUP:saved{last}afterstep{step}" in said
-    assert "resumewith:pythonscripts/train.py" in said
+    said = (last.parents[1] / "after_hangup.txt").read_text()
+    assert f"SIGHUP: saved {last} after step {step}" in said  # in one piece, however narrow the terminal was
+    assert "resume with: python scripts/train.py" in said
 
 
 def drain(terminal):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_async_rl.agents.clients import ClientFactory
-from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, OpenAIClients, import_openai
+from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
 from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings
 from lit_async_rl.agents.episode import AgentEpisode
 
@@ -25,6 +24,8 @@ class EndpointClients(ClientFactory):
     Raises:
         ValueError: a setting is out of range.
     """
+
+    has_address: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class EndpointClients(ClientFactory):
         )
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
-        self._openai = OpenAIClients(timeout_s)
+        self._openai = OpenAIClients()
 
     async def open(self, episode: AgentEpisode) -> Any:
         """An `openai.AsyncOpenAI` for an episode; starts the server before the first.
@@ -54,10 +55,10 @@ class EndpointClients(ClientFactory):
             EngineError: the server has ended for good.
         """
         import_openai()
-        return self._openai.make(self.address(episode), episode.key)
+        return self._openai.make(self.address(episode))
 
-    def address(self, episode: AgentEpisode) -> str:
-        """Accepts calls of an episode; returns the base URL. Starts the server before the first.
+    def address(self, episode: AgentEpisode) -> EndpointAddress:
+        """Accepts calls of an episode; returns where. Starts the server before the first.
 
         Raises:
             ImportError: Starlette or uvicorn is not installed.
@@ -72,7 +73,7 @@ class EndpointClients(ClientFactory):
                 raise
             self._endpoint = endpoint
         self._endpoint.open(episode)
-        return self._endpoint.base_url
+        return EndpointAddress(self._endpoint.base_url, api_key=episode.key, timeout=self.timeout_s)
 
     async def close(self, client: Any, episode: AgentEpisode) -> None:
         if self._endpoint is not None:
@@ -86,16 +87,8 @@ class EndpointClients(ClientFactory):
             endpoint.close()
 
 
-@dataclass(frozen=True)
-class EndpointAddress:
-    """Where a client finds the policy, and the key of its episode."""
-
-    base_url: str
-    api_key: str = field(repr=False)
-
-
 class EndpointAddresses(EndpointClients):
     """`EndpointClients` for agents that make their clients themselves, such as those in other processes."""
 
     async def open(self, episode: AgentEpisode) -> EndpointAddress:
-        return EndpointAddress(self.address(episode), episode.key)
+        return self.address(episode)

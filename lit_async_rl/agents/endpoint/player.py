@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lit_async_rl.agents.calls import result_of
-from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, OpenAIClients, import_openai
+from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, OpenAIClients, import_openai
 from lit_async_rl.utils.processes import die_with_parent
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
@@ -35,16 +35,15 @@ class _Player:
 
     def __post_init__(self) -> None:
         import_openai()  # which takes a second, before the first episode's time
-        self.clients = OpenAIClients(CALL_TIMEOUT_S)
+        self.clients = OpenAIClients()
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, request: tuple[int, bytes, str, str]) -> None:
-        """Begins an episode; without a prompt it cancels it."""
-        (number, prompt, base_url, api_key) = request
-        if prompt:
-            task = asyncio.get_running_loop().create_task(
-                self._play(number, prompt, base_url=base_url, api_key=api_key)
-            )
+    def take(self, request: tuple[int, tuple[bytes, EndpointAddress] | None]) -> None:
+        """Begins an episode; without a prompt and an address it cancels it."""
+        (number, episode) = request
+        if episode is not None:
+            (prompt, address) = episode
+            task = asyncio.get_running_loop().create_task(self._play(number, prompt, address))
             self.tasks[number] = task
             task.add_done_callback(lambda _: self.tasks.pop(number, None))
             return
@@ -62,9 +61,9 @@ class _Player:
         self.replies.write(line.encode() + b"\n")
         self.replies.flush()
 
-    async def _play(self, number: int, prompt: bytes, base_url: str, api_key: str) -> None:
+    async def _play(self, number: int, prompt: bytes, address: EndpointAddress) -> None:
         try:
-            client = self.clients.make(base_url, api_key)
+            client = self.clients.make(address)
             result = result_of(await self.agent(pickle.loads(prompt), client))
             self.reply(id=number, reward=float(result.reward), parts={k: float(x) for k, x in result.parts.items()})
         except SystemExit as error:

@@ -26,6 +26,7 @@ from typing import Any
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED
+from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.endpoint.player import HEADER_BYTES, MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
@@ -85,7 +86,6 @@ class ProcessAgent(Elsewhere):
         pickled = _pickled(self.original)
         name = agent_name(self.original)
         self._places = [_Place(name, pickled) for _ in range(processes)]
-        self._is_started = False
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
         """Plays one episode.
@@ -103,7 +103,7 @@ class ProcessAgent(Elsewhere):
         try:
             worker = await place.held.get()
             try:
-                return await worker.play(prompt, str(client.base_url), str(client.api_key))
+                return await worker.play(prompt, address_of(client))
             except AgentProcessEnded:
                 await place.held.discard(worker)
                 raise
@@ -117,13 +117,10 @@ class ProcessAgent(Elsewhere):
             ProcessAgentError: the agent cannot be made there.
             StalledError: it takes too long.
         """
-        if not self._is_started:
-            await asyncio.gather(*(place.held.get() for place in self._places))
-            self._is_started = True
+        await asyncio.gather(*(place.held.start() for place in self._places))
 
     async def aclose(self) -> None:
         """Ends the processes; a later episode starts others."""
-        self._is_started = False
         await asyncio.gather(*(place.held.close() for place in self._places))
 
 
@@ -205,14 +202,14 @@ class _Worker:
                 raise ProcessAgentError(f"agent {self._name} cannot be made in its process: {error[:MAX_ERROR_CHARS]}")
         raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} as it started")
 
-    async def play(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+    async def play(self, prompt: Prompt, address: EndpointAddress) -> AgentResult:
         """Plays an episode there; cancelled there if it is cancelled here."""
         if self._reading is None or self._reading.done():
             raise AgentProcessEnded(f"agent {self._name}: its process has ended")
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._write(pickle.dumps((number, pickle.dumps(prompt), base_url, api_key)))
+            self._write(pickle.dumps((number, (pickle.dumps(prompt), address))))
             return await self._waiting[number]
         except asyncio.CancelledError:
             self._cancel(number)
@@ -220,7 +217,7 @@ class _Worker:
         except AgentProcessEnded:
             raise
         except ProcessAgentError as error:
-            raise ProcessAgentError(str(error).replace(api_key, CONCEALED)) from None
+            raise ProcessAgentError(str(error).replace(address.api_key, CONCEALED)) from None
         finally:
             self._waiting.pop(number, None)
 
@@ -239,7 +236,7 @@ class _Worker:
 
     def _cancel(self, number: int) -> None:
         self._cancelled.add(number)
-        self._write(pickle.dumps((number, b"", "", "")))
+        self._write(pickle.dumps((number, None)))
         asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._check, number)
 
     def _check(self, number: int) -> None:
