@@ -1,4 +1,4 @@
-"""Processor time inside of functions."""
+"""Processor time inside of functions, and of steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+
+import lightning.pytorch as pl
 
 
 class Meter:
@@ -45,3 +47,24 @@ class Meter:
             yield
         finally:
             setattr(owner, name, method)
+
+
+class ProcessorClock(pl.Callback):
+    """Processor time of the steps behind the first `warm_up`, whose calls the meter forgets.
+
+    Attributes:
+        seconds: of all of these steps, in all threads.
+    """
+
+    def __init__(self, meter: Meter, warm_up: int) -> None:
+        self.seconds = 0.0
+        self._meter = meter
+        self._warm_up = warm_up
+        self._began = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The last call counts."""
+        if trainer.global_step == self._warm_up:
+            self._meter.spent.clear()
+            self._began = time.process_time()
+        self.seconds = time.process_time() - self._began

@@ -17,16 +17,12 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
-
-import lightning.pytorch as pl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
-from benchmarks.common.meter import Meter
+from benchmarks.common.meter import Meter, ProcessorClock
 from lit_async_rl.callbacks import FreshDataMonitor, WeightDriftMonitor
 from lit_async_rl.callbacks.monitors import fresh_data
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import StalenessAdvice
@@ -45,27 +41,11 @@ PARTS = {
 }
 
 
-class Clock(pl.Callback):
-    """Processor time of the steps behind the warm-up, whose calls the meter forgets."""
-
-    began = seconds = 0.0
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """The last call counts."""
-        if trainer.global_step == WARM_UP:
-            self._meter.spent.clear()
-            self.began = time.process_time()
-        self.seconds = time.process_time() - self.began
-
-
 def run(seed: int, steps: int) -> dict[str, float]:
     """Seconds a step of each part, and of the process."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     meter = Meter()
-    clock = Clock(meter)
+    clock = ProcessorClock(meter, WARM_UP)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         flags = ["--config", "configs/quickstart.yaml", "--seed_everything", str(seed)]
         flags += ["--trainer.max_steps", str(steps + WARM_UP), "--trainer.logger.init_args.save_dir", folder]

@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
-from benchmarks.common.meter import Meter
+from benchmarks.common.meter import Meter, ProcessorClock
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.rewards.scorer import ScoreSpans
@@ -43,18 +43,6 @@ OWN = (
     *((Timeline, hook) for hook in HOOKS),
     *((Lane, "add"), (ScoreSpans, "add"), (ScoreSpans, "flush"), (TraceWriter, "_write"), (SpanRecorder, "take")),
 )
-
-
-class Clock(pl.Callback):
-    """Processor time of the steps after the first ones."""
-
-    began = seconds = 0.0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Starts behind the warm-up; the last call counts."""
-        if trainer.global_step == WARM_UP:
-            self.began = time.process_time()
-        self.seconds = time.process_time() - self.began
 
 
 class Alternation(pl.Callback):
@@ -149,11 +137,10 @@ def direct_share(steps: int) -> float:
     with contextlib.ExitStack() as stack:
         for owner, name in OWN:
             stack.enter_context(meter.over(owner, name))
-        step_s = one_run(steps, lambda _: Clock()).seconds / steps
-    total_s = step_s * (steps + WARM_UP)
+        total_s = one_run(steps, lambda _: ProcessorClock(meter, WARM_UP)).seconds
     for name, spent in meter.spent.items():
         each = 1e6 * sum(spent) / len(spent)
-        calls = len(spent) / (steps + WARM_UP)
+        calls = len(spent) / steps
         print(f"{name}: {sum(spent) / total_s:.3%} of a step, {calls:.1f} calls of {each:.1f} us", flush=True)
     return sum(map(sum, meter.spent.values())) / total_s
 
@@ -174,7 +161,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25, help="of each run in which the timeline's code is measured")
     parser.add_argument("--runs", type=int, default=3, help="in which the timeline's code is measured")
     args = parser.parse_args()
-    one_run(2, lambda _: Clock())  # what is loaded once
+    one_run(2, lambda _: pl.Callback())  # what is loaded once
     shares = alternating(args.pairs, args.stretch)
     direct = [direct_share(args.steps) for _ in range(args.runs)]
     low, high = interval(shares)
