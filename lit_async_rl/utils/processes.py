@@ -14,7 +14,8 @@ PR_SET_PDEATHSIG = 1  # sys/prctl.h
 def die_with_parent(parent: int) -> bool:
     """Makes the kernel kill this process, also after an `exec`, as soon as its parent ends, even by SIGKILL.
 
-    Linux only; has no effect elsewhere.
+    The kernel means the thread that has started it: see `exit_with_parent` where that may end earlier. Linux only; has no
+    effect elsewhere.
 
     Args:
         parent: process id of the parent.
@@ -25,6 +26,30 @@ def die_with_parent(parent: int) -> bool:
     if not sys.platform.startswith("linux"):
         return True
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def exit_with_parent(parent: int) -> bool:
+    """Ends this process as soon as its parent ends, whatever becomes of the thread that has started it.
+
+    The kernel's signal is one that does nothing else, and its handler looks whose child this is. It comes late where a
+    library holds the interpreter. To be called by the main thread; Linux only, has no effect elsewhere.
+
+    Args:
+        parent: process id of the parent.
+
+    Returns:
+        Whether the parent is still alive.
+    """
+    if not sys.platform.startswith("linux"):
+        return True
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    signal.signal(signal.SIGURG, look)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGURG)
     return os.getppid() == parent
 
 

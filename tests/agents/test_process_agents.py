@@ -17,6 +17,7 @@ from agent_endpoints import MODEL, WAIT_S, Episodes, template, wait_for
 from lit_async_rl.agents import AgentEngine, CommandAgent, InProcessClients, ProcessAgent, ProcessAgentError
 from lit_async_rl.agents.endpoint import process
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import Prompt
 
@@ -44,6 +45,10 @@ async def asks(prompt, client):
 
 async def tells(prompt, client):
     return float(prompt.metadata["level"] + (client.api_key == "agent-key-of-a-test"))
+
+
+async def says_its_process(prompt, client):
+    return os.getpid()
 
 
 async def says_its_timeout(prompt, client):
@@ -202,6 +207,31 @@ def test_a_group_goes_on_without_a_process_that_is_killed(module, tmp_path):
         assert not episodes.errors
         samples = episodes.results(4)
     assert sorted(sample.sample_index for sample in samples) == [0, 1, 2, 3]
+
+
+def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fails_no_episode(module):
+    """The thread of an event loop ends with a validation, and the next engine has another."""
+    agent = ProcessAgent(f"{module}.says_its_process")
+    client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
+    shared = EnvironmentLoop()
+
+    def in_a_thread(coroutine):
+        loop = shared.enter()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result(WAIT_S)
+        finally:
+            shared.leave()
+
+    async def noticed():
+        while not (await agent._places[0].held.get()).has_ended:
+            await asyncio.sleep(0.01)
+
+    first = int(in_a_thread(agent(PROMPT, client)).reward)
+    assert in_a_thread(agent(PROMPT, client)).reward == first
+    os.kill(first, signal.SIGKILL)
+    in_a_thread(noticed())
+    assert in_a_thread(agent(PROMPT, client)).reward not in (first, os.getpid())
+    in_a_thread(agent.aclose())
 
 
 def test_a_process_that_an_agent_blocks_is_replaced(module, monkeypatch, tmp_path):

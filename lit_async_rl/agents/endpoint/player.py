@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from lit_async_rl.agents.calls import result_of
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, OpenAIClients, import_openai
-from lit_async_rl.utils.processes import die_with_parent
+from lit_async_rl.utils.processes import exit_with_parent
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
 
@@ -84,7 +84,8 @@ def _read_request(requests: BinaryIO) -> Any:
 
 
 def _main(parent: int) -> None:
-    if not die_with_parent(parent):
+    # the thread that has started this process ends with a validation, and another goes on with its event loop
+    if not exit_with_parent(parent):
         return
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")

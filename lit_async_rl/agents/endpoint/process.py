@@ -102,6 +102,9 @@ class ProcessAgent(Elsewhere):
         place.num_running += 1
         try:
             worker = await place.held.get()
+            if worker.has_ended:  # since the last episode: no reason for this one to fail
+                await place.held.discard(worker)
+                worker = await place.held.get()
             try:
                 return await worker.play(prompt, address_of(client))
             except AgentProcessEnded:
@@ -202,9 +205,14 @@ class _Worker:
                 raise ProcessAgentError(f"agent {self._name} cannot be made in its process: {error[:MAX_ERROR_CHARS]}")
         raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} as it started")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it plays no more."""
+        return self._reading is None or self._reading.done()
+
     async def play(self, prompt: Prompt, address: EndpointAddress) -> AgentResult:
         """Plays an episode there; cancelled there if it is cancelled here."""
-        if self._reading is None or self._reading.done():
+        if self.has_ended:
             raise AgentProcessEnded(f"agent {self._name}: its process has ended")
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
