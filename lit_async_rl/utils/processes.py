@@ -14,8 +14,8 @@ PR_SET_PDEATHSIG = 1  # sys/prctl.h
 def die_with_parent(parent: int) -> bool:
     """Makes the kernel kill this process, also after an `exec`, as soon as its parent ends, even by SIGKILL.
 
-    The kernel means the thread that has started it: see `exit_with_parent` where that may end earlier. Linux only; has no
-    effect elsewhere.
+    The kernel means the thread that has started it: see `exit_with_parent` where that may end earlier. Linux only; has
+    no effect elsewhere.
 
     Args:
         parent: process id of the parent.
