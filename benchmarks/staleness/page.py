@@ -16,6 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
+
 from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.ranking import equal_tuning
@@ -86,10 +88,10 @@ def controller() -> str:
         regime, method, lag = key
         loss = str(method).split("+")[0]
         reference = synchronous(tables["results"], str(regime))
-        share = (group["final"] - group["start"]) / (reference["final"] - reference["start"]).mean()
+        gain = (reference["final"] - reference["start"]).mean()
         means = group.groupby("learning_rate_scale")["final"].mean()
         apart = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
-        without = apart[apart["learning_rate_scale"] > 1]["final"]
+        without = apart[apart["learning_rate_scale"] > 1]
         searched = [
             table[(table["regime"] == regime) & (table["method"] == loss) & (table["lag"] == lag)]
             .groupby("learning_rate_scale")["final"]
@@ -104,13 +106,20 @@ def controller() -> str:
                 loss,
                 str(lag),
                 *(f"{means[scale]:.2f}" for scale in (2.0, 4.0, 8.0)),
-                f"{(share < COLLAPSE).sum()} of {len(group)}",
-                f"{without.mean():.2f} ({len(without)} runs)" if len(without) else "",
+                collapsed(group, gain),
+                f"{without['final'].mean():.2f}" if len(without) else "",
+                collapsed(without, gain) if len(without) else "",
                 "" if best is None else f"{best:.2f}",
             ]
         )
-    head = ["regime", "loss", "lag", "with it, rate × 2", "× 4", "× 8", "collapsed", "without it, × 2 to 8"]
-    return markdown([*head, "without it, best rate"], rows)
+    head = ["regime", "loss", "lag", "with it, rate × 2", "× 4", "× 8", "collapsed"]
+    return markdown([*head, "without it, × 2 to 8", "collapsed without it", "without it, best rate"], rows)
+
+
+def collapsed(runs: pd.DataFrame, gain: float) -> str:
+    """How many of them keep less than `COLLAPSE` of the synchronous gain."""
+    shares = (runs["final"] - runs["start"]) / gain
+    return f"{(shares < COLLAPSE).sum()} of {len(runs)}"
 
 
 def controller_on_healthy_runs() -> str:
