@@ -23,10 +23,7 @@ def die_with_parent(parent: int) -> bool:
     Returns:
         Whether the parent is still alive.
     """
-    if not sys.platform.startswith("linux"):
-        return True
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
+    return _signal_at_end_of(parent, signal.SIGKILL)
 
 
 def exit_with_parent(parent: int) -> bool:
@@ -41,16 +38,20 @@ def exit_with_parent(parent: int) -> bool:
     Returns:
         Whether the parent is still alive.
     """
-    if not sys.platform.startswith("linux"):
-        return True
 
     def look(*_: object) -> None:
         if os.getppid() != parent:
             os._exit(1)
 
     signal.signal(signal.SIGURG, look)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGURG)
-    return os.getppid() == parent
+    return _signal_at_end_of(parent, signal.SIGURG)
+
+
+def _signal_at_end_of(parent: int, number: signal.Signals) -> bool:
+    if not sys.platform.startswith("linux"):
+        return True
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent  # it may have ended before
 
 
 def kill_group(pid: int) -> None:
