@@ -110,7 +110,10 @@ class TokenSession:
     def _params(self, sampling: CallSampling, room: int) -> SamplingParams:
         run = self.request.sampling
         limits = [run.max_tokens, room, run.max_tokens if sampling.max_tokens is None else sampling.max_tokens]
-        return replace(run, max_tokens=min(limits), stop=tuple(dict.fromkeys((*run.stop, *sampling.stop))))
+        stop = tuple(dict.fromkeys((*run.stop, *sampling.stop)))
+        if (min(limits), stop) == (run.max_tokens, run.stop):
+            return run  # as most calls ask: a copy checks all of its settings again
+        return replace(run, max_tokens=min(limits), stop=stop)
 
     def _seed(self, sampling: CallSampling) -> int | None:
         """A seed of this call, of this sample: without the sample in it, a group would be one sample many times."""

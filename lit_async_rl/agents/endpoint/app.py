@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -14,26 +15,39 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
-from lit_async_rl.agents.endpoint.errors import INVALID_REQUEST, ApiError
-from lit_async_rl.errors import describe
+from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT, CallLimits
+from lit_async_rl.agents.endpoint.errors import ApiError, ApiResponse
+from lit_async_rl.agents.endpoint.server import ApiRequest
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
-SERVER_ERROR = "server_error"
-TOO_MANY = 429
+BODY_TIMEOUT_S = 60.0  # from the head of a request to the end of its body
 CLIENT_GONE = 499  # nobody reads it
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @runtime_checkable
 class Answering(Protocol):
-    """What the routes ask of an endpoint. All methods raise `ApiError`."""
+    """What the routes ask of an endpoint.
 
-    async def answer(self, request: Request) -> tuple[bytes, bool] | None:
-        """Answer to a call, and whether it is a stream; None if the client has gone."""
+    Attributes:
+        limits: limits of calls.
+        too_long: refusal of a body that is longer than those.
+    """
+
+    limits: CallLimits
+
+    @property
+    def too_long(self) -> ApiError: ...
+
+    async def respond(self, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
+        """The answer to a call; cancelled when its client has gone."""
 
     def session(self, authorization: str | None) -> object:
-        """Checks the key of a request."""
+        """Checks the key of a request.
+
+        Raises:
+            ApiError: it is none of a running episode.
+        """
 
     def models(self) -> list[dict[str, Any]]:
         """The models."""
@@ -43,18 +57,21 @@ def make_app(endpoint: Answering) -> Starlette:
     """The routes of an endpoint."""
 
     async def complete(request: Request) -> Response:
-        try:
-            answer = await endpoint.answer(request)
-        except ApiError:
-            raise
-        except Exception as error:
-            return await _failed(request, error)
-        if answer is None:
+        headers = request.headers
+        authorization = headers.get("authorization")
+        endpoint.session(authorization)  # before its body is read
+        body = await _read_body(request, endpoint)
+        if body is None:
             return Response(status_code=CLIENT_GONE)
-        body, is_stream = answer
-        if is_stream:
-            return Response(body, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return Response(body, media_type="application/json")
+        call = ApiRequest(
+            path=request.url.path,
+            body=body,
+            authorization=authorization,
+            attempt=headers.get("x-stainless-retry-count"),
+            idempotency_key=headers.get("idempotency-key"),
+        )
+        answer = await _unless_gone(lambda has_gone: endpoint.respond(call, has_gone), request)
+        return Response(status_code=CLIENT_GONE) if answer is None else _sent(answer)
 
     async def models(request: Request) -> Response:
         endpoint.session(request.headers.get("authorization"))
@@ -77,13 +94,17 @@ def make_app(endpoint: Answering) -> Starlette:
     return Starlette(routes=routes, exception_handlers={ApiError: _refuse, HTTPException: _not_found})
 
 
+def _sent(answer: ApiResponse) -> Response:
+    return Response(
+        answer.body, status_code=answer.status, media_type=answer.media_type, headers=dict(answer.headers) or None
+    )
+
+
 # coroutines, although they wait for nothing: other handlers would run in a thread, and be cancelled with the server
 async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
-    # the official client tries 429 again, which would be refused again
-    headers = {"x-should-retry": "false"} if error.status == TOO_MANY else None
-    return JSONResponse(error.body, status_code=error.status, headers=headers)
+    return _sent(error.response)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -94,15 +115,54 @@ async def _not_found(request: Request, error: Exception) -> Response:
         f"Unknown request URL: {request.method} {request.url.path[:200]}; the endpoint has POST {CHAT}, POST {TEXT} "
         "and GET /v1/models",
         code="unknown_url",
-        kind=INVALID_REQUEST,
     )
     return await _refuse(request, found)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """500, which clients try again."""
-    log.warning("the agents' endpoint failed to answer %s: %s", request.url.path, describe(error))
-    return await _refuse(request, ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR))
+async def _read_body(request: Request, endpoint: Answering) -> bytes | None:
+    """The body; None if the client has gone.
+
+    Raises:
+        ApiError: it is too long, or does not come in time.
+    """
+    limit = endpoint.limits.max_body_bytes
+    with contextlib.suppress(ValueError):
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise endpoint.too_long
+    parts: list[bytes] = []
+    length = 0
+    now = asyncio.get_running_loop().time
+    deadline = now() + BODY_TIMEOUT_S
+    while True:
+        try:
+            message = await asyncio.wait_for(request.receive(), deadline - now())
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+        if message["type"] == "http.disconnect":
+            return None
+        part = message.get("body", b"")
+        length += len(part)
+        if length > limit:
+            raise endpoint.too_long
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:
+    """What the work returns, or None if the client goes before; the work, given a way to ask, is then cancelled."""
+    gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
+    task = asyncio.ensure_future(work(gone.done))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return None if gone.done() else task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        elif not task.cancelled():
+            task.exception()  # was raised above, or nobody waits for it
 
 
 class EndpointServer(uvicorn.Server):

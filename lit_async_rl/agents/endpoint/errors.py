@@ -1,11 +1,33 @@
-"""Errors of the API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Answers of the API, and its errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
 MAX_QUOTED_CHARS = 80
+TOO_MANY = 429
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiResponse:
+    """An answer as it is sent.
+
+    Attributes:
+        body: its bytes.
+        status: HTTP status.
+        media_type: of the body.
+        headers: further headers.
+    """
+
+    body: bytes
+    status: int = 200
+    media_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class ApiError(Exception):
@@ -39,6 +61,16 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> ApiResponse:
+        """The answer as it is sent."""
+        return ApiResponse(
+            status=self.status,
+            body=json.dumps(self.body, ensure_ascii=False).encode(errors="replace"),
+            # the official client tries 429 again, which would be refused again
+            headers={"x-should-retry": "false"} if self.status == TOO_MANY else {},
+        )
 
 
 def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:

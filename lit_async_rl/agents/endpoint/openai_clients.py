@@ -38,9 +38,14 @@ def address_of(client: Any) -> EndpointAddress:
 
 
 class OpenAIClients:
-    """Makes clients of the official package, which share pools of connections. Used by one event loop."""
+    """Makes clients of the official package, which share pools of connections. Used by one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        transport: of the pools; None is the package's own.
+    """
+
+    def __init__(self, transport: Any = None) -> None:
+        self._transport = transport
         self._pools: list[Any] = []
         self._num_made = 0
 
@@ -54,7 +59,8 @@ class OpenAIClients:
         if len(self._pools) < NUM_POOLS:
             # without the environment's proxies, which do not lead to this machine, and without certificates to read:
             # the base URL is plain HTTP
-            self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False))
+            own = {} if self._transport is None else {"transport": self._transport}
+            self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, **own))
         pool = self._pools[self._num_made % len(self._pools)]
         self._num_made += 1
         return _client_class()(

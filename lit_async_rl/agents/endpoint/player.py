@@ -1,7 +1,8 @@
 """The program of a process that plays the episodes of an agent, see `ProcessAgent`. Imports little, to start soon.
 
-A thread reads requests and gives them to the event loop; it ends the process when the trainer has ended, or needs no
-more. Everything else happens in that loop.
+A thread reads messages of the trainer and gives them to the event loop; it ends the process when the trainer has ended,
+or needs no more. Everything else happens in that loop. Calls of the clients go through the same pipes: what HTTP takes
+on both sides is as much as all else that a short call takes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lit_async_rl.agents.calls import result_of
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, OpenAIClients, import_openai
+from lit_async_rl.agents.endpoint.openai_clients import OpenAIClients, import_openai
+from lit_async_rl.agents.endpoint.pipe import HEADER_BYTES, Answered, Cancel, Play, pipe_transport
 from lit_async_rl.utils.processes import exit_with_parent
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
 
 MAX_ERROR_CHARS = 2000
-HEADER_BYTES = 8  # the length of a request
 
 
 @dataclass(eq=False)
@@ -35,41 +36,47 @@ class _Player:
 
     def __post_init__(self) -> None:
         import_openai()  # which takes a second, before the first episode's time
-        self.clients = OpenAIClients()
+        self.transport = pipe_transport(self.reply)
+        self.clients = OpenAIClients(self.transport)
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, request: tuple[int, tuple[bytes, EndpointAddress] | None]) -> None:
-        """Begins an episode; without a prompt and an address it cancels it."""
-        (number, episode) = request
-        if episode is not None:
-            (prompt, address) = episode
-            task = asyncio.get_running_loop().create_task(self._play(number, prompt, address))
-            self.tasks[number] = task
-            task.add_done_callback(lambda _: self.tasks.pop(number, None))
+    def take(self, message: Play | Cancel | Answered) -> None:
+        """Does what the trainer says."""
+        if isinstance(message, Answered):
+            self.transport.take(message)
             return
-        if number in self.tasks:
-            self.tasks[number].cancel()
-        self.reply(id=number)  # also of one that has ended: the trainer learns that this loop runs
+        if isinstance(message, Play):
+            task = asyncio.get_running_loop().create_task(self._play(message))
+            self.tasks[message.number] = task
+            task.add_done_callback(lambda _: self.tasks.pop(message.number, None))
+            return
+        if message.number in self.tasks:
+            self.tasks[message.number].cancel()
+        self.reply({"id": message.number})  # also of one that has ended: the trainer learns that this loop runs
 
-    def reply(self, **reply: Any) -> None:
-        """Says something to the trainer.
+    def reply(self, reply: dict[str, Any], body: bytes = b"") -> None:
+        """Says something to the trainer: a line of JSON, and as many bytes as its `length` says.
 
         Raises:
             ValueError: a number is not finite.
         """
         line = json.dumps(reply, allow_nan=False)
-        self.replies.write(line.encode() + b"\n")
+        self.replies.write(line.encode() + b"\n" + body)
         self.replies.flush()
 
-    async def _play(self, number: int, prompt: bytes, address: EndpointAddress) -> None:
+    async def _play(self, message: Play) -> None:
+        number = message.number
         try:
-            client = self.clients.make(address)
-            result = result_of(await self.agent(pickle.loads(prompt), client))
-            self.reply(id=number, reward=float(result.reward), parts={k: float(x) for k, x in result.parts.items()})
+            if message.has_pipe:
+                self.transport.addresses.add(message.address.base_url)
+            client = self.clients.make(message.address)
+            result = result_of(await self.agent(pickle.loads(message.prompt), client))
+            parts = {name: float(part) for name, part in result.parts.items()}
+            self.reply({"id": number, "reward": float(result.reward), "parts": parts})
         except SystemExit as error:
-            self.reply(id=number, error=f"it called sys.exit({error.code!r})")
+            self.reply({"id": number, "error": f"it called sys.exit({error.code!r})"})
         except Exception as error:
-            self.reply(id=number, error=_described(error))
+            self.reply({"id": number, "error": _described(error)})
 
 
 def _described(error: BaseException) -> str:
@@ -77,39 +84,39 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + (f"\n{where}" if where else "")
 
 
-def _read_request(requests: BinaryIO) -> Any:
-    """The next one; None at the end."""
-    header = requests.read(HEADER_BYTES)
-    return pickle.loads(requests.read(int.from_bytes(header, "big"))) if len(header) == HEADER_BYTES else None
+def _read_message(messages: BinaryIO) -> Any:
+    """The next one of the trainer; None at the end."""
+    header = messages.read(HEADER_BYTES)
+    return pickle.loads(messages.read(int.from_bytes(header, "big"))) if len(header) == HEADER_BYTES else None
 
 
 def _main(parent: int) -> None:
     # the thread that has started this process ends with a validation, and another goes on with its event loop
     if not exit_with_parent(parent):
         return
-    requests = os.fdopen(os.dup(0), "rb")
+    messages = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what agents print goes to stderr: stdout is for replies
     try:
-        player = _Player(_read_request(requests), replies)
+        player = _Player(_read_message(messages), replies)
     except BaseException as error:  # of the agent's module
         replies.write(json.dumps({"error": _described(error)}).encode() + b"\n")
         replies.flush()
         return
-    asyncio.run(_serve(player, requests))
+    asyncio.run(_serve(player, messages))
 
 
-async def _serve(player: _Player, requests: BinaryIO) -> None:
+async def _serve(player: _Player, messages: BinaryIO) -> None:
     loop = use_awake_clock(asyncio.get_running_loop())
 
     def read() -> None:
-        while (request := _read_request(requests)) is not None:
-            loop.call_soon_threadsafe(player.take, request)
+        while (message := _read_message(messages)) is not None:
+            loop.call_soon_threadsafe(player.take, message)
         os._exit(0)  # the trainer has ended, or needs no more
 
-    threading.Thread(target=read, name="requests", daemon=True).start()
-    player.reply(ready=True)
+    threading.Thread(target=read, name="messages", daemon=True).start()
+    player.reply({"ready": True})
     await asyncio.Event().wait()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -56,9 +57,10 @@ class RepeatableCall:
 
 
 class CallBook:
-    """Calls of one episode."""
+    """Calls of one episode. Thread-safe: an agent in a process of its own may call in two ways at a time."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._calls: dict[bytes, list[RepeatableCall]] = {}
         self._by_key: dict[str, RepeatableCall] = {}
         self._numbers = itertools.count()
@@ -74,15 +76,16 @@ class CallBook:
         Raises:
             ApiError: the idempotency key belongs to another body.
         """
-        call = self._known(digest, attempt, idempotency_key)
-        if call is None:
-            call = RepeatableCall(id=f"call-{next(self._numbers)}", digest=digest, idempotency_key=idempotency_key)
-            self._calls.setdefault(digest, []).append(call)
-            if idempotency_key is not None:
-                self._by_key[idempotency_key] = call
-        call.attempt = attempt
-        call.num_waiting += 1
-        return call
+        with self._lock:
+            call = self._known(digest, attempt, idempotency_key)
+            if call is None:
+                call = RepeatableCall(id=f"call-{next(self._numbers)}", digest=digest, idempotency_key=idempotency_key)
+                self._calls.setdefault(digest, []).append(call)
+                if idempotency_key is not None:
+                    self._by_key[idempotency_key] = call
+            call.attempt = attempt
+            call.num_waiting += 1
+            return call
 
     def _known(self, digest: bytes, attempt: int, idempotency_key: str | None) -> RepeatableCall | None:
         if idempotency_key is not None:
@@ -99,16 +102,18 @@ class CallBook:
 
     def leave(self, call: RepeatableCall, *, delivered: bool) -> None:
         """A request no longer waits: it got the answer, or its client has gone."""
-        call.num_waiting -= 1
-        call.is_delivered |= delivered
+        with self._lock:
+            call.num_waiting -= 1
+            call.is_delivered |= delivered
 
     def fail(self, call: RepeatableCall) -> None:
         """A call got no reply but an error: a request that repeats it is a new call."""
-        call.num_waiting -= 1
-        calls = self._calls.get(call.digest, [])
-        if call in calls:
-            calls.remove(call)
-        if not calls:
-            self._calls.pop(call.digest, None)
-        if call.idempotency_key is not None:
-            self._by_key.pop(call.idempotency_key, None)
+        with self._lock:
+            call.num_waiting -= 1
+            calls = self._calls.get(call.digest, [])
+            if call in calls:
+                calls.remove(call)
+            if not calls:
+                self._calls.pop(call.digest, None)
+            if call.idempotency_key is not None:
+                self._by_key.pop(call.idempotency_key, None)

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,9 +36,9 @@ from lit_async_rl.agents.endpoint.bodies import (
     parse_body,
     text_call,
 )
-from lit_async_rl.agents.endpoint.errors import ApiError
+from lit_async_rl.agents.endpoint.errors import SERVER_ERROR, ApiError, ApiResponse
 from lit_async_rl.agents.endpoint.openai_clients import MISSING
-from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, digest_of
+from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.errors import EngineError, SetupError, describe
 from lit_async_rl.models.tokenizer import TextCodec
@@ -47,13 +47,14 @@ from lit_async_rl.utils.waiting import Wait, use_awake_clock
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-BODY_TIMEOUT_S = 60.0  # from the head of a request to the end of its body
 BACKLOG = 2048
 MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
 NUM_ENDED_KEYS = 4096
+EVENTS = "text/event-stream"
 log = logging.getLogger(__name__)
+_listening: dict[str, Endpoint] = {}  # by address
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
 
 
@@ -102,6 +103,25 @@ class EndpointSettings:
             max_messages=self.max_messages,
             ignored_options=frozenset(self.ignored_options),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """A call, however it came.
+
+    Attributes:
+        path: of the URL.
+        body: JSON.
+        authorization: header of this name; None without, likewise all others.
+        attempt: `x-stainless-retry-count`.
+        idempotency_key: `Idempotency-Key`.
+    """
+
+    path: str
+    body: bytes
+    authorization: str | None
+    attempt: str | None = None
+    idempotency_key: str | None = None
 
 
 @dataclass(eq=False)
@@ -158,6 +178,7 @@ class Endpoint:
         self._thread.start()
         limit = f"the agents' endpoint did not start within {START_TIMEOUT_S:g} s"
         Wait(START_TIMEOUT_S, limit, check=self.check).until(started.wait)
+        _listening[self.base_url] = self
 
     def _listen(self) -> socket.socket:
         settings = self.settings
@@ -217,6 +238,8 @@ class Endpoint:
     def close(self) -> None:
         """Ends the server; clients that wait are cut off. Safe to call twice and from any thread."""
         self._is_closing.set()
+        for address in [address for address, endpoint in list(_listening.items()) if endpoint is self]:
+            del _listening[address]
         serving = self._serving
         if serving is not None:
             loop, task = serving
@@ -295,47 +318,59 @@ class Endpoint:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def answer(self, request: Any) -> tuple[bytes, bool] | None:
-        """Answer to a request of either kind, and whether it is a stream; None if the client has gone.
+    async def respond(self, request: ApiRequest, has_gone: Callable[[], bool] = lambda: False) -> ApiResponse:
+        """The answer to a call, or the refusal of one. Cancelled when its client has gone.
 
         Args:
-            request: request of Starlette.
-
-        Raises:
-            ApiError: the request is refused.
+            request: the call.
+            has_gone: whether its client has gone, although the call was not cancelled yet.
         """
-        session = self.session(request.headers.get("authorization"))
-        path = request.url.path
-        data = await self._read_body(request)
-        if data is None:
-            return None
-        read = chat_call if path == CHAT else text_call
-        call = read(parse_body(data), session.episode.request.sampling, session.limits)
+        try:
+            return await self._answer(request, has_gone)
+        except ApiError as error:
+            return error.response
+        except Exception as error:  # which clients try again
+            log.warning("the agents' endpoint failed to answer %s: %s", request.path, describe(error))
+            return ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR).response
+
+    async def _answer(self, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
+        session = self.session(request.authorization)
+        if len(request.body) > self.limits.max_body_bytes:
+            raise self.too_long
+        read = chat_call if request.path == CHAT else text_call
+        call = read(parse_body(request.body), session.episode.request.sampling, session.limits)
         check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
         known = session.book.join(
-            digest_of(path, data),
-            attempt=_attempt(request.headers.get("x-stainless-retry-count")),
-            idempotency_key=_idempotency_key(request.headers.get("idempotency-key")),
+            digest_of(request.path, request.body),
+            attempt=_attempt(request.attempt),
+            idempotency_key=_idempotency_key(request.idempotency_key),
         )
         try:
-            replies = await _unless_gone(self._sample(session.episode, call, known.id), request)
+            replies = await self._sample(session.episode, call, known.id)
         except AgentCallError as error:
             session.book.fail(known)
             raise ApiError(error.status, str(error), param=error.param, code=error.code) from None
-        except asyncio.CancelledError:  # the server ends
-            session.book.leave(known, delivered=False)
+        except asyncio.CancelledError:
+            self._leave(session, call, known)
             raise
         except BaseException:
             session.book.fail(known)
             raise
-        session.book.leave(known, delivered=replies is not None)
-        if replies is None:
-            if not known.num_waiting and not known.is_delivered:
-                for call_id in _call_ids(call, known.id):
-                    session.episode.withdraw(call_id)
-            return None
+        if has_gone():
+            self._leave(session, call, known)
+        else:
+            session.book.leave(known, delivered=True)
         answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
-        return answer.events if call.stream else answer.whole, call.stream
+        if call.stream:
+            return ApiResponse(body=answer.events, media_type=EVENTS, headers={"Cache-Control": "no-cache"})
+        return ApiResponse(body=answer.whole)
+
+    def _leave(self, session: _Session, call: Call, known: RepeatableCall) -> None:
+        """A request goes without its answer: what nobody has read does not train, unless it is asked for again."""
+        session.book.leave(known, delivered=False)
+        if not known.num_waiting and not known.is_delivered:
+            for call_id in _call_ids(call, known.id):
+                session.episode.withdraw(call_id)
 
     async def _sample(self, episode: AgentEpisode, call: Call, call_id: str) -> list[Reply]:
         sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
@@ -364,60 +399,25 @@ class Endpoint:
                 episode.withdraw(one)
             raise
 
-    async def _read_body(self, request: Any) -> bytes | None:
-        """The body; None if the client has gone.
-
-        Raises:
-            ApiError: it is too long, or does not come in time.
-        """
-        limit = self.limits.max_body_bytes
-        too_long = ApiError(
+    @property
+    def too_long(self) -> ApiError:
+        """The refusal of a body that is longer than `limits`."""
+        return ApiError(
             413,
-            f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={self.settings.max_body_mb:g})",
+            f"the body is longer than {self.limits.max_body_bytes} bytes "
+            f"(EndpointClients.max_body_mb={self.settings.max_body_mb:g})",
             code="request_too_large",
         )
-        with contextlib.suppress(ValueError):
-            if int(request.headers.get("content-length", 0)) > limit:
-                raise too_long
-        parts: list[bytes] = []
-        length = 0
-        now = asyncio.get_running_loop().time
-        deadline = now() + BODY_TIMEOUT_S
-        while True:
-            try:
-                message = await asyncio.wait_for(request.receive(), deadline - now())
-            except asyncio.TimeoutError:
-                raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
-            if message["type"] == "http.disconnect":
-                return None
-            part = message.get("body", b"")
-            length += len(part)
-            if length > limit:
-                raise too_long
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+
+
+def endpoint_at(address: str) -> Endpoint | None:
+    """The endpoint of this process that listens at an address, a client's `base_url`; None if there is none."""
+    return _listening.get(address.rstrip("/"))
 
 
 def _call_ids(call: Call, call_id: str) -> list[str]:
     """Names of a call's parts for the episode: one for each prompt."""
     return [call_id] if call.messages else [f"{call_id}-{number}" for number in range(len(call.prompts))]
-
-
-async def _unless_gone(replies: Coroutine[Any, Any, list[Reply]], request: Any) -> list[Reply] | None:
-    """The replies, or None if the client goes before they come; the call then goes on without it."""
-    task = asyncio.ensure_future(replies)
-    gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return None if gone.done() else task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        elif not task.cancelled():
-            task.exception()  # was raised above, or nobody waits for it
 
 
 def _attempt(header: str | None) -> int:
