@@ -8,7 +8,7 @@ import pandas as pd
 from benchmarks.staleness.comparisons import robustness
 from benchmarks.staleness.ranking import ranked, tuned_share
 from benchmarks.staleness.shown_runs import FOLDER, markdown, pm, runs_of
-from benchmarks.staleness.statistics import gain_share, summarize, synchronous, warning_time
+from benchmarks.staleness.statistics import best_scales, gain_share, summarize, synchronous, warning_time
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 TRIED_WITH_GAC = (
@@ -50,18 +50,49 @@ def kept_by_other_engines(method: str) -> str:
     return pm(*gain_share(found.mean(), float(runs["start"].mean()), exact))
 
 
+def kept_by_language_model(method: str, lag: int) -> str:
+    """Share of the synchronous gain that SmolLM2 keeps, each at the rate that won the search.
+
+    Of the seeds that the search has not seen, as soon as these are there for the synchronous run, too.
+    """
+    runs = runs_of("smollm2")
+    if runs is None:
+        return "not run"
+    is_searched = runs["seed"] >= FIRST_SEARCH_SEED
+    best = best_scales(runs[is_searched])
+
+    def at_best(method: str, lag: int, searched: bool) -> pd.DataFrame:
+        scale = best.get(("smollm2", method, lag), 1.0)
+        chosen = (runs["method"] == method) & (runs["lag"] == lag) & np.isclose(runs["learning_rate_scale"], scale)
+        return runs[chosen & (is_searched == searched)]
+
+    searched = at_best(method, lag, searched=False).empty or at_best("uncorrected", 0, searched=False).empty
+    found = at_best(method, lag, searched)
+    synchronous_runs = at_best("uncorrected", 0, searched)
+    share, half = gain_share(found["final"], float(runs["start"].mean()), synchronous_runs["final"])
+    return f"{pm(share, half)} ({len(found)} seed{'s' if len(found) > 1 else ''})"
+
+
 def decision() -> str:
     """What to use, by situation."""
     tails = "heavy_tails"
+    model = kept_by_language_model
+    tables = "results_small_policies.md"
     clip = "a clip (PPO, M2PO, DPPO) that you want to keep"
     rows = [
-        ["a few versions old", "VCPO: `configs/stabilizers/vcpo.yaml`",
+        ["of a language model, 16 versions old", "VCPO",
+         f"SmolLM2: {model('vcpo', 16)}; without correction {model('uncorrected', 16)}"],
+        ["of a language model, 64 versions old", "a lower bound; if it must be, VCPO or token TIS",
+         f"SmolLM2: {model('vcpo', 64)}, {model('token_tis', 64)}; without correction {model('uncorrected', 64)}"],
+        ["of a small policy, a few versions old", "VCPO: `configs/stabilizers/vcpo.yaml`",
          f"{kept(tails, 'vcpo', 4)} at lag 4; without correction {kept(tails, 'uncorrected', 4)}"],
-        ["16 to 64 versions old", "VCPO, or its baseline alone (`opob`), at the rate of a synchronous run",
+        ["of a small policy, 16 to 64 versions old",
+         "VCPO, or its baseline alone (`opob`), at the rate of a synchronous run",
          f"lag 16: {tuned_share('vcpo', 16)} and {tuned_share('opob', 16)}; "
-         f"lag 64: {tuned_share('vcpo', 64)} and {tuned_share('opob', 64)} ([equal tuning](#equal-tuning))"],
-        ["128 versions or more", "VCPO; from 256 at half of the rate", f"lag 128: {kept('very_stale', 'vcpo', 128)}; "
-         f"lag 256: {kept('very_stale', 'vcpo', 256)}, at half of the rate see [every lag](#every-lag)"],
+         f"lag 64: {tuned_share('vcpo', 64)} and {tuned_share('opob', 64)} ([tables]({tables}#equal-tuning))"],
+        ["of a small policy, 128 versions old or more", "VCPO; from 256 at half of the rate",
+         f"lag 128: {kept('very_stale', 'vcpo', 128)}; lag 256: {kept('very_stale', 'vcpo', 256)}, "
+         f"at half of the rate see [every lag]({tables}#every-lag)"],
         ["of several versions, as weights change in flight", "VCPO",
          f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
         ["sampled by an engine in bfloat16 or INT8", "VCPO where it is stale, too; nothing where it is fresh",

@@ -1,6 +1,6 @@
-"""The tables of `docs/results.md`, made of the tables of runs in `docs/results/*.parquet`.
+"""The tables of the pages of results, made of the tables of runs in `docs/results/*.parquet`.
 
-    python -m benchmarks.staleness.page                                # writes the page's tables anew
+    python -m benchmarks.staleness.page                                # writes the pages' tables anew
     python -m benchmarks.staleness.page --collect gac runs/bench/gac   # with what that grid has finished
 
 The text between `<!-- results: NAME -->` and `<!-- end -->` is that of the function NAME.
@@ -25,7 +25,7 @@ from benchmarks.staleness.shown_runs import markdown, pm, runs_of
 from benchmarks.staleness.statistics import COLLAPSE, gain_share, interval, synchronous
 from benchmarks.staleness.table import SOURCES, collect, read_table
 
-PAGE = Path(__file__).parents[2] / "docs/results.md"
+PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("results.md", "results_small_policies.md"))
 BLOCK = re.compile(r"(?<=<!-- results: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 ENGINES = {"bf16": "bfloat16", "int8": "INT8 weights", "int8_cache": "INT8 keys, values", "noise": "noise of 2 %"}
 
@@ -231,7 +231,8 @@ def main() -> None:
     parser.add_argument("--collect", nargs=2, metavar=("SUITE", "FOLDER"), help="a suite, and its folder of results")
     if collected := parser.parse_args().collect:
         collect(collected[0], Path(collected[1]), shown_runs.FOLDER)
-    PAGE.write_text(fill(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
 
 
 if __name__ == "__main__":

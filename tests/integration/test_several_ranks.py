@@ -36,9 +36,9 @@ def train(folder, strategy, *more, **base):
     launch(TRAIN, command(folder, strategy, *more, **base), 2, timeout_s=300)
 
 
-def start_until(step, folder, strategy):
+def start_until(step, folder, strategy, *more, **base):
     """Two ranks, as under torchrun, of a run that has saved this step and goes on."""
-    ranks = start(TRAIN, command(folder, strategy, "--trainer.max_steps", "10000"), 2)
+    ranks = start(TRAIN, command(folder, strategy, *more, "--trainer.max_steps", "10000", **base), 2)
     deadline = time.monotonic() + 200
     while not list(folder.rglob(f"*step={step}.ckpt")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -63,14 +63,20 @@ def test_the_last_step_is_saved_and_resumed(kind, monitor, tmp_path):
         assert torch.load(meta, weights_only=True)["global_step"] == steps
 
 
-def test_agents_in_processes_of_their_own_train_and_resume(tmp_path):
+def test_agents_in_processes_of_their_own_train_and_resume_after_a_kill(tmp_path):
     agent = ["--data.engine.agent", "lit_async_rl.ProcessAgent"]
     agent += ["--data.engine.agent.agent", "lit_async_rl.tasks.CalculatorAgent"]
-    for steps in (2, 4):
-        found = [word for path in tmp_path.rglob("last.ckpt") for word in ("--ckpt_path", path)]
-        train(tmp_path, "fsdp2", *agent, *found, "--trainer.max_steps", steps, base="agent_calculator")
+    agent += ["--data.groups_per_step", "4", "--data.micro_batches_per_step", "2"]
+    ranks = start_until(2, tmp_path, "fsdp2", *agent, base="agent_calculator")
+    for rank in ranks:
+        rank.kill()
+    finish(ranks, 100)
     (last,) = tmp_path.rglob("last.ckpt")
-    assert torch.load(last, weights_only=True)["global_step"] == 4
+    steps = torch.load(last, weights_only=True)["global_step"] + 2
+    more = ["--ckpt_path", last, "--trainer.max_steps", steps]
+    train(tmp_path, "fsdp2", *agent, *more, base="agent_calculator")
+    (last,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == steps >= 4
     (metrics,) = {path.resolve() for path in tmp_path.rglob("metrics.csv")}
     with metrics.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get("agent/num_calls")]

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT, CallLimits
-from lit_async_rl.agents.endpoint.errors import ApiError, ApiResponse
-from lit_async_rl.agents.endpoint.server import ApiRequest
+from lit_async_rl.agents.endpoint.errors import ApiError
+from lit_async_rl.agents.endpoint.exchange import ApiRequest, ApiResponse
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
 BODY_TIMEOUT_S = 60.0  # from the head of a request to the end of its body

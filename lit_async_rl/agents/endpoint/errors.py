@@ -1,33 +1,16 @@
-"""Answers of the API, and its errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors of the API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from lit_async_rl.agents.endpoint.exchange import ApiResponse
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 MAX_QUOTED_CHARS = 80
 TOO_MANY = 429
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApiResponse:
-    """An answer as it is sent.
-
-    Attributes:
-        body: its bytes.
-        status: HTTP status.
-        media_type: of the body.
-        headers: further headers.
-    """
-
-    body: bytes
-    status: int = 200
-    media_type: str = "application/json"
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class ApiError(Exception):

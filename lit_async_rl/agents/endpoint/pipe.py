@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
-from lit_async_rl.agents.endpoint.errors import ApiResponse
+from lit_async_rl.agents.endpoint.exchange import ApiResponse
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, import_openai
 
 HEADER_BYTES = 8  # the length of a message of the trainer

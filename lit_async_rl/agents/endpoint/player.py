@@ -1,8 +1,8 @@
 """The program of a process that plays the episodes of an agent, see `ProcessAgent`. Imports little, to start soon.
 
 A thread reads messages of the trainer and gives them to the event loop; it ends the process when the trainer has ended,
-or needs no more. Everything else happens in that loop. Calls of the clients go through the same pipes: what HTTP takes
-on both sides is as much as all else that a short call takes.
+or needs no more. Everything else happens in that loop. Calls of the clients go through the same pipes, because HTTP
+would take more processor time of the trainer than the endpoint takes for all else.
 """
 
 from __future__ import annotations

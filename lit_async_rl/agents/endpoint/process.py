@@ -31,10 +31,11 @@ from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.errors import SERVER_ERROR, ApiError
+from lit_async_rl.agents.endpoint.exchange import ApiRequest
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.endpoint.pipe import HEADER_BYTES, Answered, Cancel, Play
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
-from lit_async_rl.agents.endpoint.server import ApiRequest, Endpoint, endpoint_at
+from lit_async_rl.agents.endpoint.server import Endpoint, endpoint_at
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
 from lit_async_rl.types import Prompt
@@ -229,7 +230,8 @@ class _Worker:
         try:
             has_pipe = endpoint_at(address.base_url) is not None
             address = replace(address, base_url=address.base_url.rstrip("/"))
-            self._write(pickle.dumps(Play(number, pickle.dumps(prompt), address, has_pipe)))
+            message = Play(number, pickle.dumps(prompt), address=address, has_pipe=has_pipe)
+            self._write(pickle.dumps(message))
             return await self._waiting[number]
         except asyncio.CancelledError:
             self._cancel(number)

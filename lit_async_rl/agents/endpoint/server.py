@@ -36,7 +36,8 @@ from lit_async_rl.agents.endpoint.bodies import (
     parse_body,
     text_call,
 )
-from lit_async_rl.agents.endpoint.errors import SERVER_ERROR, ApiError, ApiResponse
+from lit_async_rl.agents.endpoint.errors import SERVER_ERROR, ApiError
+from lit_async_rl.agents.endpoint.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.endpoint.openai_clients import MISSING
 from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
@@ -52,7 +53,7 @@ MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
 NUM_ENDED_KEYS = 4096
-EVENTS = "text/event-stream"
+EVENTS = "text/event-stream; charset=utf-8"
 log = logging.getLogger(__name__)
 _listening: dict[str, Endpoint] = {}  # by address
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
@@ -103,25 +104,6 @@ class EndpointSettings:
             max_messages=self.max_messages,
             ignored_options=frozenset(self.ignored_options),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApiRequest:
-    """A call, however it came.
-
-    Attributes:
-        path: of the URL.
-        body: JSON.
-        authorization: header of this name; None without, likewise all others.
-        attempt: `x-stainless-retry-count`.
-        idempotency_key: `Idempotency-Key`.
-    """
-
-    path: str
-    body: bytes
-    authorization: str | None
-    attempt: str | None = None
-    idempotency_key: str | None = None
 
 
 @dataclass(eq=False)

@@ -1,0 +1,42 @@
+"""Calls and answers of the API, however they travel: over HTTP, or through the pipe of a process of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """A call, however it came.
+
+    Attributes:
+        path: of the URL.
+        body: JSON.
+        authorization: header of this name; None without, likewise all others.
+        attempt: `x-stainless-retry-count`.
+        idempotency_key: `Idempotency-Key`.
+    """
+
+    path: str
+    body: bytes
+    authorization: str | None
+    attempt: str | None = None
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiResponse:
+    """An answer as it is sent.
+
+    Attributes:
+        body: its bytes.
+        status: HTTP status.
+        media_type: of the body.
+        headers: further headers.
+    """
+
+    body: bytes
+    status: int = 200
+    media_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)

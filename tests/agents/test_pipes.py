@@ -1,0 +1,282 @@
+"""Calls of agents in processes of their own: through the pipe they get what they get over HTTP, and no more is lost."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import sys
+
+import pytest
+from agent_endpoints import CHARACTERS, MODEL, TOOL, Episodes, template, wait_for
+
+from lit_async_rl.agents import AgentEngine, EndpointClients, ProcessAgent
+from lit_async_rl.agents.endpoint import app
+from lit_async_rl.agents.endpoint.pipe import Answered
+from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, _Worker
+from lit_async_rl.agents.endpoint.server import endpoint_at
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.types import Prompt
+
+pytestmark = pytest.mark.timeout(240)
+USER = {"role": "user", "content": "8312="}
+ASK = {"model": "m", "messages": [USER], "seed": 5}
+CHAT = "/chat/completions"
+TEXT = "/completions"
+
+MODULE = """
+import asyncio, json, os, pathlib
+
+import httpx
+import openai
+
+HERE = pathlib.Path(__file__).parent
+
+
+async def until(name):
+    while not (HERE / name).exists():
+        await asyncio.sleep(0.01)
+
+
+async def both_ways(prompt, client):
+    url = str(client.base_url).rstrip("/")
+    seen = []
+    async with httpx.AsyncClient(timeout=60) as http:
+        for path, text, headers in prompt.metadata["cases"]:
+            given = {"authorization": f"Bearer {client.api_key}"} | headers
+            ways = []
+            for way in (client._client, http):
+                response = await way.post(url + path, content=text.encode(), headers=given)
+                kept = [response.headers.get(name) for name in ("content-type", "cache-control", "x-should-retry")]
+                ways.append([response.status_code, kept, response.text])
+            seen.append(ways)
+    (HERE / "seen").write_text(json.dumps(seen))
+    return 1.0
+
+
+async def asks(prompt, client):
+    arguments = dict(model="m", messages=[{"role": "user", "content": "8312="}])
+    await client.chat.completions.create(**arguments)
+    (HERE / "asked").touch()
+    await until("paused")
+    said = ""
+    try:
+        other = client.with_options(timeout=prompt.metadata["timeout"], max_retries=prompt.metadata["max_retries"])
+        await other.chat.completions.create(**arguments)
+    except openai.OpenAIError as error:
+        said = f"{type(error).__name__}: {error}"
+    (HERE / "said.new").write_text(said)
+    (HERE / "said.new").rename(HERE / "said")
+    await until("over")
+    return 1.0
+
+
+async def asks_once(prompt, client):
+    (HERE / str(os.getpid())).touch()
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "8312="}])
+    return 1.0
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Name of a module of agents, which another process finds, too."""
+    name = f"agents_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def playing(agent, folder, metadata, clients=None, **settings):
+    """An episode that begins, and the test's folder, in which files say how far it is."""
+    settings = {"chat_template": template(folder, CHARACTERS), "forks": True, "tries": 1} | settings
+    engine = AgentEngine(EmbeddedEngine(self_check=False), agent=ProcessAgent(agent), clients=clients, **settings)
+    episodes = Episodes(engine, MODEL)
+    try:
+        episodes.submit(Prompt(text="sort", metadata=metadata))
+        yield episodes
+    finally:
+        episodes.close()
+    assert not episodes.errors, episodes.errors
+
+
+def calls_of(episodes):
+    return next(iter(episodes.engine._by_key.values()))._calls
+
+
+def without_numbers(text):
+    """An answer without what differs from one call to the next."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items() if key not in ("id", "created")}
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    events = text.removeprefix("data: ").split("\n\ndata: ") if text.startswith("data: ") else [text]
+    return [one if one.strip() == "[DONE]" else plain(json.loads(one)) for one in events]
+
+
+def test_the_pipe_gives_the_answers_of_the_server(module, tmp_path, monkeypatch):
+    served = []
+
+    async def counted(request, endpoint, read=app._read_body):
+        served.append(request.url.path)
+        return await read(request, endpoint)
+
+    monkeypatch.setattr(app, "_read_body", counted)
+    good = [
+        (CHAT, ASK, {}),
+        (CHAT, ASK | {"n": 2, "logprobs": True, "return_token_ids": True}, {}),
+        (CHAT, ASK | {"stream": True, "stream_options": {"include_usage": True}}, {}),
+        (CHAT, ASK | {"tools": [TOOL]}, {}),
+        (TEXT, {"model": "m", "prompt": "52=", "seed": 3}, {}),
+        (TEXT, {"model": "m", "prompt": ["52=", "1="], "seed": 3, "stream": True}, {}),
+    ]
+    bad = [
+        (CHAT, ASK | {"n": 0}, {}),
+        (CHAT, ASK | {"temperature": 0.3}, {}),
+        (CHAT, ASK, {"authorization": "Bearer no-key"}),
+        (CHAT, ASK, {"Idempotency-Key": "k" * 300}),
+        (CHAT, ASK | {"user": "u" * 3000}, {}),
+        (CHAT, ASK | {"seed": 1}, {}),  # one call more than `max_calls`
+    ]
+    cases = [(path, json.dumps(body), headers) for path, body, headers in [*good, *bad]]
+    cases.insert(6, (CHAT, "{'no': JSON}", {}))
+    num_calls = 2 * 5 + 2 * 2  # each way; the last of the good ones has two prompts
+    clients = EndpointClients(max_body_mb=2000 / 2**20)
+    with playing(f"{module}.both_ways", tmp_path, {"cases": cases}, clients, max_calls=num_calls) as episodes:
+        episodes.results(1)
+        seen = json.loads((tmp_path / "seen").read_text())
+    assert len(served) == len(cases) - 1, "an unknown key is refused before the body is read, and all else came twice"
+    assert [ways[0][0] for ways in seen] == [200] * 6 + [400, 400, 400, 401, 400, 413, 429]
+    for case, (piped, by_http) in zip(cases, seen, strict=True):
+        assert piped[:2] == by_http[:2], case
+        assert without_numbers(piped[2]) == without_numbers(by_http[2]), case
+    assert seen[-1][0][1][2] == "false", "the official client would try again"
+
+
+def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_path):
+    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}) as episodes:
+        wait_for((tmp_path / "asked").exists)
+        episodes.pause()
+        (tmp_path / "paused").touch()
+        (session,) = episodes.endpoint._sessions.values()
+        wait_for(lambda: any(call.attempt >= 2 for calls in session.book._calls.values() for call in calls))
+        episodes.resume()
+        wait_for((tmp_path / "said").exists)
+        assert (tmp_path / "said").read_text() == ""
+        assert len(calls_of(episodes)) == 2
+        (tmp_path / "over").touch()
+        (sample,) = episodes.results(1)
+    assert len(sample.rows) == 2
+    assert episodes.engine.stats.num_orphans == 0
+
+
+def test_what_a_client_that_went_has_asked_for_is_not_trained(module, tmp_path):
+    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 0}) as episodes:
+        wait_for((tmp_path / "asked").exists)
+        episodes.pause()
+        (tmp_path / "paused").touch()
+        wait_for((tmp_path / "said").exists)
+        assert "APITimeoutError" in (tmp_path / "said").read_text()
+        wait_for(lambda: not calls_of(episodes)[-1].num_waiting)
+        episodes.resume()
+        wait_for(lambda: calls_of(episodes)[-1].replies.done())
+        (tmp_path / "over").touch()
+        (sample,) = episodes.results(1)
+    assert len(sample.rows) == 1
+    assert episodes.engine.stats.num_orphans == 1
+
+
+def test_an_endpoint_that_has_ended_is_said_to_have(module, tmp_path):
+    with playing(f"{module}.asks", tmp_path, {"timeout": 30, "max_retries": 0}) as episodes:
+        wait_for((tmp_path / "asked").exists)
+        address = episodes.endpoint.base_url
+        assert endpoint_at(address + "/") is episodes.endpoint
+        episodes.endpoint.close()
+        assert endpoint_at(address) is None
+        (tmp_path / "paused").touch()
+        wait_for((tmp_path / "said").exists)
+        (tmp_path / "over").touch()
+        episodes.results(1)
+    assert "InternalServerError: Error code: 503" in (tmp_path / "said").read_text()
+    assert "the agents' endpoint has ended" in (tmp_path / "said").read_text()
+
+
+def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_path):
+    with playing(f"{module}.asks_once", tmp_path, {}, tries=2) as episodes:
+        episodes.pause()
+        wait_for(lambda: episodes.engine._by_key and calls_of(episodes))
+        (first,) = calls_of(episodes)
+        (pid,) = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not first.num_waiting)
+        episodes.resume()
+        (sample,) = episodes.results(1)
+    assert len(sample.rows) == 1
+    assert episodes.engine.stats.num_lost == 0
+
+
+# -- what a process says that is no call -------------------------------------------------------------------------------
+
+
+def said_by_a_process(*said: bytes):
+    """Answers to what a process says, and why it was killed."""
+
+    async def play():
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        process = await asyncio.create_subprocess_exec("cat", **pipes, limit=MAX_REPLY_BYTES, start_new_session=True)
+        worker = _Worker("agent", process)
+        answers = []
+        worker._write = answers.append
+        process.stdin.write(b"".join(said))
+        process.stdin.close()
+        await worker._read()
+        await asyncio.gather(*worker._calls.values(), return_exceptions=True)
+        return [pickle.loads(answer) for answer in answers], worker._reason
+
+    return asyncio.run(play())
+
+
+def call(**changes) -> bytes:
+    said = {"call": 1, "at": "http://127.0.0.1:1/v1", "path": "/v1/chat/completions", "length": 2}
+    return json.dumps(said | changes).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        call(call=-1),
+        call(call="1"),
+        call(length=None),
+        call(length=-5),
+        call(length=True),
+        call(path="/v1/models"),
+        call(authorization=["Bearer"]),
+        b'{"gone": null}\n',
+        b'{"gone": [1]}\n',
+        b"[1]\n",
+        b"\xff\n",
+    ],
+)
+def test_a_process_that_says_what_is_no_call_is_killed(said):
+    answers, reason = said_by_a_process(said, b"{}", call())
+    assert not answers
+    assert reason.startswith("sent what is no reply (")
+
+
+def test_a_process_that_ends_in_the_middle_of_a_call_has_ended():
+    assert said_by_a_process(call(length=3 * 2**20), b"x" * 2**20) == ([], "")
+    assert said_by_a_process(b'{"gone": 7}\n') == ([], "")
+
+
+def test_a_body_that_nobody_reads_is_skipped():
+    """What follows it is read as what it is."""
+    long = 3 * 2**20 + 1
+    answers, reason = said_by_a_process(call(length=long), b"\n" * long, call(call=2), b"{}")
+    assert reason == ""
+    assert [(one.number, one.response.status) for one in answers] == [(1, 503), (2, 503)]
+    assert all(isinstance(one, Answered) for one in answers)
