@@ -32,6 +32,17 @@ def client_of(given, **settings) -> openai.OpenAI:
     return openai.OpenAI(base_url=str(given.base_url), api_key=given.api_key, **settings)
 
 
+def over_http(given) -> openai.AsyncOpenAI:
+    """A client of the agent's own: the calls of that which it is given need no server."""
+    return openai.AsyncOpenAI(base_url=str(given.base_url), api_key=given.api_key)
+
+
+class CalculatorOverHttp(CalculatorAgent):
+    async def __call__(self, prompt, client) -> float:
+        async with over_http(client) as own:
+            return await super().__call__(prompt, own)
+
+
 def cancel_server(endpoint: Endpoint) -> None:
     loop, task = endpoint._serving
     loop.call_soon_threadsafe(task.cancel)
@@ -78,7 +89,8 @@ def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(
 
     async def agent(prompt, client):
         begun.put(client)
-        await client.chat.completions.create(**ASK)
+        async with over_http(client) as own:
+            await own.chat.completions.create(**ASK)
         return 1.0
 
     engine = make_engine(agent, chat_template=template(tmp_path), forks=True, tries=1)
@@ -123,10 +135,10 @@ class EndsServers(pl.Callback):
 
 
 def test_a_run_goes_on_when_its_server_dies_again_and_again():
-    """The calculator's agent, unmodified, with the official client: nothing is lost, and nothing is sampled twice."""
+    """The calculator's agent with an official client of its own: nothing is lost, and nothing is sampled twice."""
     engine = AgentEngine(
         EmbeddedEngine(),
-        CalculatorAgent(),
+        CalculatorOverHttp(),
         clients=EndpointClients(),
         parser=CalculatorParser(),
         chat_template="calculator_chat.jinja",
@@ -167,8 +179,10 @@ def test_an_engine_that_closes_lets_no_client_wait(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "agent endpoint"]
 
 
-def test_an_agent_that_leaves_calls_behind_is_finished_without_them(tmp_path):
+@pytest.mark.parametrize("client_of_agent", [lambda given: given, over_http], ids=["given", "over_http"])
+def test_an_agent_that_leaves_calls_behind_is_finished_without_them(tmp_path, client_of_agent):
     async def agent(prompt, client):
+        client = client_of_agent(client)
         await client.chat.completions.create(**ASK)
         asyncio.get_running_loop().create_task(client.chat.completions.create(**ASK, n=3))
         await asyncio.sleep(0.05)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT, CallLimits
 from lit_async_rl.agents.endpoint.errors import ApiError
-from lit_async_rl.agents.endpoint.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.endpoint.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
 BODY_TIMEOUT_S = 60.0  # from the head of a request to the end of its body
@@ -67,8 +67,8 @@ def make_app(endpoint: Answering) -> Starlette:
             path=request.url.path,
             body=body,
             authorization=authorization,
-            attempt=headers.get("x-stainless-retry-count"),
-            idempotency_key=headers.get("idempotency-key"),
+            attempt=headers.get(ATTEMPT),
+            idempotency_key=headers.get(IDEMPOTENCY_KEY),
         )
         answer = await _unless_gone(lambda has_gone: endpoint.respond(call, has_gone), request)
         return Response(status_code=CLIENT_GONE) if answer is None else _sent(answer)

@@ -7,15 +7,17 @@ from typing import Any, ClassVar
 
 from lit_async_rl.agents.clients import ClientFactory
 from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
-from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings
+from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings, endpoint_at, respond_at
+from lit_async_rl.agents.endpoint.transport import transport_to
 from lit_async_rl.agents.episode import AgentEpisode
 
 
 class EndpointClients(ClientFactory):
     """Gives each agent an `openai.AsyncOpenAI` whose base URL is a server on the loopback interface.
 
-    Any other client works as well with `client.base_url` and `client.api_key`: a synchronous one in a thread, a
-    framework's, or one in another process, see `CommandAgent`.
+    Calls of that client reach the endpoint without a connection. Any other client works as well, over HTTP with
+    `client.base_url` and `client.api_key`: a synchronous one in a thread, a framework's, or one in another process, see
+    `CommandAgent`.
 
     Args:
         host: see `EndpointSettings`; likewise all others.
@@ -45,7 +47,7 @@ class EndpointClients(ClientFactory):
         )
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
-        self._openai = OpenAIClients()
+        self._openai = OpenAIClients(lambda: transport_to(lambda at: endpoint_at(at) is not None, respond_at))
 
     async def open(self, episode: AgentEpisode) -> Any:
         """An `openai.AsyncOpenAI` for an episode; starts the server before the first.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+ATTEMPT = "x-stainless-retry-count"
+IDEMPOTENCY_KEY = "idempotency-key"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
@@ -14,8 +17,8 @@ class ApiRequest:
         path: of the URL.
         body: JSON.
         authorization: header of this name; None without, likewise all others.
-        attempt: `x-stainless-retry-count`.
-        idempotency_key: `Idempotency-Key`.
+        attempt: header `ATTEMPT`.
+        idempotency_key: header `IDEMPOTENCY_KEY`.
     """
 
     path: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,11 +41,11 @@ class OpenAIClients:
     """Makes clients of the official package, which share pools of connections. Used by one event loop.
 
     Args:
-        transport: of the pools; None is the package's own.
+        make_transport: makes the transport of a pool; None is the package's own.
     """
 
-    def __init__(self, transport: Any = None) -> None:
-        self._transport = transport
+    def __init__(self, make_transport: Callable[[], Any] | None = None) -> None:
+        self._make_transport = make_transport
         self._pools: list[Any] = []
         self._num_made = 0
 
@@ -59,7 +59,7 @@ class OpenAIClients:
         if len(self._pools) < NUM_POOLS:
             # without the environment's proxies, which do not lead to this machine, and without certificates to read:
             # the base URL is plain HTTP
-            own = {} if self._transport is None else {"transport": self._transport}
+            own = {} if self._make_transport is None else {"transport": self._make_transport()}
             self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, **own))
         pool = self._pools[self._num_made % len(self._pools)]
         self._num_made += 1

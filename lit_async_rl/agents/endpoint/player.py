@@ -1,8 +1,7 @@
 """The program of a process that plays the episodes of an agent, see `ProcessAgent`. Imports little, to start soon.
 
 A thread reads messages of the trainer and gives them to the event loop; it ends the process when the trainer has ended,
-or needs no more. Everything else happens in that loop. Calls of the clients go through the same pipes, because HTTP
-would take more processor time of the trainer than the endpoint takes for all else.
+or needs no more. Everything else happens in that loop.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, BinaryIO
 
 from lit_async_rl.agents.calls import result_of
 from lit_async_rl.agents.endpoint.openai_clients import OpenAIClients, import_openai
-from lit_async_rl.agents.endpoint.pipe import HEADER_BYTES, Answered, Cancel, Play, pipe_transport
+from lit_async_rl.agents.endpoint.transport import HEADER_BYTES, Answered, Cancel, PipeCalls, Play, transport_to
 from lit_async_rl.utils.processes import exit_with_parent
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
@@ -36,14 +35,14 @@ class _Player:
 
     def __post_init__(self) -> None:
         import_openai()  # which takes a second, before the first episode's time
-        self.transport = pipe_transport(self.reply)
-        self.clients = OpenAIClients(self.transport)
+        self.calls = PipeCalls(self.reply)
+        self.clients = OpenAIClients(lambda: transport_to(self.calls.addresses.__contains__, self.calls.ask))
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def take(self, message: Play | Cancel | Answered) -> None:
         """Does what the trainer says."""
         if isinstance(message, Answered):
-            self.transport.take(message)
+            self.calls.take(message)
             return
         if isinstance(message, Play):
             task = asyncio.get_running_loop().create_task(self._play(message))
@@ -68,7 +67,7 @@ class _Player:
         number = message.number
         try:
             if message.has_pipe:
-                self.transport.addresses.add(message.address.base_url)
+                self.calls.addresses.add(message.address.base_url)
             client = self.clients.make(message.address)
             result = result_of(await self.agent(pickle.loads(message.prompt), client))
             parts = {name: float(part) for name, part in result.parts.items()}

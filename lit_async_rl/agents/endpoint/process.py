@@ -30,12 +30,11 @@ from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED
-from lit_async_rl.agents.endpoint.errors import SERVER_ERROR, ApiError
 from lit_async_rl.agents.endpoint.exchange import ApiRequest
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
-from lit_async_rl.agents.endpoint.pipe import HEADER_BYTES, Answered, Cancel, Play
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
-from lit_async_rl.agents.endpoint.server import Endpoint, endpoint_at
+from lit_async_rl.agents.endpoint.server import ENDED, Endpoint, endpoint_at
+from lit_async_rl.agents.endpoint.transport import HEADER_BYTES, Answered, Cancel, Play
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
 from lit_async_rl.types import Prompt
@@ -48,7 +47,6 @@ ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block
 REAP_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 2**20
 _PLAYER = "lit_async_rl.agents.endpoint.player"
-_GONE = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR)
 
 
 class ProcessAgentError(RuntimeError):
@@ -306,7 +304,7 @@ class _Worker:
         endpoint = endpoint_at(str(reply.get("at")))
         if endpoint is None or length > endpoint.limits.max_body_bytes:
             await self._skip(length)
-            refusal = _GONE if endpoint is None else endpoint.too_long
+            refusal = ENDED if endpoint is None else endpoint.too_long
             self._write(pickle.dumps(Answered(number, refusal.response)))
             return
         body = await self._replies.readexactly(length)

@@ -56,6 +56,7 @@ NUM_ENDED_KEYS = 4096
 EVENTS = "text/event-stream; charset=utf-8"
 log = logging.getLogger(__name__)
 _listening: dict[str, Endpoint] = {}  # by address
+ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR)
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
 
 
@@ -316,6 +317,8 @@ class Endpoint:
             return ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR).response
 
     async def _answer(self, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
+        if self._failure is not None:
+            return ENDED.response
         session = self.session(request.authorization)
         if len(request.body) > self.limits.max_body_bytes:
             raise self.too_long
@@ -395,6 +398,12 @@ class Endpoint:
 def endpoint_at(address: str) -> Endpoint | None:
     """The endpoint of this process that listens at an address, a client's `base_url`; None if there is none."""
     return _listening.get(address.rstrip("/"))
+
+
+async def respond_at(address: str, request: ApiRequest) -> ApiResponse:
+    """The answer of the endpoint of this process that listens at an address."""
+    endpoint = endpoint_at(address)
+    return ENDED.response if endpoint is None else await endpoint.respond(request)
 
 
 def _call_ids(call: Call, call_id: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Calls of agents in processes of their own: through the pipe they get what they get over HTTP, and no more is lost."""
+"""Calls of the clients that agents are given, which need no socket: their answers, and that no more is lost."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,10 @@ from agent_endpoints import CHARACTERS, MODEL, TOOL, Episodes, template, wait_fo
 
 from lit_async_rl.agents import AgentEngine, EndpointClients, ProcessAgent
 from lit_async_rl.agents.endpoint import app
-from lit_async_rl.agents.endpoint.pipe import Answered
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, _Worker
 from lit_async_rl.agents.endpoint.server import endpoint_at
+from lit_async_rl.agents.endpoint.transport import Answered
+from lit_async_rl.agents.engine import load_agent
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.types import Prompt
 
@@ -89,11 +90,15 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
+HERE_AND_ELSEWHERE = pytest.mark.parametrize("wrapper", [load_agent, ProcessAgent], ids=["here", "elsewhere"])
+
+
 @contextlib.contextmanager
-def playing(agent, folder, metadata, clients=None, **settings):
-    """An episode that begins, and the test's folder, in which files say how far it is."""
+def playing(agent, folder, metadata, *, wrapper=ProcessAgent, clients=None, **settings):
+    """An episode that begins; files in the test's folder say how far it is."""
     settings = {"chat_template": template(folder, CHARACTERS), "forks": True, "tries": 1} | settings
-    engine = AgentEngine(EmbeddedEngine(self_check=False), agent=ProcessAgent(agent), clients=clients, **settings)
+    clients = clients or EndpointClients()
+    engine = AgentEngine(EmbeddedEngine(self_check=False), agent=wrapper(agent), clients=clients, **settings)
     episodes = Episodes(engine, MODEL)
     try:
         episodes.submit(Prompt(text="sort", metadata=metadata))
@@ -119,7 +124,8 @@ def without_numbers(text):
     return [one if one.strip() == "[DONE]" else plain(json.loads(one)) for one in events]
 
 
-def test_the_pipe_gives_the_answers_of_the_server(module, tmp_path, monkeypatch):
+@HERE_AND_ELSEWHERE
+def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path, monkeypatch, wrapper):
     served = []
 
     async def counted(request, endpoint, read=app._read_body):
@@ -147,7 +153,8 @@ def test_the_pipe_gives_the_answers_of_the_server(module, tmp_path, monkeypatch)
     cases.insert(6, (CHAT, "{'no': JSON}", {}))
     num_calls = 2 * 5 + 2 * 2  # each way; the last of the good ones has two prompts
     clients = EndpointClients(max_body_mb=2000 / 2**20)
-    with playing(f"{module}.both_ways", tmp_path, {"cases": cases}, clients, max_calls=num_calls) as episodes:
+    given = {"wrapper": wrapper, "clients": clients, "max_calls": num_calls}
+    with playing(f"{module}.both_ways", tmp_path, {"cases": cases}, **given) as episodes:
         episodes.results(1)
         seen = json.loads((tmp_path / "seen").read_text())
     assert len(served) == len(cases) - 1, "an unknown key is refused before the body is read, and all else came twice"
@@ -158,8 +165,9 @@ def test_the_pipe_gives_the_answers_of_the_server(module, tmp_path, monkeypatch)
     assert seen[-1][0][1][2] == "false", "the official client would try again"
 
 
-def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_path):
-    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}) as episodes:
+@HERE_AND_ELSEWHERE
+def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_path, wrapper):
+    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}, wrapper=wrapper) as episodes:
         wait_for((tmp_path / "asked").exists)
         episodes.pause()
         (tmp_path / "paused").touch()
@@ -175,8 +183,9 @@ def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_p
     assert episodes.engine.stats.num_orphans == 0
 
 
-def test_what_a_client_that_went_has_asked_for_is_not_trained(module, tmp_path):
-    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 0}) as episodes:
+@HERE_AND_ELSEWHERE
+def test_what_a_client_that_went_has_asked_for_is_not_trained(module, tmp_path, wrapper):
+    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 0}, wrapper=wrapper) as episodes:
         wait_for((tmp_path / "asked").exists)
         episodes.pause()
         (tmp_path / "paused").touch()
@@ -235,7 +244,8 @@ def said_by_a_process(*said: bytes):
         process.stdin.write(b"".join(said))
         process.stdin.close()
         await worker._read()
-        await asyncio.gather(*worker._calls.values(), return_exceptions=True)
+        await process.wait()
+        process._transport.close()
         return [pickle.loads(answer) for answer in answers], worker._reason
 
     return asyncio.run(play())
