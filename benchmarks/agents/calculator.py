@@ -4,11 +4,11 @@
     python benchmarks/agents/calculator.py --seeds 0 1 2 --out results/agent_calculator \
         --output docs/measurements/agent_calculator.json
 
-The agent is written against `openai.AsyncOpenAI`, and talks to the endpoint over HTTP, or with `--in_process` to the
-client in the process, which samples the same in less time. It plays through messages and a
-tool, in up to three turns, with one branch (a second attempt from the question) and one side call (a title, which does
-not train). Its reward is the mean over both attempts, and so is the held-out reward: the accuracy of one attempt,
-sampled at temperature 1. The held-out accuracy is the share of sums for which both attempts are right.
+The agent is written against `openai.AsyncOpenAI`, and is given such a client of the endpoint, or with `--in_process`
+the client in the process, which samples the same in less time. It plays through messages and a tool, in up to three
+turns, with one branch (a second attempt from the question) and one side call (a title, which does not train). Its
+reward is the mean over both attempts, and so is the held-out reward: the accuracy of one attempt, sampled at
+temperature 1. The held-out accuracy is the share of sums for which both attempts are right.
 
 The engine is the embedded one, or with `--engine` two replicas of it on Ray, or vLLM (in an environment that has it):
 
@@ -115,7 +115,7 @@ def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     with Path(log.log_dir, "metrics.csv").open(newline="") as file:
         ages = [float(row[OLDEST]) for row in csv.DictReader(file) if row.get(OLDEST)]
     return {
-        "client": "in the process" if options.in_process else "`openai`, over HTTP",
+        "client": "in the process" if options.in_process else "`openai`",
         "engine": options.engine,
         "seed": seed,
         "steps": trainer.global_step,
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("results/agent_calculator"))
-    parser.add_argument("--in_process", action="store_true", help="the client in the process, without HTTP")
+    parser.add_argument("--in_process", action="store_true", help="the client in the process")
     parser.add_argument("--engine", choices=list(ENGINES), default="embedded")
     parser.add_argument("--output", type=Path, help="file of the measurement")
     parser.add_argument("--machine", default="two cores")

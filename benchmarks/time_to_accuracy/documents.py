@@ -50,6 +50,7 @@ NAMES = {
     "in_process": "recipe, the agent's client in the trainer's process",
     "process": "recipe, the agent in a process of its own",
     "redundant_process": "recipe, the agent in a process of its own, 4 of 20 groups redundant",
+    "synchronous_redundant": "synchronous, 4 of 20 groups redundant",
     "synchronous_1e4": "synchronous, rate 1e-4",
     "default_4_1e4": "recipe, `max_staleness` 4, rate 1e-4",
     "plain_4_1e4": "plain GRPO, `max_staleness` 4, rate 1e-4",
