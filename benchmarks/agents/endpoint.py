@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py calls --output docs/measurements/endpoint_calls.json
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py steps --output docs/measurements/endpoint_steps.json
 
-`calls` measures the processor time of the server's thread for a call, less that of the same call to
-`AgentEpisode.complete`; the client is another process, and the engine another thread. `steps` trains the calculator
+`calls` measures the processor time of the server's thread for a call, that of the same call of a client that needs no
+connection, and of the same call to `AgentEpisode.complete`; the client over HTTP is another process, and the engine
+another thread. `steps` trains the calculator
 task with 256 concurrent episodes, whose tool takes a log-normal time with a mean of 0.4 s, as an environment, as an
-agent in the process, and as the same agent behind the endpoint, in the trainer's process and in one of its own, in
-turns.
+agent in the process, and as the same agent with the official client, in the trainer's process and in one of its own,
+in turns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import itertools
 import json
 import math
 import random
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,9 @@ import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.common.process import csv_logger
 from lit_async_rl.agents import AgentEngine, AgentEpisode, CallSampling, EndpointClients
+from lit_async_rl.agents.endpoint.bodies import CHAT
+from lit_async_rl.agents.endpoint.exchange import ApiRequest
+from lit_async_rl.agents.endpoint.server import respond_at
 from lit_async_rl.tasks.calculator import Calculator, CalculatorEpisode
 from lit_async_rl.tasks.calculator_agent import ADD, CalculatorAgent
 from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
@@ -112,16 +117,38 @@ def server_cpu_s(client: Any, body: dict[str, Any], num_calls: int, num_connecti
 
 def direct_cpu_s(episode: AgentEpisode, body: dict[str, Any], num_calls: int, num_connections: int) -> float:
     """Processor time of the same calls, without the endpoint, in seconds."""
+    numbers = itertools.count()
+
+    async def complete() -> None:
+        await episode.complete(
+            body["messages"],
+            tools=body.get("tools"),
+            sampling=CallSampling(max_tokens=12),
+            call_id=f"direct-{time.monotonic_ns()}-{next(numbers)}",
+        )
+
+    return loop_cpu_s(complete, num_calls, num_connections)
+
+
+def answered_cpu_s(client: Any, body: dict[str, Any], num_calls: int, num_connections: int) -> float:
+    """Processor time of the same calls of a client that needs no connection, on the endpoint's side, in seconds."""
+    content = json.dumps({"model": "policy", "max_tokens": 12} | body).encode()
+    call = ApiRequest(path=CHAT, body=content, authorization=f"Bearer {client.api_key}")
+
+    async def answer() -> None:
+        response = await respond_at(str(client.base_url), call)
+        assert response.status == 200, response.body
+
+    return loop_cpu_s(answer, num_calls, num_connections)
+
+
+def loop_cpu_s(call: Callable[[], Awaitable[object]], num_calls: int, num_connections: int) -> float:
+    """Processor time of a call in an event loop of its own, several at a time, in seconds."""
     found: list[float] = []
 
     async def work() -> None:
-        for number in range(num_calls // num_connections):
-            await episode.complete(
-                body["messages"],
-                tools=body.get("tools"),
-                sampling=CallSampling(max_tokens=12),
-                call_id=f"direct-{time.monotonic_ns()}-{number}",
-            )
+        for _ in range(num_calls // num_connections):
+            await call()
 
     async def all_connections() -> None:
         began_s = time.thread_time()
@@ -161,7 +188,7 @@ def measure_calls(args: argparse.Namespace) -> dict[str, Any]:
     try:
         sampling = SamplingParams(max_tokens=12)
         for name, body in CONVERSATIONS.items():
-            found: list[tuple[float, float]] = []
+            found: list[tuple[float, float, float]] = []
             for number in range(args.rounds):  # an episode each, whose graph is empty
                 agent.has_begun.clear()
                 agent.may_end.clear()
@@ -178,15 +205,16 @@ def measure_calls(args: argparse.Namespace) -> dict[str, Any]:
                 assert episode is not None
                 direct_s = direct_cpu_s(episode, body, args.num_calls, num_connections=args.connections)
                 served_s = server_cpu_s(agent.client, body, args.num_calls, num_connections=args.connections)
-                found.append((1e3 * served_s, 1e3 * direct_s))
-                print(f"{name}: {1e3 * served_s:.2f} ms, direct {1e3 * direct_s:.2f} ms", flush=True)
+                answered_s = answered_cpu_s(agent.client, body, args.num_calls, num_connections=args.connections)
+                found.append((1e3 * served_s, 1e3 * answered_s, 1e3 * direct_s))
+                print(name, *(f"{ms:.2f} ms" for ms in found[-1]), sep=", ", flush=True)
                 engine.abort([request.id])
                 agent.may_end.set()
-            differences = [served - direct for served, direct in found]
+            differences = [served - direct for served, _, direct in found]
             added = max(added, differences, key=statistics.median) if added else differences
-            served_ms = statistics.median(served for served, _ in found)
-            direct_ms = statistics.median(direct for _, direct in found)
-            rows.append([name, round(served_ms, 2), round(direct_ms, 2), round(statistics.median(differences), 2)])
+            medians = [statistics.median(column) for column in zip(*found, strict=True)]
+            without = statistics.median(answered - direct for _, answered, direct in found)
+            rows.append([name, *(round(ms, 2) for ms in (*medians, statistics.median(differences), without))])
     finally:
         is_over.set()
         thread.join()
@@ -195,8 +223,11 @@ def measure_calls(args: argparse.Namespace) -> dict[str, Any]:
     return measurement(
         "endpoint_calls",
         round(statistics.median(added), 2),
-        "ms of processor time that the endpoint adds to a call, the dearest of these",
-        columns=["call", "server's thread, ms", "the same without the endpoint, ms", "added, ms"],
+        "ms of processor time that the endpoint adds to a call over HTTP, the dearest of these",
+        columns=[
+            *("call", "server's thread, ms", "without a connection, ms", "without the endpoint, ms"),
+            *("added over HTTP, ms", "added without a connection, ms"),
+        ],
         rows=rows,
         command=f"python benchmarks/agents/endpoint.py calls --rounds {args.rounds} --num_calls {args.num_calls}",
         machine=f"{args.machine}; medians of {args.rounds} rounds of {args.num_calls} calls over {args.connections} "
@@ -232,12 +263,13 @@ class SlowAgent(CalculatorAgent):
 
 THIS = "benchmarks.agents.endpoint"
 AGENT = ("--config", "configs/agent_calculator.yaml", "--data.engine.agent", f"{THIS}.SlowAgent")
+SERVED = "an agent behind the endpoint"
 SYSTEMS = {
     "an environment in the process": (
         *("--config", "configs/calculator.yaml", "--data.engine.environment", f"{THIS}.SlowCalculator"),
     ),
     "an agent in the process": AGENT,
-    "an agent behind the endpoint": (*AGENT, "--data.engine.clients", "EndpointClients"),
+    SERVED: (*AGENT, "--data.engine.clients", "EndpointClients"),
     "the same in a process of its own": (
         *("--config", "configs/agent_calculator.yaml", "--data.engine.agent", "lit_async_rl.ProcessAgent"),
         *("--data.engine.agent.agent", f"{THIS}.SlowAgent"),
@@ -268,22 +300,28 @@ def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
         for system, flags in SYSTEMS.items():
             seconds[system].append(step_s(flags, args))
             print(f"{system}: {seconds[system][-1]:.3f} s", flush=True)
-    first, *_, last = seconds.values()
-    ratios = [b / a for a, b in zip(first, last, strict=True)]
-    rows = []
+    return measured_steps(seconds, args)
+
+
+def measured_steps(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[str, Any]:
+    """The measurement of rounds."""
+    environment = next(iter(seconds.values()))
+    ratios = {system: [b / a for a, b in zip(environment, found, strict=True)] for system, found in seconds.items()}
+    rows: list[list[Any]] = []
     for system, found in seconds.items():
-        ratio = statistics.median(b / a for a, b in zip(first, found, strict=True))
-        rows.append([system, round(statistics.median(found), 3), round(ratio, 2)])
+        spread = f"{min(ratios[system]):.2f} to {max(ratios[system]):.2f}"
+        rows.append([system, round(statistics.median(found), 3), round(statistics.median(ratios[system]), 2), spread])
+    served = ratios[SERVED]
     return measurement(
         "endpoint_steps",
-        round(statistics.median(ratios), 2),
-        "times the seconds of a step with the same tools as an environment, for agents in a process of their own",
-        columns=["run", "seconds of a step", "times those of the environment"],
+        round(statistics.median(served), 2),
+        "times the seconds of a step with the same tools as an environment, for agents behind the endpoint",
+        columns=["run", "seconds of a step", "times those of the environment", "in single rounds"],
         rows=rows,
         command=f"python benchmarks/agents/endpoint.py steps --rounds {args.rounds} --num_steps {args.num_steps}",
         machine=f"{args.machine}; {args.episodes} episodes under way, tools of log-normal time with a mean of "
         f"{MEAN_TOOL_S} s, medians of {args.rounds} rounds of {args.num_steps} steps, the interval is the range",
-        interval=[round(min(ratios), 2), round(max(ratios), 2)],
+        interval=[round(min(served), 2), round(max(served), 2)],
     )
 
 
