@@ -5,10 +5,9 @@
 
 `calls` measures the processor time of the server's thread for a call, that of the same call of a client that needs no
 connection, and of the same call to `AgentEpisode.complete`; the client over HTTP is another process, and the engine
-another thread. `steps` trains the calculator
-task with 256 concurrent episodes, whose tool takes a log-normal time with a mean of 0.4 s, as an environment, as an
-agent in the process, and as the same agent with the official client, in the trainer's process and in one of its own,
-in turns.
+another thread. `steps` trains the calculator task with 256 concurrent episodes, whose tool takes a log-normal time with
+a mean of 0.4 s, as an environment, as an agent in the process, and as the same agent with the official client, in the
+trainer's process and in one of its own, in turns.
 """
 
 from __future__ import annotations

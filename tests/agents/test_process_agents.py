@@ -1,7 +1,6 @@
 """Agents in processes of their own: their rewards, and what follows when they fail, block or die."""
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from agent_endpoints import MODEL, WAIT_S, Episodes, template, wait_for
+from agent_endpoints import WAIT_S, importable, playing, wait_for
 
 from lit_async_rl.agents import AgentEngine, CommandAgent, InProcessClients, ProcessAgent, ProcessAgentError
 from lit_async_rl.agents.endpoint import process
@@ -115,13 +114,10 @@ class Made:
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Name of a module of agents, which another process finds, too."""
-    name = f"agents_of_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE.replace("\\\\n", "\\n"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield name
-    sys.modules.pop(name, None)
+def module(tmp_path):
+    """Name of the module of these agents."""
+    with importable(tmp_path, MODULE.replace("\\\\n", "\\n")) as name:
+        yield name
 
 
 def run(agent, *prompts, together=False):
@@ -139,24 +135,13 @@ def run(agent, *prompts, together=False):
     return asyncio.run(play())
 
 
-@contextlib.contextmanager
-def playing(agent, folder, num_samples, **settings):
-    settings = {"chat_template": template(folder), "forks": True, "tries": 1} | settings
-    episodes = Episodes(AgentEngine(EmbeddedEngine(self_check=False), agent=agent, **settings), MODEL)
-    try:
-        episodes.submit(PROMPT, num_samples=num_samples)
-        yield episodes
-    finally:
-        episodes.close()
-
-
 def is_over(episodes, num_samples):
     stats = episodes.engine.stats
     return stats.num_episodes + stats.num_lost >= num_samples or episodes.given_up or episodes.errors
 
 
 def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
-    with playing(ProcessAgent(f"{module}.asks", processes=2), tmp_path, 4) as episodes:
+    with playing(ProcessAgent(f"{module}.asks", processes=2), tmp_path, PROMPT, 4) as episodes:
         samples = episodes.results(4)
         assert not episodes.errors
         pids = {int(sample.reward_parts["pid"]) for sample in samples}
@@ -202,7 +187,7 @@ def test_a_prompt_that_only_the_trainer_knows_is_refused(module, monkeypatch):
 
 def test_a_group_goes_on_without_a_process_that_is_killed(module, tmp_path):
     """One process plays all of them: what was in it is lost, and what comes later is played by another."""
-    with playing(ProcessAgent(f"{module}.second_dies"), tmp_path, 4, tries=2) as episodes:
+    with playing(ProcessAgent(f"{module}.second_dies"), tmp_path, PROMPT, 4, tries=2) as episodes:
         wait_for(lambda: is_over(episodes, 4))
         assert not episodes.errors
         samples = episodes.results(4)
@@ -256,14 +241,14 @@ def test_a_process_that_an_agent_blocks_is_replaced(module, monkeypatch, tmp_pat
 
 
 def test_a_run_that_ends_in_the_middle_of_calls_says_nothing(module, tmp_path, caplog):
-    with playing(ProcessAgent(f"{module}.asks"), tmp_path, 8) as episodes:
+    with playing(ProcessAgent(f"{module}.asks"), tmp_path, PROMPT, 8) as episodes:
         episodes.pause()
         wait_for(lambda: sum(one.num_calls for one in list(episodes.engine._by_key.values())) >= 8)
     assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_an_episode_over_its_time_is_cancelled_there(module, tmp_path):
-    with playing(ProcessAgent(f"{module}.waits"), tmp_path, 1, timeout_s=3.0) as episodes:
+    with playing(ProcessAgent(f"{module}.waits"), tmp_path, PROMPT, 1, timeout_s=3.0) as episodes:
         wait_for(lambda: is_over(episodes, 1))
         wait_for((tmp_path / "cancelled").exists)
         assert episodes.engine.stats.num_lost == 1
@@ -284,7 +269,7 @@ def test_what_another_process_cannot_make_is_refused(module, tmp_path, monkeypat
         ProcessAgent(f"{module}.tells", processes=0)
     agent = ProcessAgent(f"{module}.tells")
     (tmp_path / f"{module}.py").write_text("raise RuntimeError('broken meanwhile')")
-    with playing(agent, tmp_path, 1) as episodes:
+    with playing(agent, tmp_path, PROMPT, 1) as episodes:
         wait_for(lambda: episodes.errors)
     assert "cannot be made in its process: RuntimeError: broken meanwhile" in str(episodes.errors[0])
 

@@ -6,18 +6,16 @@ import json
 import os
 import pickle
 import signal
-import sys
 
 import pytest
-from agent_endpoints import CHARACTERS, MODEL, TOOL, Episodes, template, wait_for
+from agent_endpoints import TOOL, importable, playing, wait_for
 
-from lit_async_rl.agents import AgentEngine, EndpointClients, ProcessAgent
+from lit_async_rl.agents import EndpointClients, ProcessAgent
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, _Worker
 from lit_async_rl.agents.endpoint.server import endpoint_at
 from lit_async_rl.agents.endpoint.transport import Answered
 from lit_async_rl.agents.engine import load_agent
-from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(240)
@@ -73,6 +71,15 @@ async def asks(prompt, client):
     return 1.0
 
 
+async def shouts(prompt, client):
+    arguments = dict(model="m", messages=[{"role": "user", "content": "8312="}])
+    try:
+        await client.chat.completions.create(**arguments, extra_headers={"Idempotency-Key": "k" * 2**21})
+    except openai.BadRequestError:
+        await client.chat.completions.create(**arguments)
+        return 1.0
+
+
 async def asks_once(prompt, client):
     (HERE / str(os.getpid())).touch()
     await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "8312="}])
@@ -81,31 +88,29 @@ async def asks_once(prompt, client):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Name of a module of agents, which another process finds, too."""
-    name = f"agents_of_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield name
-    sys.modules.pop(name, None)
+def module(tmp_path):
+    """Name of the module of these agents."""
+    with importable(tmp_path, MODULE) as name:
+        yield name
 
 
 HERE_AND_ELSEWHERE = pytest.mark.parametrize("wrapper", [load_agent, ProcessAgent], ids=["here", "elsewhere"])
 
 
 @contextlib.contextmanager
-def playing(agent, folder, metadata, *, wrapper=ProcessAgent, clients=None, **settings):
+def episode_of(agent, folder, metadata, *, wrapper=ProcessAgent, clients=None, **settings):
     """An episode that begins; files in the test's folder say how far it is."""
-    settings = {"chat_template": template(folder, CHARACTERS), "forks": True, "tries": 1} | settings
-    clients = clients or EndpointClients()
-    engine = AgentEngine(EmbeddedEngine(self_check=False), agent=wrapper(agent), clients=clients, **settings)
-    episodes = Episodes(engine, MODEL)
-    try:
-        episodes.submit(Prompt(text="sort", metadata=metadata))
+    prompt = Prompt(text="sort", metadata=metadata)
+    with playing(wrapper(agent), folder, prompt, clients=clients or EndpointClients(), **settings) as episodes:
         yield episodes
-    finally:
-        episodes.close()
     assert not episodes.errors, episodes.errors
+
+
+def pause_after_the_first_call(episodes, folder):
+    """What `asks` asks for next is not sampled before `resume`."""
+    wait_for((folder / "asked").exists)
+    episodes.pause()
+    (folder / "paused").touch()
 
 
 def calls_of(episodes):
@@ -154,7 +159,7 @@ def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path,
     num_calls = 2 * 5 + 2 * 2  # each way; the last of the good ones has two prompts
     clients = EndpointClients(max_body_mb=2000 / 2**20)
     given = {"wrapper": wrapper, "clients": clients, "max_calls": num_calls}
-    with playing(f"{module}.both_ways", tmp_path, {"cases": cases}, **given) as episodes:
+    with episode_of(f"{module}.both_ways", tmp_path, {"cases": cases}, **given) as episodes:
         episodes.results(1)
         seen = json.loads((tmp_path / "seen").read_text())
     assert len(served) == len(cases) - 1, "an unknown key is refused before the body is read, and all else came twice"
@@ -167,10 +172,8 @@ def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path,
 
 @HERE_AND_ELSEWHERE
 def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_path, wrapper):
-    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}, wrapper=wrapper) as episodes:
-        wait_for((tmp_path / "asked").exists)
-        episodes.pause()
-        (tmp_path / "paused").touch()
+    with episode_of(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}, wrapper=wrapper) as episodes:
+        pause_after_the_first_call(episodes, tmp_path)
         (session,) = episodes.endpoint._sessions.values()
         wait_for(lambda: any(call.attempt >= 2 for calls in session.book._calls.values() for call in calls))
         episodes.resume()
@@ -185,10 +188,8 @@ def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_p
 
 @HERE_AND_ELSEWHERE
 def test_what_a_client_that_went_has_asked_for_is_not_trained(module, tmp_path, wrapper):
-    with playing(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 0}, wrapper=wrapper) as episodes:
-        wait_for((tmp_path / "asked").exists)
-        episodes.pause()
-        (tmp_path / "paused").touch()
+    with episode_of(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 0}, wrapper=wrapper) as episodes:
+        pause_after_the_first_call(episodes, tmp_path)
         wait_for((tmp_path / "said").exists)
         assert "APITimeoutError" in (tmp_path / "said").read_text()
         wait_for(lambda: not calls_of(episodes)[-1].num_waiting)
@@ -200,8 +201,16 @@ def test_what_a_client_that_went_has_asked_for_is_not_trained(module, tmp_path, 
     assert episodes.engine.stats.num_orphans == 1
 
 
+@HERE_AND_ELSEWHERE
+def test_a_header_of_megabytes_is_refused_and_harms_nobody(module, tmp_path, wrapper):
+    with episode_of(f"{module}.shouts", tmp_path, {}, wrapper=wrapper) as episodes:
+        (sample,) = episodes.results(1)
+    assert sample.reward == 1.0
+    assert len(sample.rows) == 1
+
+
 def test_an_endpoint_that_has_ended_is_said_to_have(module, tmp_path):
-    with playing(f"{module}.asks", tmp_path, {"timeout": 30, "max_retries": 0}) as episodes:
+    with episode_of(f"{module}.asks", tmp_path, {"timeout": 30, "max_retries": 0}) as episodes:
         wait_for((tmp_path / "asked").exists)
         address = episodes.endpoint.base_url
         assert endpoint_at(address + "/") is episodes.endpoint
@@ -216,7 +225,7 @@ def test_an_endpoint_that_has_ended_is_said_to_have(module, tmp_path):
 
 
 def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_path):
-    with playing(f"{module}.asks_once", tmp_path, {}, tries=2) as episodes:
+    with episode_of(f"{module}.asks_once", tmp_path, {}, tries=2) as episodes:
         episodes.pause()
         wait_for(lambda: episodes.engine._by_key and calls_of(episodes))
         (first,) = calls_of(episodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from lit_async_rl.agents import AgentEngine
@@ -150,6 +152,29 @@ def template(folder: Path, text: str = CHARACTERS) -> str:
     path = folder / "template.jinja"
     path.write_text(text)
     return str(path)
+
+
+@contextmanager
+def importable(folder: Path, source: str) -> Iterator[str]:
+    """Name of a module with this source, which another process finds, too."""
+    name = f"agents_of_{folder.name.replace('-', '_')}"
+    (folder / f"{name}.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield name
+        sys.modules.pop(name, None)
+
+
+@contextmanager
+def playing(agent: Any, folder: Path, prompt: Prompt, num_samples: int = 1, **settings: Any) -> Iterator[Episodes]:
+    """One group of an agent, which fails at its first error."""
+    settings = {"chat_template": template(folder), "forks": True, "tries": 1} | settings
+    episodes = Episodes(AgentEngine(EmbeddedEngine(self_check=False), agent=agent, **settings), MODEL)
+    try:
+        episodes.submit(prompt, num_samples=num_samples)
+        yield episodes
+    finally:
+        episodes.close()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def address_of(client: Any) -> EndpointAddress:
     """The address of a client of the official package, for one in another process."""
     timeout = getattr(client, "timeout", None)
     return EndpointAddress(
-        str(client.base_url),
+        str(client.base_url).rstrip("/"),
         api_key=str(client.api_key),
         # of a client that a user has made it may be several limits, one for each part of a call
         timeout=float(timeout) if isinstance(timeout, int | float) else CALL_TIMEOUT_S,

@@ -23,7 +23,6 @@ import pickle
 import signal
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from lit_async_rl.agents.calls import AgentResult
@@ -227,7 +226,6 @@ class _Worker:
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             has_pipe = endpoint_at(address.base_url) is not None
-            address = replace(address, base_url=address.base_url.rstrip("/"))
             message = Play(number, pickle.dumps(prompt), address=address, has_pipe=has_pipe)
             self._write(pickle.dumps(message))
             return await self._waiting[number]
@@ -304,8 +302,8 @@ class _Worker:
         endpoint = endpoint_at(str(reply.get("at")))
         if endpoint is None or length > endpoint.limits.max_body_bytes:
             await self._skip(length)
-            refusal = ENDED if endpoint is None else endpoint.too_long
-            self._write(pickle.dumps(Answered(number, refusal.response)))
+            refusal = ENDED if endpoint is None else endpoint.too_long.response
+            self._write(pickle.dumps(Answered(number, refusal)))
             return
         body = await self._replies.readexactly(length)
         authorization, attempt, key = headers

@@ -56,7 +56,7 @@ NUM_ENDED_KEYS = 4096
 EVENTS = "text/event-stream; charset=utf-8"
 log = logging.getLogger(__name__)
 _listening: dict[str, Endpoint] = {}  # by address
-ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR)
+ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR).response
 MakeServer = Callable[["Endpoint", Callable[[], None]], Any]
 
 
@@ -318,7 +318,7 @@ class Endpoint:
 
     async def _answer(self, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
         if self._failure is not None:
-            return ENDED.response
+            return ENDED
         session = self.session(request.authorization)
         if len(request.body) > self.limits.max_body_bytes:
             raise self.too_long
@@ -403,7 +403,7 @@ def endpoint_at(address: str) -> Endpoint | None:
 async def respond_at(address: str, request: ApiRequest) -> ApiResponse:
     """The answer of the endpoint of this process that listens at an address."""
     endpoint = endpoint_at(address)
-    return ENDED.response if endpoint is None else await endpoint.respond(request)
+    return ENDED if endpoint is None else await endpoint.respond(request)
 
 
 def _call_ids(call: Call, call_id: str) -> list[str]:

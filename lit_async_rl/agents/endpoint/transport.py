@@ -18,6 +18,8 @@ from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, import_openai
 
+MAX_HEADER_CHARS = 1000  # what is longer is refused anyhow, and need not be a line for the pipe
+
 
 def transport_to(is_there: Callable[[str], bool], ask: Callable[[str, ApiRequest], Awaitable[ApiResponse]]) -> Any:
     """A transport for the HTTP client of the `openai` package.
@@ -44,9 +46,9 @@ def transport_to(is_there: Callable[[str], bool], ask: Callable[[str, ApiRequest
             call = ApiRequest(
                 path=url.path,
                 body=await request.aread(),
-                authorization=request.headers.get("authorization"),
-                attempt=request.headers.get(ATTEMPT),
-                idempotency_key=request.headers.get(IDEMPOTENCY_KEY),
+                authorization=_header(request, "authorization"),
+                attempt=_header(request, ATTEMPT),
+                idempotency_key=_header(request, IDEMPOTENCY_KEY),
             )
             task = asyncio.ensure_future(ask(at, call))
             try:
@@ -64,6 +66,11 @@ def transport_to(is_there: Callable[[str], bool], ask: Callable[[str, ApiRequest
             await self._http.aclose()
 
     return Transport()
+
+
+def _header(request: Any, name: str) -> str | None:
+    value = request.headers.get(name)
+    return None if value is None else str(value)[:MAX_HEADER_CHARS]
 
 
 # -- the pipe of a process of agents -----------------------------------------------------------------------------------
