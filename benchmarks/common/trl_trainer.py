@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as the benchmarks run it, on the CPU, with its phases timed.
+"""TRL's GRPOTrainer as the benchmarks run it, with its phases timed.
 
 Imported in TRL's own environment, where this trainer and its packages are not installed.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -58,19 +59,21 @@ def make_trainer(
     """A trainer of GRPO on fresh data, with PPO-clip and the mean over all tokens.
 
     Args:
-        s: settings; `clip`, `max_grad_norm`, `seed`, `betas` and `rates` (of every step; otherwise constant) may be
-            missing.
+        s: settings; `clip`, `max_grad_norm`, `seed`, `betas`, `lora` (of peft's `LoraConfig`), `bf16`, `use_cpu` and
+            `rates` (of every step; otherwise constant) may be missing.
         columns: `prompt`, and what `reward` takes.
         reward: of a batch of completions.
     """
     torch.set_num_threads(s["num_threads"])
     lm = AutoModelForCausalLM.from_pretrained(s["model"], dtype=torch.float32)
+    if s.get("lora"):
+        lm = get_peft_model(lm, LoraConfig(**s["lora"], task_type="CAUSAL_LM"))
     tokenizer = AutoTokenizer.from_pretrained(s["model"], padding_side="left")
     low, high = s.get("clip", (0.2, 0.28))
     config = GRPOConfig(
         output_dir=s["folder"],
-        use_cpu=True,
-        bf16=False,
+        use_cpu=s.get("use_cpu", True),
+        bf16=s.get("bf16", False),
         gradient_checkpointing=False,
         max_steps=s["max_steps"],
         per_device_train_batch_size=s["groups_per_step"] * s["group_size"],
@@ -92,7 +95,10 @@ def make_trainer(
         seed=s.get("seed", 0),
     )
     optimizer = torch.optim.AdamW(
-        lm.parameters(), s["learning_rate"], tuple(s.get("betas", (0.9, 0.999))), weight_decay=0
+        (parameter for parameter in lm.parameters() if parameter.requires_grad),
+        s["learning_rate"],
+        tuple(s.get("betas", (0.9, 0.999))),
+        weight_decay=0,
     )
     rates = s.get("rates") or [s["learning_rate"]]
     scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 
 from lit_async_rl.rewards.functions import last_number
@@ -21,9 +22,15 @@ class SlowReward:
 
     def __init__(self, mean_s: float, sigma: float = 1.0, seed: int = 0) -> None:
         self._latency = LogNormal(mean_s, sigma)
+        self._seed = seed
         self._rng = random.Random(seed)
 
     async def __call__(self, prompt: Prompt, completion: str) -> float:
         """1 if the last number is the answer, else 0."""
         await asyncio.sleep(self._latency.draw(self._rng))
         return last_number(prompt, completion)
+
+    def settings(self) -> dict[str, float]:
+        """The times, for a program that draws them itself: `mu` and `sigma` of their logarithm, and the seed."""
+        one = self._latency
+        return {"mu": math.log(one.mean_s) - one.sigma**2 / 2, "sigma": one.sigma, "seed": self._seed}

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on a workload, with this trainer's model, prompts, schedule and evaluation.
 
-    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0 peft
 
 TRL has two threads, as this trainer's engine and trainer have together. (It is faster so than with one.)
 """
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from lightning.pytorch.accelerators import CPUAccelerator
 from safetensors.torch import load_file
 
+from benchmarks.time_to_accuracy.slow_reward import SlowReward
 from benchmarks.time_to_accuracy.snapshots import Snapshot
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.losses.aggregation import TokenMean
+from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.rewards import exact_match
 from lit_async_rl.utils.processes import die_with_parent
 
@@ -60,7 +63,8 @@ def run(cli: AsyncRLCLI, every_n_steps: int, seed: int, folder: Path) -> tuple[l
     found = []
     for row in rows:
         state = {LM + name: tensor for name, tensor in load_file(work / f"{row['step']}.safetensors").items()}
-        kept = {name: state[name] for name in cli.model.state_dict()}
+        trained = [name for name, parameter in cli.model.named_parameters() if parameter.requires_grad]
+        kept = {name: state[name] for name in trained}
         found.append(Snapshot(int(row["step"]), float(row["wall_s"]), int(float(row["tokens"])), state=kept))
     shutil.rmtree(work)
     return found, [float(row["load"]) for row in rows]
@@ -75,16 +79,17 @@ def settings_of(cli: AsyncRLCLI, every_n_steps: int, seed: int) -> dict[str, Any
     model = cli.model
     data = cli.datamodule
     objective = cli.model.objective
-    same = type(objective.loss) is PPOClip and type(data.aggregation) is TokenMean and data.reward is exact_match
-    if not same or objective.correction or objective.baseline:
-        raise ValueError("TRL is compared with PPOClip, TokenMean, exact_match and nothing else")
+    slow = isinstance(data.reward, SlowReward)
+    same = type(objective.loss) is PPOClip and type(data.aggregation) is TokenMean
+    if not same or not (slow or data.reward is exact_match) or objective.correction or objective.baseline:
+        raise ValueError("TRL is compared with PPOClip, TokenMean, exact_match or SlowReward and nothing else")
     num_steps = cli.trainer.max_steps
     prompts = [data.prompts[n] for n in range(min(NUM_PROMPTS, len(data.prompts)))]
     rates = [model.scheduler.rate(model.learning_rate, step, num_steps) for step in range(num_steps)]
     momenta = [model.scheduler.momentum(step, num_steps) for step in range(num_steps)]
     return {
         "model": model.model,
-        "prompts": [prompt.text for prompt in prompts],
+        "prompts": [list(prompt.messages) if prompt.messages else prompt.text for prompt in prompts],
         "answers": [prompt.answer for prompt in prompts],
         "groups_per_step": data.groups_per_step,
         "group_size": data.group_size,
@@ -98,8 +103,23 @@ def settings_of(cli: AsyncRLCLI, every_n_steps: int, seed: int) -> dict[str, Any
         "max_steps": num_steps,
         "every_n_steps": every_n_steps,
         "num_threads": NUM_THREADS,
+        "lora": lora_of(model),
+        "bf16": cli.trainer.precision == "bf16-mixed",
+        "use_cpu": isinstance(cli.trainer.accelerator, CPUAccelerator),
+        "reward": "last_number" if slow else "exact_match",
+        "latency": data.reward.settings() if slow else None,
         "seed": seed,
     }
+
+
+def lora_of(model: PolicyModule) -> dict[str, Any] | None:
+    """The adapters' settings, as peft has them; None if all weights are trained."""
+    found = getattr(model.policy.lm, "peft_config", None)
+    if not found:
+        return None
+    one = next(iter(found.values()))
+    modules = one.target_modules if isinstance(one.target_modules, str) else sorted(one.target_modules)
+    return {"r": one.r, "lora_alpha": one.lora_alpha, "lora_dropout": one.lora_dropout, "target_modules": modules}
 
 
 def as_metrics(steps: pd.DataFrame) -> pd.DataFrame:

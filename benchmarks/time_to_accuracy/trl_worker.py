@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -52,7 +54,8 @@ class Recorder(TrainerCallback):
 
     def keep(self, row: Row) -> None:
         """Copies the policy."""
-        state = {name: tensor.detach().clone() for name, tensor in self.trainer.model.state_dict().items()}
+        trained = ((name, one) for name, one in self.trainer.model.named_parameters() if one.requires_grad)
+        state = {name: one.detach().to("cpu", copy=True) for name, one in trained}
         self.snapshots.append((row, state))
 
     def write(self, folder: Path) -> None:
@@ -71,11 +74,34 @@ def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[flo
     return [float(text.strip() == right.strip()) for text, right in zip(completions, answer, strict=True)]
 
 
+class LastNumber:
+    """`lit_async_rl.rewards.last_number` for whole numbers, of a batch whose completions are scored side by side.
+
+    Args:
+        latency: log-normal seconds of one completion (`mu`, `sigma`, `seed`); None: no time at all.
+    """
+
+    __name__ = "last_number"
+
+    def __init__(self, latency: dict[str, float] | None) -> None:
+        self.latency = latency
+        self.rng = random.Random(latency["seed"] if latency else 0)
+
+    def __call__(self, completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+        if self.latency:
+            mu = self.latency["mu"]
+            time.sleep(max(self.rng.lognormvariate(mu, self.latency["sigma"]) for _ in completions))
+        texts = [turns[-1]["content"].replace(",", "") for turns in completions]
+        numbers = [re.findall(r"(?:(?<!\S)-)?\d+(?:\.\d+)?", text) for text in texts]
+        return [float(bool(n) and float(n[-1]) == float(right)) for n, right in zip(numbers, answer, strict=True)]
+
+
 def main() -> None:
     """The only argument is a JSON file of settings."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     columns = {"prompt": settings["prompts"], "answer": settings["answers"]}
-    trainer = make_trainer(settings, columns, exact_match)
+    reward = LastNumber(settings["latency"]) if settings["reward"] == "last_number" else exact_match
+    trainer = make_trainer(settings, columns, reward)
     recorder = Recorder(trainer, settings)
     trainer.add_callback(recorder)
     trainer.train()
