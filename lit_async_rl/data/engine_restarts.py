@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 
-from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from torch import Tensor
 
 from lit_async_rl.data.settings import Limits
@@ -21,6 +21,7 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import base_of
 from lit_async_rl.rollouts.engine_listener import EngineCalls
 from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.utils.device_memory import is_out_of_memory
 from lit_async_rl.utils.waiting import announced
 
 CLOSE_S = 10.0  # limit of `close` for an engine that failed
@@ -106,12 +107,12 @@ class ReplaceableEngine:
         self.num_restarts += 1
         self.last_error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_CHARS]
         self._warn_if_frequent()
-        is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
+        needs_less = is_out_of_memory(error)
         self._discard(error)
         try:
             before = self.engine.num_slots
             probe = self.engine.probe
-            self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
+            self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(needs_less))
             self.engine.probe = probe  # of the weights that it gets now
             if (slots := self.engine.num_slots) < before:
                 log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, before)

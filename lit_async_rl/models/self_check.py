@@ -20,6 +20,7 @@ from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.attention import eager_kernels
 from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.utils.device_memory import is_out_of_memory
 
 CHECK_SETTING = {"trainer": "model.self_check", "engine": "data.engine.self_check", "validation": "model.self_check"}
 ALTERNATIVE = {
@@ -95,9 +96,11 @@ def unsupported_model_errors(lm: PreTrainedModel, what: str, side: str) -> Itera
     """
     try:
         yield
-    except (UnsupportedModelError, torch.OutOfMemoryError, MemoryError):
+    except UnsupportedModelError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         raise refusal(lm, f"{what} cannot be computed ({summary})", side) from error
 

@@ -1,4 +1,4 @@
-"""Transfers between CPU memory and a GPU that do not wait for other work on it.
+"""Transfers between CPU memory and a GPU that do not wait for other work on it, and whether an error says that it is full.
 
 Only copies from and to pinned memory run beside kernels. Torch's own pinned allocations are rounded up to powers of
 two, and never shrink: a model of 15 GB pinned tensor by tensor takes 27. Hence large memory is pinned here as one
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,18 @@ from lit_async_rl.utils.huge_pages import HUGE_PAGE_BYTES, mapped_memory
 
 ALIGNMENT = 512  # bytes; that of torch's own allocations
 BUFFER_BYTES = 2**26  # of a staging buffer: 64 MiB take 3 ms of PCIe 4, much longer than it takes to start a copy
+FULL_MEMORY = re.compile(
+    r"CUDA.*out of memory|can't allocate memory"
+    # a GPU that other processes fill has no room for a library's handle or workspace either
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR|NOT_SUPPORTED\.)"
+)
 log = logging.getLogger(__name__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that the memory of the machine or of its GPU is full, whoever raised it."""
+    full = isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error))
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(full)
 
 
 def has_streams(device: torch.device) -> bool:

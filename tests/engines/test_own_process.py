@@ -254,6 +254,7 @@ def test_numbers_arrive_as_they_were_sent(logprobs):
 def test_requests_and_errors_arrive_as_they_were_sent():
     requests = requests_of([3], stop_token_ids=(4, 5), stop=("a", "b"), head=2, min_p=0.1)
     assert unpack_requests(json.loads(json.dumps(pack_requests(requests)))) == requests
-    for name, kind in (("OutOfMemoryError", torch.OutOfMemoryError), ("StalledError", StalledError)):
+    of_torch = {"OutOfMemoryError": torch.OutOfMemoryError, "AcceleratorError": torch.AcceleratorError}
+    for name, kind in {**of_torch, "StalledError": StalledError}.items():
         assert type(from_json({"type": name, "message": "m", "traceback": ""})) is kind
     assert str(from_json({"type": "Odd", "message": "m", "traceback": ""})) == "Odd: m"

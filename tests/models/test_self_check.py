@@ -52,6 +52,19 @@ def test_a_head_that_is_not_known_is_refused_by_both_sides():
     assert EmbeddedEngine.from_module(lm, self_check=False).run(requests_of([3]))
 
 
+def test_a_full_gpu_is_no_fault_of_the_model(monkeypatch):
+    lm = tiny_llama()
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(lm.model, "forward", fails)
+    for check in (lambda: check_policy(CausalPolicy(lm), 1e-4), lambda: EmbeddedEngine.from_module(lm)):
+        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED") as error:
+            check()
+        assert not isinstance(error.value, UnsupportedModelError)
+
+
 def test_packed_rows_are_checked_where_rows_are_packed():
     lm = tiny_llama()
     lm.config.layer_types = None

@@ -14,7 +14,7 @@ import torch
 from lit_async_rl.training import checkpoint_io
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils import device_memory
-from lit_async_rl.utils.device_memory import PinnedArena, StagedCopies, host_copy
+from lit_async_rl.utils.device_memory import PinnedArena, StagedCopies, host_copy, is_out_of_memory
 
 
 class Cuda:
@@ -129,3 +129,25 @@ def test_a_checkpoint_is_copied_on_a_stream_beside_training(monkeypatch, tmp_pat
     loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert torch.equal(loaded["state_dict"]["weight"], weight)
     assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [  # the last four are of 25 runs that had to share a GPU's 80 GB
+        MemoryError("the engine ran out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    ],
+)
+def test_every_way_to_say_that_the_memory_is_full_is_known(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: device-side assert triggered"), ValueError("CUDA out of memory"), KeyError("x")]
+)
+def test_other_errors_do_not_speak_of_memory(error):
+    assert not is_out_of_memory(error)

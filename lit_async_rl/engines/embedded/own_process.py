@@ -406,9 +406,8 @@ def from_json(error: Mapping[str, str]) -> Exception:
     """The exception that the engine would have raised in this process."""
     name = error["type"]
     message = error["message"]
-    if name == "OutOfMemoryError":
-        return torch.OutOfMemoryError(message)
-    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    of_torch = getattr(torch, name) if name in ("OutOfMemoryError", "AcceleratorError") else None
+    kind = of_torch or getattr(errors, name, None) or getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         return kind(message)
     log.error("the embedded engine's process failed:\n%s", error["traceback"])
