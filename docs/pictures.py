@@ -77,6 +77,16 @@ LENGTHS_TRL = (
     Bar(row="TRL GRPOTrainer, two threads", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
     LENGTHS[-1],
 )
+LANGUAGE_MODEL = (
+    SYNCHRONOUS,
+    Bar(row="TRL GRPOTrainer", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
+    Bar(row="recipe, `max_staleness` 8", label="asynchronous, at most 8 versions old", colour=BLUE),
+    Bar(
+        row="recipe, 1 of 5 groups redundant, `max_staleness` 4",
+        label="at most 4 versions old, with spare prompts",
+        colour=GREEN,
+    ),
+)
 SPEEDUPS = {  # of a measurement: the workloads that are drawn, and their bars
     "time_to_accuracy": {"tools answer after 0.4 s": TOOLS, "tools answer after 1.6 s": TOOLS},
     "time_to_accuracy_tools_0_1": {"tools answer after 0.1 s": QUICK_TOOLS},

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from benchmarks.common.process import RESULT, write_result
+from benchmarks.common.process import FULL, RESULT, write_result
 from lit_async_rl.utils.checks import check_range
 
 POLL_S = 0.1
@@ -40,7 +40,8 @@ class Grid(Generic[C]):
     Args:
         run_cell: trains one cell, in a process of its own, and writes its result.
         out: the benchmark's folder.
-        num_processes: cells trained concurrently; one core each.
+        num_processes: cells trained concurrently; one core each. When one finds the memory of the machine or its GPU
+            full, it is tried again at the end, and one fewer runs at a time.
         cell_timeout_s: a cell that takes longer is killed and counts as failed.
     """
 
@@ -65,7 +66,9 @@ class Grid(Generic[C]):
             while waiting or self._running:
                 while waiting and len(self._running) < self.num_processes:
                     self._start(waiting.pop(0))
-                for cell in self._reap():
+                ended, refused = self._reap()
+                waiting += refused
+                for cell in ended:
                     done = total - len(waiting) - len(self._running)
                     left_s = (time.monotonic() - began) / done * (total - done)
                     print(f"{done}/{total}  {cell.folder}  (about {left_s / 60:.0f} min left)", flush=True)
@@ -80,9 +83,10 @@ class Grid(Generic[C]):
         process.start()
         self._running[cell] = (process, time.monotonic())
 
-    def _reap(self) -> list[C]:
-        """Cells that have ended; one without a result gets an error as its result."""
-        ended = []
+    def _reap(self) -> tuple[list[C], list[C]]:
+        """Cells that have ended, and those to be tried again. One without a result gets an error as its result."""
+        ended = list[C]()
+        refused = list[C]()
         for cell, (process, began) in list(self._running.items()):
             overdue = time.monotonic() - began > self.cell_timeout_s
             if process.is_alive() and not overdue:
@@ -90,14 +94,21 @@ class Grid(Generic[C]):
             if overdue:
                 process.kill()
             process.join()
+            del self._running[cell]
             folder = self.out / cell.folder
+            if (folder / FULL).is_file():
+                if self.num_processes > 1:
+                    self.num_processes -= 1
+                    refused.append(cell)
+                    print(f"{cell.folder}: out of memory; {self.num_processes} at a time from now on", flush=True)
+                    continue
+                (folder / FULL).rename(folder / RESULT)
             if not (folder / RESULT).is_file():
                 reason = f"took more than {self.cell_timeout_s:g} s" if overdue else f"died: exit {process.exitcode}"
                 folder.mkdir(parents=True, exist_ok=True)
                 write_result(folder, {"error": reason, "wall_s": time.monotonic() - began, "command": cell.arguments()})
-            del self._running[cell]
             ended.append(cell)
-        return ended
+        return ended, refused
 
 
 def _run(run_cell: Callable[[C, Path], None], cell: C, out: Path, parent: int) -> None:

@@ -23,6 +23,7 @@ from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.ranking import equal_tuning
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
 from benchmarks.staleness.statistics import COLLAPSE, gain_share, interval, synchronous
+from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 from benchmarks.staleness.table import SOURCES, collect, read_table
 
 PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("results.md", "results_small_policies.md"))
@@ -34,12 +35,12 @@ def _not_run(suite: str) -> str:
     return f"Not run yet: `python scripts/staleness_bench.py --suite {suite} --out runs/bench/{suite}`."
 
 
-def paired(name: str, regime: str, baseline: str) -> str:
-    """Paired differences of one table to a baseline, with what has been run of it."""
+def paired(name: str, regime: str, baseline: str, only: str = "lag >= 0") -> str:
+    """Paired differences of one table to a baseline, with what has been run of it; `only` selects runs."""
     runs = runs_of(name)
     if runs is None:
         return _not_run(name)
-    runs = runs[runs["regime"] == regime]
+    runs = runs[runs["regime"] == regime].query(only)
     against = compare(runs, baseline).set_index(["lag", "method"])
     rows = []
     for (lag, method), group in at_best_rate(runs).groupby(["lag", "method"]):
@@ -214,6 +215,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),
     "gac_search": gac_search,
     "gac_half": partial(paired, "gac_half", "quickstart_constant", "ppo_clip"),
+    "gac_language_model": partial(
+        paired,
+        "smollm2",
+        "smollm2",
+        "uncorrected",
+        only="lag == 16 and learning_rate_scale == 1 and method.str.startswith('uncorrected')"
+        f" and seed < {FIRST_SEARCH_SEED}",
+    ),
     "gac_before": first_grid.gac_before,
     "equal_tuning": lambda: equal_tuning() or _not_run("equal_tuning"),
     "sources": sources,

@@ -24,6 +24,8 @@ TITLES = {
     "lengths": "completions of 3 to 120 digits",
     "quickstart": "quick start",
     "agent_0.4": "agent behind the endpoint, tools of 0.4 s",
+    "smollm2_2s": "SmolLM2, rewards of 2 s",
+    "smollm2_8s": "SmolLM2, rewards of 8 s",
 }
 COLOURS = {
     "synchronous": "0.35",
@@ -40,6 +42,8 @@ COLOURS = {
     "quickstart_default": "C0",
     "quickstart_own_process": "C2",
     "lengths_trl": "C4",
+    "smollm2_trl": "C4",
+    "redundant1": "C2",
 }
 NAMES = {
     "plain": "plain GRPO",
@@ -51,6 +55,8 @@ NAMES = {
     "process": "recipe, the agent in a process of its own",
     "redundant_process": "recipe, the agent in a process of its own, 4 of 20 groups redundant",
     "synchronous_redundant": "synchronous, 4 of 20 groups redundant",
+    "redundant1": "recipe, 1 of 5 groups redundant",
+    "synchronous_redundant1": "synchronous, 1 of 5 groups redundant",
     "synchronous_1e4": "synchronous, rate 1e-4",
     "default_4_1e4": "recipe, `max_staleness` 4, rate 1e-4",
     "plain_4_1e4": "plain GRPO, `max_staleness` 4, rate 1e-4",
@@ -63,6 +69,7 @@ NAMES = {
     "pipeline": "PipelineRL",
     "quickstart_trl": "TRL GRPOTrainer, two threads",
     "lengths_trl": "TRL GRPOTrainer, two threads",
+    "smollm2_trl": "TRL GRPOTrainer",
     "tools_periodic": "Periodic Asynchrony",
     "tools_pipeline": "PipelineRL",
 }
@@ -73,6 +80,8 @@ SHOWN = {  # in the pictures; the tables have all
     "lengths": ("synchronous", "plain_4", "default_4", "lengths_trl"),
     "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_own_process"),
     "agent_0.4": ("synchronous", "in_process_8", "process_8", "environment_8"),
+    "smollm2_2s": ("synchronous", "smollm2_trl", "default_8"),
+    "smollm2_8s": ("synchronous", "default_8", "redundant1_4"),
 }
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
@@ -81,6 +90,8 @@ HEADLINES = {  # of a suite
     "tools_0.1": ("tools_0.1", "default_4", "tools of 0.1 s, recipe, max_staleness 4"),
     "lengths_trl": ("lengths", "default_4", "completions of 3 to 120 digits, recipe, max_staleness 4"),
     "agents": ("agent_0.4", "process_8", "agent behind the endpoint, tools of 0.4 s, recipe, max_staleness 8"),
+    "smollm2": ("smollm2_2s", "default_8", "SmolLM2, rewards of 2 s, recipe, max_staleness 8"),
+    "smollm2_8s": ("smollm2_8s", "redundant1_4", "SmolLM2, rewards of 8 s, redundant groups, max_staleness 4"),
 }
 
 

@@ -26,8 +26,8 @@ from benchmarks.time_to_accuracy.snapshots import Snapshot
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.losses.aggregation import TokenMean
-from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.rewards import exact_match
+from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.utils.processes import die_with_parent
 
 PYTHON = os.environ.get("TRL_PYTHON", "/tmp/trl/bin/python")
@@ -125,7 +125,8 @@ def lora_of(model: PolicyModule) -> dict[str, Any] | None:
 def as_metrics(steps: pd.DataFrame) -> pd.DataFrame:
     """TRL's steps under the names of this trainer's metrics: it generates, then trains, and publishes nothing."""
     seconds = steps["wall_s"].diff().fillna(steps["wall_s"])
-    generation = steps["generation_s"].diff().fillna(steps["generation_s"])
+    waited = steps[["generation_s", "reward_s"]]
+    generation, rewards = (waited.diff().fillna(waited)[name] for name in waited)
     return pd.DataFrame(
         {
             "step": steps["step"],
@@ -133,7 +134,7 @@ def as_metrics(steps: pd.DataFrame) -> pd.DataFrame:
             "bench/cpu_s": steps["cpu_s"],
             "bench/tokens": steps["tokens"],
             "perf/step_s": seconds,
-            "perf/rollout_wait_s": generation,
+            "perf/rollout_wait_s": generation + rewards,
             "perf/weight_sync_s": 0.0,
             "perf/engine_idle_share": 1.0 - generation / seconds,
             "sample/staleness_mean": 0.0,

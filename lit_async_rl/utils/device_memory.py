@@ -1,4 +1,4 @@
-"""Transfers between CPU memory and a GPU that do not wait for other work on it, and whether an error says that it is full.
+"""A GPU's memory: copies to and from CPU memory that do not wait for other work, and errors that say it is full.
 
 Only copies from and to pinned memory run beside kernels. Torch's own pinned allocations are rounded up to powers of
 two, and never shrink: a model of 15 GB pinned tensor by tensor takes 27. Hence large memory is pinned here as one
@@ -29,9 +29,12 @@ log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that the memory of the machine or of its GPU is full, whoever raised it."""
-    full = isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error))
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(full)
+    """Whether the error, or one that it was raised from, says that the memory of the machine or of its GPU is full."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error)):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def has_streams(device: torch.device) -> bool:

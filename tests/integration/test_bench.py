@@ -11,11 +11,12 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.grid import Grid
-from benchmarks.common.process import RESULT
+from benchmarks.common.process import RESULT, recorded
 from benchmarks.staleness.__main__ import train
 from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.dropping import DropLongest
@@ -112,6 +113,25 @@ def test_a_grid_trains_each_cell_once_and_goes_on_where_it_was_stopped(tmp_path,
 def test_a_run_that_takes_too_long_is_ended_and_says_so(tmp_path):
     Grid(run_cell, tmp_path, 1, 0.3).run([SMOKE])
     assert json.loads((tmp_path / SMOKE.folder / RESULT).read_text())["error"] == "took more than 0.3 s"
+
+
+def _needs_the_machine_to_itself(cell, out):
+    """Stand-in of a run: it finds no room the first time, or always if its seed is 9."""
+    refused = out / f"refused-{cell.seed}"
+    with recorded(out / cell.folder, []):
+        if cell.seed and (cell.seed == 9 or not refused.exists()):
+            refused.touch()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_run_that_found_no_room_is_tried_again_with_fewer_beside_it(tmp_path, capsys):
+    cells = [Cell("smoke", "uncorrected", 0, 1.0, seed) for seed in (1, 0, 9)]
+    grid = Grid(_needs_the_machine_to_itself, tmp_path, 3, 120.0)
+    grid.run(cells)
+    assert grid.num_processes == 1
+    errors = [json.loads((tmp_path / cell.folder / RESULT).read_text())["error"] for cell in cells]
+    assert errors == [None, None, "OutOfMemoryError: CUDA out of memory."], "alone it is the run's own fault"
+    assert "seed=1: out of memory; " in capsys.readouterr().out
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------

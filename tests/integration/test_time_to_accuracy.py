@@ -1,10 +1,14 @@
 """Benchmark of time to accuracy: its statistics on made-up curves, its suites, and a report of them."""
 
+import importlib
 import json
 import math
 import multiprocessing
+import random
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +23,8 @@ from benchmarks.time_to_accuracy.statistics import difference, final, level_at, 
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
 from lit_async_rl import asset
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.rewards import last_number
+from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,6 +178,34 @@ def test_trl_has_the_synchronous_runs_batch_where_that_is_split_by_length():
     assert max(map(len, found["prompts"])) == 121
 
 
+def test_trl_is_given_the_chats_adapters_and_slow_rewards_of_a_language_model():
+    cell = Cell("smollm2_2s", "smollm2_trl", 1)
+    assert cell.arguments() == Cell("smollm2_2s", "synchronous", 1).arguments()
+    small = ["--model.model", asset("sort_policy"), "--model.lora.target_modules", r".*layers\.0\..*_proj"]
+    found = trl_cell.settings_of(AsyncRLCLI([*cell.arguments(), *QUIET, *small]), 4, 1)
+    (message,) = found["prompts"][0]
+    assert message["role"] == "user"
+    assert message["content"].startswith("What is")
+    assert found["lora"]["r"] == 16
+    assert (found["bf16"], found["use_cpu"], found["reward"]) == (True, True, "last_number")
+    assert found["latency"] == {"mu": pytest.approx(math.log(2) - 0.5), "sigma": 1.0, "seed": 1}
+    assert set(found["rates"]) == {4e-4}
+
+
+def test_trl_grades_as_this_trainer_does_and_waits_for_the_slowest(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl_trainer", SimpleNamespace(TimedTrainer=object, make_trainer=None))
+    worker = importlib.import_module("benchmarks.time_to_accuracy.trl_worker")
+    monkeypatch.delitem(sys.modules, "benchmarks.time_to_accuracy.trl_worker")
+    slept = []
+    monkeypatch.setattr(worker.time, "sleep", slept.append)
+    texts = ["5 + 3 = 8", "8.", "the answer is 1,008", "-8", "5-8", "8.0", "none", "8 apples, 9 pears", ""]
+    grade = worker.LastNumber({"mu": 0.0, "sigma": 1.0, "seed": 3})
+    found = grade([[{"role": "assistant", "content": text}] for text in texts], ["8"] * len(texts))
+    assert found == [last_number(Prompt(text="?", answer="8"), text) for text in texts]
+    chance = random.Random(3)
+    assert slept == [max(chance.lognormvariate(0.0, 1.0) for _ in texts)]
+
+
 def test_trl_refuses_what_it_cannot_do_and_names_a_missing_environment(tmp_path, monkeypatch):
     recipe = AsyncRLCLI([*Cell("quickstart", "quickstart_sync", 0).arguments(), *QUIET])
     with pytest.raises(ValueError, match="PPOClip, TokenMean, exact_match"):
@@ -201,9 +235,9 @@ def test_trl_ends_with_its_cell_whatever_ends_that(tmp_path, monkeypatch):
 
 def test_trls_steps_have_the_names_of_this_trainers_metrics():
     steps = dict(step=[1, 2], wall_s=[2.0, 3.0], cpu_s=[3.0, 5.0], tokens=[7, 9], generation_s=[0.5, 1.0])
-    found = trl_cell.as_metrics(pd.DataFrame(steps))
+    found = trl_cell.as_metrics(pd.DataFrame(steps | dict(reward_s=[0.0, 0.25])))
     assert list(found["perf/step_s"]) == [2.0, 1.0]
-    assert list(found["perf/rollout_wait_s"]) == [0.5, 0.5]
+    assert list(found["perf/rollout_wait_s"]) == [0.5, 0.75]  # a step waits for rewards, too
     assert list(found["perf/engine_idle_share"]) == [0.75, 0.5]
 
 

@@ -151,3 +151,9 @@ def test_every_way_to_say_that_the_memory_is_full_is_known(error):
 )
 def test_other_errors_do_not_speak_of_memory(error):
     assert not is_out_of_memory(error)
+
+
+def test_the_cause_of_an_error_counts():
+    error = ValueError("the producer failed")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
+    assert is_out_of_memory(error)
