@@ -80,7 +80,6 @@ LENGTHS_TRL = (
 )
 LANGUAGE_MODEL = (
     SYNCHRONOUS,
-    Bar(row="TRL GRPOTrainer", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
     Bar(row="recipe, `max_staleness` 8", label="asynchronous, at most 8 versions old", colour=BLUE),
     Bar(
         row="recipe, 1 of 5 groups redundant, `max_staleness` 4",

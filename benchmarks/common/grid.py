@@ -65,7 +65,9 @@ class Grid(Generic[C]):
         try:
             while waiting or self._running:
                 while waiting and len(self._running) < self.num_processes:
-                    self._start(waiting.pop(0))
+                    cell = waiting.pop(0)
+                    if not (self.out / cell.folder / RESULT).is_file():  # another grid may have finished it since
+                        self._start(cell)
                 ended, refused = self._reap()
                 waiting += refused
                 for cell in ended:

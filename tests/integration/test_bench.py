@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.grid import Grid
-from benchmarks.common.process import RESULT, recorded
+from benchmarks.common.process import RESULT, recorded, write_result
 from benchmarks.staleness.__main__ import train
 from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.dropping import DropLongest
@@ -132,6 +132,20 @@ def test_a_run_that_found_no_room_is_tried_again_with_fewer_beside_it(tmp_path, 
     errors = [json.loads((tmp_path / cell.folder / RESULT).read_text())["error"] for cell in cells]
     assert errors == [None, None, "OutOfMemoryError: CUDA out of memory."], "alone it is the run's own fault"
     assert "seed=1: out of memory; " in capsys.readouterr().out
+
+
+def _is_overtaken(cell, out):
+    """Stand-in of a run, during which another grid finishes that of the next seed."""
+    with recorded(out / cell.folder, []):
+        other = out / Cell("smoke", "uncorrected", 0, 1.0, cell.seed + 1).folder
+        other.mkdir(parents=True)
+        write_result(other, {"error": "of another grid", "wall_s": 0.0})
+
+
+def test_what_another_grid_has_finished_meanwhile_is_not_trained_again(tmp_path):
+    cells = [Cell("smoke", "uncorrected", 0, 1.0, seed) for seed in (0, 1)]
+    Grid(_is_overtaken, tmp_path, 1, 120.0).run(cells)
+    assert json.loads((tmp_path / cells[1].folder / RESULT).read_text())["error"] == "of another grid"
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------
