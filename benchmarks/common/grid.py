@@ -41,7 +41,7 @@ class Grid(Generic[C]):
         run_cell: trains one cell, in a process of its own, and writes its result.
         out: the benchmark's folder.
         num_processes: cells trained concurrently; one core each. When one finds the memory of the machine or its GPU
-            full, it is tried again at the end, and one fewer runs at a time.
+            full, it is tried again at the end, and one fewer runs at a time. Alone, that is its result.
         cell_timeout_s: a cell that takes longer is killed and counts as failed.
     """
 
@@ -56,6 +56,7 @@ class Grid(Generic[C]):
         # a forked child need not import torch, Lightning and transformers again: seconds saved for each cell
         self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
         self._running: dict[C, tuple[BaseProcess, float]] = {}
+        self._alone: C | None = None  # the last one that was started with nothing beside it, now or later
 
     def run(self, cells: Iterable[C]) -> None:
         """Trains all cells; kills its processes when interrupted."""
@@ -83,6 +84,8 @@ class Grid(Generic[C]):
     def _start(self, cell: C) -> None:
         process = self._context.Process(target=_run, args=(self.run_cell, cell, self.out, os.getpid()))  # type: ignore[attr-defined]
         process.start()
+        # not whether it is alone when it ends: what took its memory may have ended by then
+        self._alone = cell if self.num_processes == 1 and not self._running else None
         self._running[cell] = (process, time.monotonic())
 
     def _reap(self) -> tuple[list[C], list[C]]:
@@ -99,8 +102,8 @@ class Grid(Generic[C]):
             del self._running[cell]
             folder = self.out / cell.folder
             if (folder / FULL).is_file():
-                if self.num_processes > 1:
-                    self.num_processes -= 1
+                if cell != self._alone:
+                    self.num_processes = max(1, self.num_processes - 1)
                     refused.append(cell)
                     print(f"{cell.folder}: out of memory; {self.num_processes} at a time from now on", flush=True)
                     continue

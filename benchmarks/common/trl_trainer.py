@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -67,6 +66,8 @@ def make_trainer(
     torch.set_num_threads(s["num_threads"])
     lm = AutoModelForCausalLM.from_pretrained(s["model"], dtype=torch.float32)
     if s.get("lora"):
+        from peft import LoraConfig, get_peft_model  # most comparisons train all weights, in an environment without it
+
         lm = get_peft_model(lm, LoraConfig(**s["lora"], task_type="CAUSAL_LM"))
     tokenizer = AutoTokenizer.from_pretrained(s["model"], padding_side="left")
     low, high = s.get("clip", (0.2, 0.28))

@@ -51,7 +51,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same command goes on from {out}")
     table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
-    command = f"python scripts/time_to_accuracy.py --suite {args.suite}"
+    command = " ".join([f"python scripts/time_to_accuracy.py --suite {args.suite}", *(f"--set={s}" for s in args.set)])
     if args.documents:
         write_documents(table, args.suite, command, commit=args.documents, machine=args.machine, root=Path())
     print(write_report(table, out, command))

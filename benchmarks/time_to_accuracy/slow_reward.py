@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 
 from lit_async_rl.rewards.functions import last_number
@@ -32,5 +31,4 @@ class SlowReward:
 
     def settings(self) -> dict[str, float]:
         """The times, for a program that draws them itself: `mu` and `sigma` of their logarithm, and the seed."""
-        one = self._latency
-        return {"mu": math.log(one.mean_s) - one.sigma**2 / 2, "sigma": one.sigma, "seed": self._seed}
+        return {"mu": self._latency.mu, "sigma": self._latency.sigma, "seed": self._seed}

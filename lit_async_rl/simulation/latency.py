@@ -37,8 +37,13 @@ class LogNormal(Latency):
     mean_s: float
     sigma: float = 1.0
 
+    @property
+    def mu(self) -> float:
+        """Mean of the logarithm."""
+        return math.log(self.mean_s) - self.sigma**2 / 2
+
     def draw(self, rng: random.Random) -> float:
-        return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
+        return rng.lognormvariate(self.mu, self.sigma)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,13 @@ def test_a_run_that_found_no_room_is_tried_again_with_fewer_beside_it(tmp_path, 
     assert "seed=1: out of memory; " in capsys.readouterr().out
 
 
+def test_no_run_that_had_others_beside_it_is_to_blame_for_full_memory(tmp_path):
+    cells = [Cell("smoke", "uncorrected", 0, 1.0, seed) for seed in (1, 2)]
+    Grid(_needs_the_machine_to_itself, tmp_path, 2, 120.0).run(cells)
+    errors = [json.loads((tmp_path / cell.folder / RESULT).read_text())["error"] for cell in cells]
+    assert errors == [None, None], "both were refused while both ran, the second when one at a time was the rule"
+
+
 def _is_overtaken(cell, out):
     """Stand-in of a run, during which another grid finishes that of the next seed."""
     with recorded(out / cell.folder, []):
