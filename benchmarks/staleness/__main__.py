@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,15 +33,19 @@ from benchmarks.staleness.table import all_runs, cells_of, read_table, write_tab
 def train(
     suite: Suite, out: Path, num_processes: int, *, known: pd.DataFrame | None, settings: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Trains block by block, as a block may use the learning rates found by an earlier one; returns all runs."""
+    """Trains the suite in the order of its blocks; returns all runs.
+
+    Blocks that use learning rates of a search wait for what comes before them. No others do: a block's last runs would
+    leave processes idle.
+    """
     grid = Grid(partial(run_cell, settings=settings), out, num_processes, cell_timeout_s=suite.cell_timeout_s)
     done = set() if known is None else cells_of(known)
-    for block in suite.blocks:
+    for uses_search, blocks in groupby(suite.blocks, lambda block: block.learning_rate_scales == BEST):
         best = {}
-        if block.learning_rate_scales == BEST:
+        if uses_search:
             runs = all_runs(out, known)
             best = best_scales(per_cell(runs[runs["seed"] >= FIRST_SEARCH_SEED]))
-        grid.run(cell for cell in block.cells(best) if cell not in done)
+        grid.run(cell for block in blocks for cell in block.cells(best) if cell not in done)
     return all_runs(out, known)
 
 

@@ -248,6 +248,22 @@ def test_runs_of_an_earlier_table_are_not_repeated(tmp_path):
     assert [Cell.of(path.parent) for path in tmp_path.rglob(RESULT)] == [Cell("smoke", "uncorrected", 2, -1.0, 0)]
 
 
+def test_only_a_block_that_uses_a_search_waits_for_the_blocks_before_it(tmp_path, monkeypatch):
+    """Each block waited for the last run of the one before it: on a GPU seven of twelve processes were idle."""
+    started: list[list[Cell]] = []
+    monkeypatch.setattr(Grid, "run", lambda self, cells: started.append(list(cells)))
+    search = made_up({("vcpo", 16): [0.9]}).assign(seed=100, learning_rate_scale=0.3)
+    fixed = [Block("heavy_tails", (method,), (16,), (0,)) for method in ("uncorrected", "ppo_clip")]
+    tried = Block("heavy_tails", ("vcpo",), (16,), (100,), (0.3, 1.0))
+    chosen = [Block("heavy_tails", ("vcpo",), (16,), (seed,), "best") for seed in (0, 1)]
+    train(Suite("many blocks", (*fixed, tried, *chosen, fixed[0])), tmp_path, 1, known=search)
+    assert [[cell.method for cell in cells] for cells in started] == [
+        ["uncorrected", "ppo_clip", "vcpo"],  # of the search, the rate that is not known
+        ["vcpo", "vcpo"],
+        ["uncorrected"],
+    ]
+
+
 def test_a_run_that_is_ended_from_outside_has_no_result(process, tmp_path):
     """Its half of a run counted as one that collapsed."""
     code = (
