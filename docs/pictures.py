@@ -80,10 +80,16 @@ LENGTHS_TRL = (
 )
 LANGUAGE_MODEL = (
     SYNCHRONOUS,
+    Bar(row="synchronous, 1 of 5 groups redundant", label="synchronous, with spare prompts", colour=LIGHT_GREY),
     Bar(row="recipe, `max_staleness` 8", label="asynchronous, at most 8 versions old", colour=BLUE),
     Bar(
         row="recipe, 1 of 5 groups redundant, `max_staleness` 4",
         label="at most 4 versions old, with spare prompts",
+        colour=GREEN,
+    ),
+    Bar(
+        row="recipe, 1 of 5 groups redundant, `max_staleness` 8",
+        label="at most 8 versions old, with spare prompts",
         colour=GREEN,
     ),
 )

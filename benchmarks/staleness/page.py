@@ -22,12 +22,13 @@ from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.ranking import equal_tuning
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
-from benchmarks.staleness.statistics import COLLAPSE, gain_share, interval, synchronous
+from benchmarks.staleness.statistics import COLLAPSE, gain_share, interval, per_cell, synchronous
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
-from benchmarks.staleness.table import SOURCES, collect, read_table
+from benchmarks.staleness.table import CELL, SOURCES, collect, read_table
 
 PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("results.md", "results_small_policies.md"))
 BLOCK = re.compile(r"(?<=<!-- results: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
+MAP_LAGS = (0, 16, 64)
 ENGINES = {"bf16": "bfloat16", "int8": "INT8 weights", "int8_cache": "INT8 keys, values", "noise": "noise of 2 %"}
 
 
@@ -192,6 +193,50 @@ def gac_search() -> str:
     return markdown(["method", *head], rows)
 
 
+def gac_map() -> str:
+    """How aligned consecutive gradients are, by lag, where weights move far while data wait, and where not.
+
+    Over the first half of a run, in which most that will collapse have not; a cosine is the median over its steps, and
+    a lag's the mean over runs.
+    """
+    path = shown_runs.FOLDER / "gac_map.parquet"
+    if not path.is_file():
+        return _not_run("gac_map")
+    steps = read_table(path)
+    ends = per_cell(steps).set_index(CELL)["final"]
+    half = steps[steps["step"] < steps.groupby(CELL)["step"].transform("max") / 2]
+    half = half[half["staleness_mean"] >= half["lag"]].assign(relative=half["drift_stale"] / half["drift_radius"])
+    medians = half.groupby(CELL)[["cosine", "drift_stale", "relative"]].median().join(ends)
+    by_lag = medians.groupby(["regime", "method", "learning_rate_scale", "lag"]).mean()
+    rows = []
+    for (regime, method, scale), group in by_lag.groupby(["regime", "method", "learning_rate_scale"]):
+        lags = group.droplevel(["regime", "method", "learning_rate_scale"])
+        cells = [
+            ", ".join(f"{lags.loc[lag, name]:.{digits}f}" if lag in lags.index else "" for lag in which)
+            for name, digits, which in (
+                ("cosine", 2, MAP_LAGS),
+                ("relative", 1, MAP_LAGS[1:]),
+                ("final", 2, MAP_LAGS),
+            )
+        ]
+        rows.append([str(regime), *_variant(str(regime), str(method)), f"{scale:g}", *cells])
+    head = ["regime", "trained", "optimizer", "rollouts a step", "rate ×", "cosine at lag 0, 16, 64"]
+    return markdown([*head, "S η G over R at 16, 64", "accuracy at lag 0, 16, 64"], rows)
+
+
+def _variant(regime: str, method: str) -> list[str]:
+    """What is trained, optimizer and batch size of a method of the map."""
+    parts = method.split("+")
+    of_regime = {"heavy_tails": ("all weights", "128"), "smollm2": ("adapters", "32")}
+    trained, batch = of_regime[regime]
+    batches = [part.removeprefix("batch_") for part in parts if part.startswith("batch_")]
+    return [
+        "all weights" if "all_weights" in parts else trained,
+        "SGD" if "sgd" in parts else "Adam",
+        *(batches or [batch]),
+    ]
+
+
 def sources() -> str:
     """Which command at which commit made which table."""
     rows = []
@@ -223,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         only="lag == 16 and learning_rate_scale == 1 and method.str.startswith('uncorrected')"
         f" and seed < {FIRST_SEARCH_SEED}",
     ),
+    "gac_map": gac_map,
     "gac_before": first_grid.gac_before,
     "equal_tuning": lambda: equal_tuning() or _not_run("equal_tuning"),
     "sources": sources,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -34,7 +35,11 @@ COLUMNS = {
     "staleness/bound": "staleness_bound",
     "bench/tokens": "tokens",
     "bench/cpu_s": "cpu_s",
+    "drift/step": "drift_step",
+    "drift/stale": "drift_stale",
+    "drift/radius": "drift_radius",
 }
+NOT_IN_OLD_TABLES = {"drift_step", "drift_stale", "drift_radius"}
 
 
 def read_cell(folder: Path, cell: Cell) -> pd.DataFrame:
@@ -85,8 +90,9 @@ def read_table(path: Path) -> pd.DataFrame:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such table; scripts/staleness_bench.py writes it")
     table = pd.read_parquet(path)
-    if missing := {*CELL, "step", *COLUMNS.values(), "error"} - set(table):
+    if missing := {*CELL, "step", *COLUMNS.values(), "error"} - NOT_IN_OLD_TABLES - set(table):
         raise ValueError(f"{path}: not a table of the staleness benchmark, it has no columns {sorted(missing)}")
+    table = table.assign(**dict.fromkeys(NOT_IN_OLD_TABLES - set(table), math.nan))
     table = table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))
     return table.assign(learning_rate_scale=table["learning_rate_scale"].round(6))  # 0.3 again
 

@@ -80,7 +80,7 @@ SHOWN = {  # in the pictures; the tables have all
     "lengths": ("synchronous", "plain_4", "default_4", "lengths_trl"),
     "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_own_process"),
     "agent_0.4": ("synchronous", "in_process_8", "process_8", "environment_8"),
-    "smollm2_2s": ("synchronous", "smollm2_trl", "default_8"),
+    "smollm2_2s": ("synchronous", "smollm2_trl", "default_8", "redundant1_8"),
     "smollm2_8s": ("synchronous", "default_8", "redundant1_4"),
 }
 HEADLINES = {  # of a suite
