@@ -29,6 +29,12 @@ from benchmarks.staleness.table import CELL, SOURCES, collect, read_table
 PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("results.md", "results_small_policies.md"))
 BLOCK = re.compile(r"(?<=<!-- results: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 MAP_LAGS = (0, 16, 64)
+LANGUAGE_MODEL_METHODS = {
+    "uncorrected": "no correction",
+    "ppo_clip": "PPO-clip",
+    "token_tis": "token TIS",
+    "vcpo": "VCPO",
+}
 ENGINES = {"bf16": "bfloat16", "int8": "INT8 weights", "int8_cache": "INT8 keys, values", "noise": "noise of 2 %"}
 
 
@@ -76,6 +82,16 @@ def language_model() -> str:
         for step in sorted(steps["step"][steps["accuracy"].notna()].unique())
     ]
     return markdown(["lag", "method", "rate ×", "runs", *at, "effective sample size", "cosine"], rows)
+
+
+def language_model_kept() -> str:
+    """Share of the synchronous gain that SmolLM2 keeps with each method, over the seeds that did not choose its rate."""
+    lags = (16, 64)
+    rows = [
+        [title, *(first_grid.kept_by_language_model(method, lag) for lag in lags)]
+        for method, title in LANGUAGE_MODEL_METHODS.items()
+    ]
+    return markdown(["method, at the better of two rates", *(f"lag {lag}" for lag in lags)], rows)
 
 
 def controller() -> str:
@@ -253,6 +269,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ranking": first_grid.ranking,
     "lags": first_grid.lags,
     "language_model": language_model,
+    "language_model_kept": language_model_kept,
     "controller": controller,
     "controller_on_healthy_runs": controller_on_healthy_runs,
     "very_stale": very_stale,
