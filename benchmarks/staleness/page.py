@@ -54,13 +54,21 @@ def paired(name: str, regime: str, baseline: str, only: str = "lag >= 0") -> str
         other = ["", "", ""]
         if (lag, method) in against.index:
             o = against.loc[(lag, method)]
-            other = [f"{pm(o['difference'], o['half'], 3)} ({o['seeds']} pairs)", f"{o['p']:.3f}", f"{o['q']:.3f}"]
+            pairs = f"{o['seeds']} pair{'s' if o['seeds'] > 1 else ''}"
+            other = [f"{pm(o['difference'], o['half'], 3)} ({pairs})", _probability(o["p"]), _probability(o["q"])]
         accuracy = pm(*interval(group["final"]), 3)
         worst = f"{group['final'].min():.3f}"
         cosine = pm(*interval(group["cosine"]))
         rows.append([str(method), str(lag), str(len(group)), accuracy, worst, cosine, *other])
     head = ["method", "lag", "seeds", "accuracy", "worst seed", "cosine", f"difference to {baseline}", "p", "q"]
     return markdown(head, rows)
+
+
+def _probability(p: float) -> str:
+    """For a table; nothing for a single pair."""
+    if math.isnan(p):
+        return ""
+    return f"{p:.3f}" if p >= 0.0005 else "< 0.001"
 
 
 def language_model() -> str:
@@ -85,7 +93,7 @@ def language_model() -> str:
 
 
 def language_model_kept() -> str:
-    """Share of the synchronous gain that SmolLM2 keeps with each method, over the seeds that did not choose its rate."""
+    """Share of the synchronous gain that SmolLM2 keeps, over seeds that did not choose the rate, where there are."""
     lags = (16, 64)
     rows = [
         [title, *(first_grid.kept_by_language_model(method, lag) for lag in lags)]
@@ -286,6 +294,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
         f" and seed < {FIRST_SEARCH_SEED}",
     ),
     "gac_map": gac_map,
+    "gac_pairs": partial(
+        paired, "gac_pairs", "heavy_tails", "uncorrected", only="method.str.startswith('uncorrected')"
+    ),
+    "gac_pairs_control": partial(
+        paired,
+        "gac_pairs",
+        "heavy_tails",
+        "uncorrected+gac_project_norm_only",
+        only="method.str.startswith('uncorrected+gac_project')",
+    ),
+    "gac_pairs_corrected": partial(
+        paired, "gac_pairs", "heavy_tails", "token_tis", only="method.str.startswith('token_tis')"
+    ),
     "gac_before": first_grid.gac_before,
     "equal_tuning": lambda: equal_tuning() or _not_run("equal_tuning"),
     "sources": sources,

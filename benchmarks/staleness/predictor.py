@@ -41,10 +41,13 @@ FIT_LOSSES = (
 # policy of another size (`quickstart_constant`).
 
 
+# Runs of the controller, which acts on the forecast, are no tests of it; others repeat what fits it, and came later.
+LEFT_OUT = ("controller", "rate_by_bound", "gac_map", "gac_pairs")
+
+
 def read_steps() -> pd.DataFrame:
     """The steps of all runs, in order; the last row of a run has only an accuracy and is left out."""
-    # runs of the controller, which acts on the forecast, are no tests of it; those of the rate by bound came later
-    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem not in ("controller", "rate_by_bound")]
+    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem not in LEFT_OUT]
     tables = [pd.read_parquet(path).assign(source=path.stem) for path in paths]
     steps = pd.concat(tables, ignore_index=True)
     return steps[steps.reward.notna()].sort_values([*RUN, "step"], ignore_index=True)
