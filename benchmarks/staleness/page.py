@@ -230,13 +230,13 @@ def gac_map() -> str:
     ends = per_cell(steps).set_index(CELL)["final"]
     half = steps[steps["step"] < steps.groupby(CELL)["step"].transform("max") / 2]
     half = half[half["staleness_mean"] >= half["lag"]].assign(relative=half["drift_stale"] / half["drift_radius"])
-    medians = half.groupby(CELL)[["cosine", "drift_stale", "relative"]].median().join(ends)
+    medians = half.groupby(CELL)[["cosine", "relative"]].median().join(ends)
     by_lag = medians.groupby(["regime", "method", "learning_rate_scale", "lag"]).mean()
     rows = []
     for (regime, method, scale), group in by_lag.groupby(["regime", "method", "learning_rate_scale"]):
         lags = group.droplevel(["regime", "method", "learning_rate_scale"])
         cells = [
-            ", ".join(f"{lags.loc[lag, name]:.{digits}f}" if lag in lags.index else "" for lag in which)
+            ", ".join(f"{lags.loc[lag, name]:.{digits}f}" if lag in lags.index else "–" for lag in which)
             for name, digits, which in (
                 ("cosine", 2, MAP_LAGS),
                 ("relative", 1, MAP_LAGS[1:]),
@@ -245,7 +245,7 @@ def gac_map() -> str:
         ]
         rows.append([str(regime), *_variant(str(regime), str(method)), f"{scale:g}", *cells])
     head = ["regime", "trained", "optimizer", "rollouts a step", "rate ×", "cosine at lag 0, 16, 64"]
-    return markdown([*head, "S η G over R at 16, 64", "accuracy at lag 0, 16, 64"], rows)
+    return markdown([*head, "`drift/stale` over R at 16, 64", "accuracy at lag 0, 16, 64"], rows)
 
 
 def _variant(regime: str, method: str) -> list[str]:

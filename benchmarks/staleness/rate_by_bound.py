@@ -79,7 +79,9 @@ class Sweep:
 
 def read_sweeps() -> list[Sweep]:
     """All losses, lags and regimes that were run at several rates."""
-    table = pd.concat([read_table(path) for path in sorted(TABLES.glob("*.parquet"))], ignore_index=True)
+    # the map's optimizers and batches have rates of their own
+    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem != "gac_map"]
+    table = pd.concat([read_table(path) for path in paths], ignore_index=True)
     acts = table["method"].str.split("+").map(lambda parts: bool(set(parts) & set(CHANGES_THE_RATE)))
     table = table[(table["lag"] > 0) & ~acts]
     rates = table.groupby(["regime", "method", "lag"])["learning_rate_scale"].transform("nunique")
