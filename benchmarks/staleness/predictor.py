@@ -56,7 +56,11 @@ def read_steps() -> pd.DataFrame:
 def collapse_step(rewards: Iterable[float]) -> int | None:
     """First step at which the mean reward of ten steps has lost half of its gain; None if it never does."""
     watch = GainWatch()
-    return next((step for step, reward in enumerate(rewards) if watch.observe(reward) > GainWatch.COLLAPSE), None)
+    for step, reward in enumerate(rewards):
+        watch.observe(reward)
+        if watch.is_collapse:
+            return step
+    return None
 
 
 def is_fitted(steps: pd.DataFrame) -> pd.Series:

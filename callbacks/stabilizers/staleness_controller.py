@@ -23,12 +23,12 @@ class StalenessController(SignalCallback):
 
         log-odds of `CollapseForecast` > `limit`                    one rung down, at most every `cooldown_steps`
         below `limit - margin` for `calm_steps` steps in a row      one rung up
-        half of the gained reward is lost (`GainWatch`)             the healthy weights again, and two rungs down
+        half of the gained reward is lost, and not by chance        the healthy weights again, and two rungs down
 
-    Rungs 1 to `max_halvings` halve the learning rate, each further one halves the data module's `max_staleness`, down
-    to `min_staleness`. It never climbs again to a rung on which the reward was lost. Not from a paper; the bias of a
-    stale gradient is of order lag times rate (arXiv:2607.01083), which both halve. Caps of corrections stay as they
-    are.
+    `GainWatch` says what a loss is. Rungs 1 to `max_halvings` halve the learning rate, each further one halves the data
+    module's `max_staleness`, down to `min_staleness`. It never climbs again to a rung on which the reward was lost. Not
+    from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083), which both halve. Caps of
+    corrections stay as they are.
 
     Put it where `CollapseAlarm` stands, before callbacks that change the gradient and before `WeightSync`. Its factor
     multiplies that of `ESSLearningRate`.
@@ -178,7 +178,7 @@ class StalenessController(SignalCallback):
         if not self._has_stepped:
             return
         self._has_stepped = False
-        if self._lost > GainWatch.COLLAPSE and self.rollback is not None:
+        if self.gain.is_collapse and self.rollback is not None:
             self._report(trainer, f"half of the gained reward was lost. {self.rollback.act(trainer, pl_module)}")
             self._first_rung = self.rung + 1
             self._move(trainer, 2, "and so that it is not lost again")

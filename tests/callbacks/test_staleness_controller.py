@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_the_log_odds_are_those_of_the_formula_and_continue_after_a_resume():
         ages = [0.5 ** ((number - n) / 5) for n in range(number + 1)]
         e, g = (sum(a * s[k] for a, s in zip(ages, steps, strict=False)) / sum(ages) for k in (0, 1))
         first = sorted(norm for _, norm in steps[:5])[2]
-        expected = -5.69 * math.log10(e) + 2.51 * math.log10(g / first) - 5.72
+        expected = -5.77 * math.log10(e) + 2.52 * math.log10(g / first) - 5.78
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -193,6 +194,50 @@ def test_the_share_that_is_lost_is_of_the_gain_or_of_the_first_value_without_one
     for _ in range(10):
         share = watch.observe(0.65)
     assert share == pytest.approx(0.5)
+
+
+def rewards_of(solved, num_completions, seed):
+    """Mean rewards of steps with so many completions, each of which is solved with that step's probability."""
+    drawn = random.Random(seed)
+    return [statistics.fmean(drawn.random() < p for _ in range(num_completions)) for p in solved]
+
+
+def collapses_at(rewards):
+    watch = GainWatch()
+    for step, reward in enumerate(rewards):
+        watch.observe(reward)
+        if watch.is_collapse:
+            return step
+    return None
+
+
+@pytest.mark.parametrize("num_completions", [16, 32, 128])
+def test_noise_of_few_completions_is_no_collapse_and_a_collapse_is_found_in_it(num_completions):
+    """A controller rolled a healthy language model back three times: of 32 completions half a small gain is chance."""
+    rises = [0.14 + 0.2 * min(1, step / 25) for step in range(100)]
+    healthy = [collapses_at(rewards_of(rises, num_completions, seed)) for seed in range(200)]
+    assert sum(step is not None for step in healthy) <= 10  # 149, 51 and 0 by the share alone
+    falls = rises[:60] + [0.0] * 40
+    found = [collapses_at(rewards_of(falls, num_completions, seed)) for seed in range(200)]
+    assert all(step is not None for step in found)
+    assert statistics.median(found) < 60 + GainWatch.WINDOW
+
+
+def test_what_is_known_of_noise_survives_a_checkpoint_and_one_of_before_is_read():
+    rewards = rewards_of([0.14] * 15 + [0.5] * 15 + [0.05] * 15, 32, 0)
+    whole = GainWatch()
+    shares = [whole.observe(reward) for reward in rewards]
+    first = GainWatch()
+    for reward in rewards[:20]:
+        first.observe(reward)
+    resumed = GainWatch()
+    resumed.load_state_dict(first.state_dict())
+    assert [resumed.observe(reward) for reward in rewards[20:]] == shares[20:]
+    assert resumed.is_collapse is whole.is_collapse is True
+    assert resumed.state_dict() == whole.state_dict()
+    before = {name: first.state_dict()[name] for name in ("rewards", "first", "best")}
+    resumed.load_state_dict(before)
+    assert [resumed.observe(reward) for reward in rewards[20:]] == shares[20:]
 
 
 @pytest.mark.slow
