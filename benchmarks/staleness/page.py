@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.staleness import first_grid, shown_runs
@@ -107,13 +108,14 @@ def controller() -> str:
     runs = runs_of("controller")
     if runs is None:
         return _not_run("controller")
-    tables = {name: found for name in ("results", "equal_tuning") if (found := runs_of(name)) is not None}
+    names = ("results", "equal_tuning", "smollm2")
+    tables = {name: found for name in names if (found := runs_of(name)) is not None}
     hard = runs[runs["method"].str.contains("controller") & (runs["learning_rate_scale"] > 1)]
     rows = []
     for key, group in hard.groupby(["regime", "method", "lag"]):
         regime, method, lag = key
         loss = str(method).split("+")[0]
-        reference = synchronous(tables["results"], str(regime))
+        reference = synchronous(tables["smollm2" if regime == "smollm2" else "results"], str(regime))
         gain = (reference["final"] - reference["start"]).mean()
         means = group.groupby("learning_rate_scale")["final"].mean()
         apart = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
@@ -154,7 +156,9 @@ def controller_on_healthy_runs() -> str:
     if runs is None:
         return _not_run("controller")
     healthy = runs[runs["learning_rate_scale"] == 1]
-    finals = healthy.set_index(["regime", "lag", "seed", "method"])["final"]
+    model = runs_of("smollm2")
+    both = healthy if model is None else pd.concat([healthy, model[model["learning_rate_scale"] == 1]])
+    finals = both.set_index(["regime", "lag", "seed", "method"])["final"]
     rows = []
     for (regime, lag, method), group in healthy[healthy["method"].str.contains("controller")].groupby(
         ["regime", "lag", "method"]
@@ -220,16 +224,18 @@ def gac_search() -> str:
 def gac_map() -> str:
     """How aligned consecutive gradients are, by lag, where weights move far while data wait, and where not.
 
-    Over the first half of a run, in which most that will collapse have not; a cosine is the median over its steps, and
-    a lag's the mean over runs.
+    Over the first half of a run, in which most that will collapse have not, from when its data are as old as the lag,
+    or as a quarter of the run; a cosine is the median over these steps, and a lag's the mean over runs.
     """
     path = shown_runs.FOLDER / "gac_map.parquet"
     if not path.is_file():
         return _not_run("gac_map")
     steps = read_table(path)
     ends = per_cell(steps).set_index(CELL)["final"]
-    half = steps[steps["step"] < steps.groupby(CELL)["step"].transform("max") / 2]
-    half = half[half["staleness_mean"] >= half["lag"]].assign(relative=half["drift_stale"] / half["drift_radius"])
+    length = steps.groupby(CELL)["step"].transform("max")
+    is_stale = steps["staleness_mean"] >= np.minimum(steps["lag"], length / 4)
+    half = steps[is_stale & (steps["step"] < length / 2)]
+    half = half.assign(relative=half["drift_stale"] / half["drift_radius"])
     medians = half.groupby(CELL)[["cosine", "relative"]].median().join(ends)
     by_lag = medians.groupby(["regime", "method", "learning_rate_scale", "lag"]).mean()
     rows = []

@@ -25,6 +25,10 @@ FULL_MEMORY = re.compile(
     # a GPU that other processes fill has no room for a library's handle or workspace either
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR|NOT_SUPPORTED\.)"
 )
+# what libraries say of anything that went wrong; on a full GPU it is the memory, of a kernel's code, say, which is
+# loaded when it is first called (seen on an H100 that 21 processes shared)
+LIBRARY_FAILED = re.compile(r"CU(BLAS|DNN)_STATUS_EXECUTION_FAILED|mha_graph.{1,2}execute")
+FULL_SHARE = 0.02  # free share of a GPU's memory below which it is full
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +38,19 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error)):
         return True
+    if isinstance(error, RuntimeError) and LIBRARY_FAILED.search(str(error)) and _is_gpu_full():
+        return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def _is_gpu_full() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # after an error that no later call survives
+        return False
+    return free < FULL_SHARE * total
 
 
 def has_streams(device: torch.device) -> bool:

@@ -157,3 +157,27 @@ def test_the_cause_of_an_error_counts():
     error = ValueError("the producer failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
     assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb, m, n, k, &falpha)`",
+        "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got false.",
+    ],
+)
+def test_what_libraries_say_of_any_failure_speaks_of_memory_on_a_full_gpu_alone(message, monkeypatch):
+    """Seen on an H100 with 0.7 % of its memory free, which 21 processes shared."""
+    error = RuntimeError(message)
+    assert not is_out_of_memory(error), "no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (566 * 2**20, 81559 * 2**20))
+    assert is_out_of_memory(error)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 81559 * 2**20))
+    assert not is_out_of_memory(error)
+
+    def lost():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    assert not is_out_of_memory(error)
