@@ -202,23 +202,16 @@ def rewards_of(solved, num_completions, seed):
     return [statistics.fmean(drawn.random() < p for _ in range(num_completions)) for p in solved]
 
 
-def collapses_at(rewards):
-    watch = GainWatch()
-    for step, reward in enumerate(rewards):
-        watch.observe(reward)
-        if watch.is_collapse:
-            return step
-    return None
-
-
 @pytest.mark.parametrize("num_completions", [16, 32, 128])
 def test_noise_of_few_completions_is_no_collapse_and_a_collapse_is_found_in_it(num_completions):
     """A controller rolled a healthy language model back three times: of 32 completions half a small gain is chance."""
+    from benchmarks.staleness.predictor import collapse_step
+
     rises = [0.14 + 0.2 * min(1, step / 25) for step in range(100)]
-    healthy = [collapses_at(rewards_of(rises, num_completions, seed)) for seed in range(200)]
+    healthy = [collapse_step(rewards_of(rises, num_completions, seed)) for seed in range(200)]
     assert sum(step is not None for step in healthy) <= 10  # 149, 51 and 0 by the share alone
     falls = rises[:60] + [0.0] * 40
-    found = [collapses_at(rewards_of(falls, num_completions, seed)) for seed in range(200)]
+    found = [collapse_step(rewards_of(falls, num_completions, seed)) for seed in range(200)]
     assert all(step is not None for step in found)
     assert statistics.median(found) < 60 + GainWatch.WINDOW
 
