@@ -1,10 +1,12 @@
 """Servers, agents and trainers that die in the middle: no sample is lost or doubled, and nothing hangs."""
 
 import asyncio
+import contextlib
 import queue
 import socket
 import sys
 import threading
+import time
 
 import lightning.pytorch as pl
 import openai
@@ -51,6 +53,12 @@ def cancel_server(endpoint: Endpoint) -> None:
 def exit_thread(endpoint: Endpoint) -> None:
     loop, _ = endpoint._serving
     loop.call_soon_threadsafe(sys.exit)
+
+
+def next_server(endpoint: Endpoint, ended: tuple | None) -> tuple:
+    """The server that runs after one that ended: a loop that has ended takes no calls."""
+    wait_for(lambda: endpoint._serving not in (None, ended))
+    return endpoint._serving
 
 
 @pytest.mark.parametrize("end", [cancel_server, exit_thread])
@@ -101,10 +109,10 @@ def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(
         for _ in range(2):
             begun.get(timeout=WAIT_S)
         endpoint = episodes.endpoint
+        ended = None
         for _ in range(3):
-            wait_for(lambda: endpoint._serving is not None or endpoint._failure is not None)
+            ended = next_server(endpoint, ended)
             exit_thread(endpoint)
-            wait_for(lambda: endpoint._serving is None)
         wait_for(lambda: endpoint._failure is not None)
         with pytest.raises(EngineError, match="endpoint has ended"):
             endpoint.check()
@@ -113,6 +121,43 @@ def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(
         assert episodes.finished.empty()
     finally:
         episodes.close()
+
+
+def is_served_or_closed(connection: socket.socket) -> bool:
+    try:
+        connection.settimeout(WAIT_S)
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
+        connection.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.close()
+    return True
+
+
+def test_a_server_that_ends_leaves_no_connection_that_nobody_serves(tmp_path, monkeypatch):
+    """Those that it has accepted and not begun to serve, too: its error's traceback kept them open."""
+    monkeypatch.setattr(server_module, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(server_module, "RESTART_PAUSE_S", 0.01)
+    with held(tmp_path, num_samples=1) as (episodes, _):
+        endpoint = episodes.endpoint
+        address = endpoint._socket.getsockname()
+        ended = None
+        for _ in range(3):
+            ended = next_server(endpoint, ended)
+            connections = [socket.create_connection(address) for _ in range(20)]
+            exit_thread(endpoint)
+            while endpoint._serving is ended:  # as it winds up, too
+                with contextlib.suppress(OSError):
+                    connections.append(socket.create_connection(address))
+                time.sleep(0.001)  # else a loaded machine could run out of descriptors
+            assert all(is_served_or_closed(connection) for connection in connections)
+        wait_for(lambda: endpoint._failure is not None)
+        with pytest.raises(ConnectionRefusedError):
+            wait_for(lambda: socket.create_connection(address).close())
+        episodes.end_agents()
 
 
 class EndsServers(pl.Callback):
@@ -127,9 +172,7 @@ class EndsServers(pl.Callback):
         endpoint = self.engine.clients._endpoint
         if endpoint is None or self.num_ended == server_module.MAX_RESTARTS:
             return
-        # one that is ended twice, while its loop winds up, may leave connections open that nobody serves
-        wait_for(lambda: endpoint._serving not in (None, self._ended))
-        self._ended = endpoint._serving
+        self._ended = next_server(endpoint, self._ended)
         exit_thread(endpoint)
         self.num_ended += 1
 

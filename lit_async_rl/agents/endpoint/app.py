@@ -183,14 +183,12 @@ class EndpointServer(uvicorn.Server):
             self._report()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until it is cancelled; then no socket is left open, and no client waits."""
+        """Serves until it is cancelled; then accepts no more, and ends the connections that it knows."""
         try:
             await super().serve(sockets=sockets)
         finally:
             for server in getattr(self, "servers", ()):
                 server.close()
-            for open_socket in sockets or ():
-                open_socket.close()
             for connection in list(self.server_state.connections):
                 if connection.transport is not None:
                     connection.transport.abort()

@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.endpoint.answers import Answer, TokenTexts
@@ -107,6 +108,29 @@ class EndpointSettings:
         )
 
 
+class _Listening(socket.socket):
+    """A listening socket that knows the connections it accepted.
+
+    A server that ends in the middle leaves connections that it accepted and has no transport for yet; its error's
+    traceback keeps them open, so that their clients would wait for an answer until their own time-outs.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._accepted: WeakSet[socket.socket] = WeakSet()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        self._accepted.add(connection)
+        return connection, address
+
+    def close_all(self) -> None:
+        """Closes the socket and its connections; no thread may use them any more."""
+        self.close()
+        for connection in list(self._accepted):
+            connection.close()
+
+
 @dataclass(eq=False)
 class _Session:
     episode: AgentEpisode
@@ -133,7 +157,7 @@ class Endpoint:
         self._lock = threading.Lock()  # of the two dictionaries: episodes begin and end in other threads
         self._sessions: dict[str, _Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._socket: socket.socket | None = None
+        self._socket: _Listening | None = None
         self._thread: threading.Thread | None = None
         self._serving: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
@@ -163,10 +187,10 @@ class Endpoint:
         Wait(START_TIMEOUT_S, limit, check=self.check).until(started.wait)
         _listening[self.base_url] = self
 
-    def _listen(self) -> socket.socket:
+    def _listen(self) -> _Listening:
         settings = self.settings
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening = _Listening(family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((settings.host, settings.port))
@@ -185,7 +209,7 @@ class Endpoint:
         while not self._is_closing.is_set():
             error: BaseException
             try:
-                asyncio.run(self._serve(make_server, started))
+                self._serve_once(make_server, started)
                 error = EngineError("its server has stopped")
             except BaseException as raised:  # SystemExit, too: the agents wait for this thread
                 error = raised
@@ -201,13 +225,22 @@ class Endpoint:
             log.warning("the agents' endpoint has ended, and is started again: %s", describe(error))
             self._is_closing.wait(RESTART_PAUSE_S)
 
-    async def _serve(self, make_server: MakeServer, started: threading.Event) -> None:
-        task = asyncio.current_task()
-        if self._socket is None or task is None:
+    def _serve_once(self, make_server: MakeServer, started: threading.Event) -> None:
+        if self._socket is None:
             raise SetupError("the agents' endpoint is not started")
+        listening = self._socket.dup()  # the original stays open for the next server
+        try:
+            asyncio.run(self._serve(make_server, started, listening))
+        finally:
+            listening.close_all()
+
+    async def _serve(self, make_server: MakeServer, started: threading.Event, listening: _Listening) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise SetupError("the agents' endpoint is served by a task")
         self._serving = (use_awake_clock(asyncio.get_running_loop()), task)
         if not self._is_closing.is_set():  # else `close` may have come too early to cancel the task
-            await make_server(self, started.set).serve(sockets=[self._socket.dup()])  # it closes the one that it gets
+            await make_server(self, started.set).serve(sockets=[listening])
 
     def check(self) -> None:
         """Checks that the server runs, or is about to run again.
