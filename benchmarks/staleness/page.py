@@ -308,7 +308,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "gac_pairs",
         "heavy_tails",
         "uncorrected+gac_project_norm_only",
-        only="method.str.startswith('uncorrected+gac_project')",
+        only="method.str.startswith('uncorrected+')",
     ),
     "gac_pairs_corrected": partial(
         paired, "gac_pairs", "heavy_tails", "token_tis", only="method.str.startswith('token_tis')"

@@ -207,6 +207,26 @@ def test_the_report_says_what_the_table_says(tmp_path):
     assert "name=viewport" in page
 
 
+@pytest.mark.parametrize(
+    ("methods", "against"),
+    [
+        ([("vcpo", 8)], None),
+        ([("vcpo", 0), ("topr", 0)], "topr"),
+        ([("uncorrected+gac", 8), ("uncorrected", 8)], "uncorrected"),
+        ([("vcpo+steps_300", 8), ("uncorrected+steps_300", 8)], "uncorrected+steps_300"),
+    ],
+)
+def test_a_grid_of_any_methods_ends_with_a_report(tmp_path, methods, against):
+    """Also one of the middle of a suite, which has nothing to compare with, or no synchronous run."""
+    table = made_up({method: [0.8, 0.9] for method in methods})
+    said = write_report(table, tmp_path, "the command")
+    assert all(f"| {method} |" in said for method, _ in methods)
+    compared = [line for line in said.splitlines() if "0.000 ± 0.000" in line]  # the differences: the finals are alike
+    assert [line.split(" | ")[0].removeprefix("| ") for line in compared] == [
+        method for method, _ in sorted(methods) if against not in (None, method)
+    ]
+
+
 @pytest.mark.slow
 def test_tables_that_are_none_are_refused(process, tmp_path):
     words = ["--out", str(tmp_path), "--table", str(tmp_path / "no.parquet")]
