@@ -72,12 +72,12 @@ def _probability(p: float) -> str:
     return f"{p:.3f}" if p >= 0.0005 else "< 0.001"
 
 
-def language_model() -> str:
-    """Accuracy of SmolLM2 in the course of its runs; signals are medians over their stale steps."""
-    runs = runs_of("smollm2")
+def language_model(name: str) -> str:
+    """Accuracy of SmolLM2 in the course of a table's runs; signals are medians over their stale steps."""
+    runs = runs_of(name)
     if runs is None:
-        return _not_run("smollm2")
-    steps = read_table(shown_runs.FOLDER / "smollm2.parquet")
+        return _not_run(name)
+    steps = read_table(shown_runs.FOLDER / f"{name}.parquet")
     evaluations = steps[steps["accuracy"].notna()].groupby(["lag", "method", "learning_rate_scale", "step"])["accuracy"]
     rows = []
     for key, group in runs.groupby(["lag", "method", "learning_rate_scale"]):
@@ -282,7 +282,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "warning": first_grid.warning,
     "ranking": first_grid.ranking,
     "lags": first_grid.lags,
-    "language_model": language_model,
+    "language_model": partial(language_model, "smollm2"),
+    "language_model_long": partial(language_model, "smollm2_long"),
     "language_model_kept": language_model_kept,
     "controller": controller,
     "controller_on_healthy_runs": controller_on_healthy_runs,
