@@ -62,8 +62,8 @@ def _cell(settings: dict[str, object], rows: pd.DataFrame) -> dict[str, object]:
 def naive_method(runs: pd.DataFrame, regime: str) -> str:
     """The method that stands for no cure in a regime, and that others are compared with.
 
-    Where the regime has none, as in the middle of a suite or with settings of their own (`uncorrected+steps_300`), it is
-    the method with the fewest parts that begins with one, or at all.
+    Where the regime has none, as in the middle of a suite or with settings of their own (`uncorrected+steps_300`), it
+    is the method with the fewest parts that begins with one, or at all.
     """
     methods = sorted(set(runs[runs["regime"] == regime]["method"]), key=lambda method: (method.count("+"), method))
     for name in NAIVE:
