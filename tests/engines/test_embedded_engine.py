@@ -127,19 +127,21 @@ def test_poll_sleeps_when_there_is_nothing_to_do_and_wakes_at_once(tmp_path):
     engine = own_engine(tiny_llama(), tmp_path)
     began, cpu = time.monotonic(), time.thread_time()
     assert engine.poll(0.4) == []
-    assert time.monotonic() - began > 0.35
+    assert 0.35 < time.monotonic() - began < 2.0
     assert time.thread_time() - cpu < 0.1
     threading.Timer(0.1, engine.submit, [requests_of([3], num_samples=1)]).start()
     began = time.monotonic()
     assert len(engine.poll(30.0)) == 1
-    assert time.monotonic() - began < 25.0
+    assert time.monotonic() - began < 5.0
 
 
 def test_poll_returns_when_its_time_is_up(tmp_path):
     engine = own_engine(tiny_llama(layers=4, hidden=128), tmp_path)
     engine.engine.slots.lm.generation_config.eos_token_id = []
     engine.submit(requests_of([3], max_tokens=250, num_samples=64, temperature=0.01))
-    assert engine.poll(0.02) == []
+    began = time.monotonic()
+    engine.poll(0.02)
+    assert time.monotonic() - began < 1.0
 
 
 def test_close_ends_a_waiting_poll_and_may_be_called_twice(tmp_path):

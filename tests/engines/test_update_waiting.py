@@ -55,7 +55,7 @@ def test_an_engine_that_broke_lets_nobody_wait(tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="no memory left"):
         engine.load_weights(3, lm.named_parameters())
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 5.0
 
 
 def test_a_closed_engine_lets_nobody_wait(tmp_path):
