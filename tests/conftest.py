@@ -1,4 +1,4 @@
-"""One thread for each test process, no time limits inside hypothesis (the machine may be busy), no network."""
+"""One thread for each test process (or OMP_NUM_THREADS), no time limits inside hypothesis (the machine may be busy), no network."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from preloaded import Preloaded
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs, and all inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)

@@ -121,7 +121,9 @@ class WeightDriftMonitor(SignalCallback):
             self._versions.popitem(last=False)
         before = None if signals.staleness is None else self._versions.get(version - round(signals.staleness))
         pairs = [difference(now, then) for then in (self._last, self._first, before or now)]
-        step, total, stale = space.dots(*((pair, pair) for pair in pairs)).sum(-1).sqrt().tolist()
+        # in float64: the sample is small, and `drift/path` adds the rounding of all steps
+        squares = space.dots(*((pair, pair) for pair in pairs), dtype=torch.float64)
+        step, total, stale = squares.sum(-1).sqrt().tolist()
         self._last = now
         if not math.isfinite(total):
             return  # the weights are lost, which others say

@@ -144,9 +144,13 @@ class GradSpace:
         return found
 
     @torch.no_grad()
-    def dots(self, *pairs: tuple[Pieces, Pieces]) -> Float64[Tensor, "P G"]:
-        """Global inner products <a, b> of P pairs in each of G groups, on the CPU. A collective: all ranks call."""
-        sums = self._dots(pairs, torch.float32)
+    def dots(self, *pairs: tuple[Pieces, Pieces], dtype: torch.dtype = torch.float32) -> Float64[Tensor, "P G"]:
+        """Global inner products <a, b> of P pairs in each of G groups, on the CPU. A collective: all ranks call.
+
+        Products of a quarter of a million entries are summed in `dtype`; in float32 the fifth digit depends on the
+        processor's order of summation.
+        """
+        sums = self._dots(pairs, dtype)
         if not sums.isfinite().all():  # squares of 1e20 overflow float32 though the vector itself does not
             sums = self._dots(pairs, torch.float64)
         return sums
