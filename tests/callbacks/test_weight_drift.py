@@ -54,9 +54,9 @@ def test_distances_are_those_of_the_weights(tmp_path):
         if n > 0:
             expected |= {"drift/step": weights[n] - weights[n - 1], "drift/total": weights[n] - weights[0]}
             path += expected["drift/step"].norm().item()
-            assert float(row["drift/path"]) == pytest.approx(path, rel=1e-5)
+            assert float(row["drift/path"]) == pytest.approx(path, rel=1e-6)
         for name, difference in expected.items():
-            assert float(row[name]) == pytest.approx(difference.norm().item(), rel=1e-5), (n, name)
+            assert float(row[name]) == pytest.approx(difference.norm().item(), rel=1e-6), (n, name)
     last = {name: float(value) for name, value in rows[-1].items() if value}
     assert last["drift/stale"] < LAG * last["drift/step"] * 1.5
     assert last["drift/path"] > last["drift/total"] > 0
