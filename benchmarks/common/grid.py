@@ -16,6 +16,7 @@ from benchmarks.common.process import FULL, RESULT, write_result
 from lit_async_rl.utils.checks import check_range
 
 POLL_S = 0.1
+SAVING_S = 120.0  # for a cell that was asked to end: a step, and its checkpoint
 
 
 class Cell(Protocol):
@@ -43,23 +44,35 @@ class Grid(Generic[C]):
         num_processes: cells trained concurrently; one core each. When one finds the memory of the machine or its GPU
             full, it is tried again at the end, and one fewer runs at a time. Alone, that is its result.
         cell_timeout_s: a cell that takes longer is killed and counts as failed.
+        budget_s: after so long the grid ends. Cells that are running get SIGTERM, and time to save a checkpoint.
     """
 
     def __init__(
-        self, run_cell: Callable[[C, Path], None], out: Path, num_processes: int, cell_timeout_s: float
+        self,
+        run_cell: Callable[[C, Path], None],
+        out: Path,
+        num_processes: int,
+        cell_timeout_s: float,
+        *,
+        budget_s: float | None = None,
     ) -> None:
         check_range("", ">= 1", num_processes=num_processes)
         self.run_cell = run_cell
         self.out = out
         self.num_processes = num_processes
         self.cell_timeout_s = cell_timeout_s
+        self.ends_at = None if budget_s is None else time.monotonic() + budget_s
         # a forked child need not import torch, Lightning and transformers again: seconds saved for each cell
         self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
         self._running: dict[C, tuple[BaseProcess, float]] = {}
         self._alone: C | None = None  # the last one that was started with nothing beside it, now or later
 
     def run(self, cells: Iterable[C]) -> None:
-        """Trains all cells; kills its processes when interrupted."""
+        """Trains all cells; kills its processes when interrupted.
+
+        Raises:
+            TimeoutError: the budget is spent.
+        """
         waiting = [cell for cell in dict.fromkeys(cells) if not (self.out / cell.folder / RESULT).is_file()]
         total = len(waiting)
         began = time.monotonic()
@@ -75,7 +88,16 @@ class Grid(Generic[C]):
                     done = total - len(waiting) - len(self._running)
                     left_s = (time.monotonic() - began) / done * (total - done)
                     print(f"{done}/{total}  {cell.folder}  (about {left_s / 60:.0f} min left)", flush=True)
+                if self.ends_at is not None and time.monotonic() > self.ends_at and (waiting or self._running):
+                    raise TimeoutError(f"{len(waiting) + len(self._running)} of {total} runs have not finished")
                 time.sleep(POLL_S)
+        except TimeoutError:
+            for process, _ in self._running.values():
+                process.terminate()
+            saved_by = time.monotonic() + SAVING_S
+            for process, _ in self._running.values():
+                process.join(max(0.0, saved_by - time.monotonic()))
+            raise
         finally:
             for process, _ in self._running.values():
                 process.kill()

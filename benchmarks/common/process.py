@@ -21,15 +21,17 @@ FULL = "out_of_memory.json"  # what it is called where the machine had no room: 
 
 
 @contextmanager
-def recorded(folder: Path, arguments: list[str]) -> Iterator[dict[str, Any]]:
+def recorded(folder: Path, arguments: list[str], *, continues: bool = False) -> Iterator[dict[str, Any]]:
     """Empties the folder, and writes `result.json` last: a folder without it is of a run that did not finish.
 
-    Everything printed goes to `log.txt`. A run that fails (with a non-finite loss, say) has finished: its error is the
+    Everything printed goes to `log.txt`. A run that `continues` from a checkpoint keeps its folder, and its `wall_s` is
+    that of the last part. A run that fails (with a non-finite loss, say) has finished: its error is the
     result, unless the machine or its GPU was full (`out_of_memory.json`). Yields the result, to add to.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    log = (folder / "log.txt").open("w", buffering=1)
+    if not continues:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = (folder / "log.txt").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log

@@ -31,14 +31,21 @@ from benchmarks.staleness.table import all_runs, cells_of, read_table, write_tab
 
 
 def train(
-    suite: Suite, out: Path, num_processes: int, *, known: pd.DataFrame | None, settings: Sequence[str] = ()
+    suite: Suite,
+    out: Path,
+    num_processes: int,
+    *,
+    known: pd.DataFrame | None,
+    settings: Sequence[str] = (),
+    budget_s: float | None = None,
 ) -> pd.DataFrame:
     """Trains the suite in the order of its blocks; returns all runs.
 
     Blocks that use learning rates of a search wait for what comes before them. No others do: a block's last runs would
     leave processes idle.
     """
-    grid = Grid(partial(run_cell, settings=settings), out, num_processes, cell_timeout_s=suite.cell_timeout_s)
+    cell = partial(run_cell, settings=settings, checkpoint_every_n_steps=suite.checkpoint_every_n_steps)
+    grid = Grid(cell, out, num_processes, cell_timeout_s=suite.cell_timeout_s, budget_s=budget_s)
     done = set() if known is None else cells_of(known)
     for uses_search, blocks in groupby(suite.blocks, lambda block: block.learning_rate_scales == BEST):
         best = {}
@@ -57,16 +64,17 @@ def main() -> None:
     parser.add_argument("--num_processes", type=int, default=max(1, min(2, os.cpu_count() or 1)), help="runs at a time")
     parser.add_argument("--known", type=Path, default=None, help="table of runs that need not be repeated")
     parser.add_argument("--set", action="append", default=[], help="of every run, e.g. --set=--trainer.accelerator=gpu")
+    parser.add_argument("--budget_s", type=float, default=None, help="end after so long; the same command goes on")
     args = parser.parse_args()
     out = args.out or Path("runs/bench", args.suite)
     try:
         suite = load_suite(args.suite)
         known = read_table(args.known) if args.known else None
-        table = train(suite, out, args.num_processes, known=known, settings=args.set)
+        table = train(suite, out, args.num_processes, known=known, settings=args.set, budget_s=args.budget_s)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(f"stopped; the same command goes on from {out}")
+    except (KeyboardInterrupt, TimeoutError) as end:
+        sys.exit(f"stopped; {end or 'interrupted'}; the same command goes on from {out}")
     write_table(table, out / "results.parquet")
     print(write_report(table, out, command=f"python scripts/staleness_bench.py --suite {args.suite}"))
 

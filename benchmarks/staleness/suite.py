@@ -98,11 +98,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Suite:
-    """Blocks in order; one cell may take `cell_timeout_s` seconds."""
+    """Blocks in order; one cell may take `cell_timeout_s` seconds. With checkpoints it can be ended and continued."""
 
     name: str
     blocks: tuple[Block, ...]
     cell_timeout_s: float = 1800.0
+    checkpoint_every_n_steps: int | None = None
 
 
 def find(kind: str, name: str) -> Path:
@@ -151,6 +152,7 @@ def load_suite(name: str) -> Suite:
         find("regime", blocks[-1].regime)
         for part in {part for method in blocks[-1].methods for part in method.split("+")}:
             find("method", part)
-    if unknown := set(raw) - {"cell_timeout_s"}:
-        raise ValueError(f"{path}: unknown keys {sorted(unknown)}; there are blocks and cell_timeout_s")
-    return Suite(name, tuple(blocks), float(raw.get("cell_timeout_s", Suite.cell_timeout_s)))
+    if unknown := set(raw) - {"cell_timeout_s", "checkpoint_every_n_steps"}:
+        known = "blocks, cell_timeout_s and checkpoint_every_n_steps"
+        raise ValueError(f"{path}: unknown keys {sorted(unknown)}; there are {known}")
+    return Suite(name, tuple(blocks), **raw)

@@ -20,6 +20,7 @@ CELL = ["regime", "method", "lag", "learning_rate_scale", "seed"]
 COLUMNS = {
     "val/pass@1": "accuracy",
     "reward/mean": "reward",
+    "reward/mean_sampled": "reward_sampled",
     "grad/cosine": "cosine",
     "grad/norm": "grad_norm",
     "importance/ess_ratio": "ess_ratio",
@@ -39,7 +40,7 @@ COLUMNS = {
     "drift/stale": "drift_stale",
     "drift/radius": "drift_radius",
 }
-NOT_IN_OLD_TABLES = {"drift_step", "drift_stale", "drift_radius"}
+NOT_IN_OLD_TABLES = {"reward_sampled", "drift_step", "drift_stale", "drift_radius"}
 
 
 def read_cell(folder: Path, cell: Cell) -> pd.DataFrame:

@@ -4,7 +4,9 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,32 @@ def test_a_grid_trains_each_cell_once_and_goes_on_where_it_was_stopped(tmp_path,
     assert rows.dropna(subset=["accuracy"])["step"].tolist() == [0, 4, 8, 12]
     assert rows["staleness_max"].max() == 2
     assert rows["tokens"].dropna().is_monotonic_increasing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_the_budget_ends_goes_on_to_the_same_end(tmp_path):
+    run = partial(run_cell, settings=["--trainer.max_steps=30"], checkpoint_every_n_steps=3)
+    grid = Grid(run, tmp_path / "ended", 1, 600.0, budget_s=600.0)
+    last = grid.out / SMOKE.folder / "checkpoints" / "last.ckpt"
+
+    def end_after_a_checkpoint():
+        while not last.exists():
+            time.sleep(0.01)
+        grid.ends_at = time.monotonic()
+
+    threading.Thread(target=end_after_a_checkpoint, daemon=True).start()
+    with pytest.raises(TimeoutError, match="1 of 1 runs have not finished"):
+        grid.run([SMOKE])
+    assert not (grid.out / SMOKE.folder / RESULT).exists()
+    Grid(run, grid.out, 1, 600.0).run([SMOKE])
+    Grid(run, tmp_path / "whole", 1, 600.0).run([SMOKE])
+    ended = read_cells(grid.out)
+    whole = read_cells(tmp_path / "whole")
+    assert not last.exists(), "finished runs need no checkpoint"
+    # not what had arrived when a step ended: that depends on the machine
+    columns = ["step", "reward", "grad_norm", "ess_ratio", "accuracy", "tokens"]
+    pd.testing.assert_frame_equal(ended[columns], whole[columns], check_exact=True)
 
 
 def test_a_run_that_takes_too_long_is_ended_and_says_so(tmp_path):
