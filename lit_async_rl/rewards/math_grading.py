@@ -36,16 +36,18 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
     parse_algebra = functools.partial(parse, extraction_config=[keeps_letters, math_verify.ExprExtractionConfig()])
 
     def is_equal(gold: Any, given: Any) -> bool:
-        return bool(math_verify.verify(gold, given, timeout_seconds=None))
+        return bool(math_verify.verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True))
 
     def grade(reference: str, completion: str) -> tuple[bool | None, str, str]:
+        reference = answers.normal_form(reference)
+        completion = answers.normal_form(completion)
         has_boxes = reference.count("\\boxed") > 1  # they are items of a list
         right = Answer(math=reference) if has_boxes else answers.read_answer(reference)
         if right.words is not None:
             if not right.words:
                 return None, "", "the reference has no words"
+            is_right = answers.is_right_in_words(right.words, completion)
             words = answers.final_words(completion)
-            is_right = answers.is_right_in_words(right.words, words)
             return is_right, words[:MAX_SHOWN], "the same words" if is_right else "other words"
         formula = right.math or ""
         is_algebra = answers.has_variables(formula)
@@ -57,7 +59,7 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
         if right.number is None and completion.count("\\boxed") > 1:
             boxed = None  # as above
         given = None if boxed is None else answers.read_as_quantity(boxed, right.unit)
-        if boxed is None and right.number is not None and right.unit is not None:
+        if boxed is None and right.number is not None:
             given = answers.last_quantity(completion, right.unit)
         if given is not None and given.number is not None:
             return _graded_quantity(right, given, lambda: is_equal(gold, parse(f"${given.math}$")))
