@@ -24,8 +24,8 @@ def last_json(completion: str, like: Any = _MISSING) -> Any:
 
     Args:
         completion: text with JSON.
-        like: reference; JSON of its type counts before other JSON, such as the `[1]` of a footnote behind an object, and
-            JSON at the end of its line before such as stands within a sentence.
+        like: reference; JSON of its type counts before other JSON, such as the `[1]` of a footnote, and JSON at the
+            end of its line before such as stands within a sentence.
 
     Raises:
         ValueError: there is none.
