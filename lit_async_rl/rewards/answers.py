@@ -214,7 +214,8 @@ def _plain(latex: str) -> str:
     text = _SHORT_FRACTION.sub(lambda match: f"{match[1]} {match[2] or match[3]}/{match[4] or match[5]}", text)
     text = _POWER_OF_TEN.sub(lambda match: f"{match['times'] or 1}e{match['power']}", text)
     text = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])|(?<=[A-Za-z])\s*\\,\s*(?=[A-Za-z])", "·", text)
-    text = re.sub(r"\\[, ;:!]|~", " ", text)
+    text = re.sub(r"\\[, ;:!]|~", " ", text).replace("\\Omega", "Ω")
+    text = re.sub(r"\\mu\s*(?=[A-Za-z])", "µ", text)
     text = re.sub(r"\s+(?=\^)", "", text)
     return " ".join(_FEET.sub(r"\1 ft \2 in", text).split())
 
@@ -295,7 +296,7 @@ def read_quantity(text: str) -> Answer | None:
     for scale in scales:
         value *= _SCALES[scale if len(scale) < 3 else scale.lower().rstrip("s")]
     if scales:
-        latex = f"{latex} k" if scales == ["k"] else _as_fraction(value)  # `5k` may be algebra
+        latex = f"{latex} k" if scales == ["k"] else as_fraction(value)  # `5k` may be algebra
     if match["percent"] is not None:
         return Answer(math=latex + r"\%", number=value, is_percentage=True)
     return Answer(math=latex, number=value, unit=behind)
@@ -309,14 +310,16 @@ def _read_sum(text: str) -> Answer | None:
     rest = read_quantity(text[joint.end() :])
     if first is None or rest is None or first.number is None or rest.number is None or not (first.unit and rest.unit):
         return None
-    added = units.smaller(rest.number, rest.unit, than=first.unit)
-    if added is None:
+    share = next((ratio for ratio in units.ratios(rest.unit, first.unit) or () if ratio < 1), None)
+    if share is None:
         return None
+    added = rest.number * share
     value = first.number + (added if first.number >= 0 else -added)
-    return replace(first, math=_as_fraction(value), number=value)
+    return replace(first, math=as_fraction(value), number=value)
 
 
-def _as_fraction(value: Fraction) -> str:
+def as_fraction(value: Fraction) -> str:
+    """A number as LaTeX."""
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
@@ -356,7 +359,7 @@ def last_quantity(completion: str, unit: str | None) -> Answer | None:
         known = [one for one in found if one is not None]
         alike = [one for one in known if one.unit and unit and _are_alike(one.unit, unit)]
         bare = [one for one in known if not units.meanings(one.unit)]
-        return (alike or bare or known)[-1]
+        return (alike or (bare if unit else known) or known)[-1]
     return None
 
 
@@ -365,7 +368,7 @@ def _without_dollars(match: re.Match[str]) -> str:
 
 
 def _are_alike(one: str, other: str) -> bool:
-    return units.are_alike(one, other) or one.casefold().rstrip("s") == other.casefold().rstrip("s")
+    return bool(units.ratios(one, other)) or one.casefold().rstrip("s") == other.casefold().rstrip("s")
 
 
 def _quantities(text: str) -> Iterator[Answer | None]:
@@ -449,7 +452,10 @@ def is_right_in_words(reference: str, completion: str) -> bool:
     if len(reference) == 1 and reference.isalpha():
         return final_choice(completion) == reference
     words = final_words(completion)
-    return reference == words or re.search(rf"\b(?:is|are|was|at)(?: the)? {re.escape(reference)}$", words) is not None
+    return (
+        reference == words
+        or re.search(rf"\b(?:is|are|was|be|at|on)(?: the)? {re.escape(reference)}$", words) is not None
+    )
 
 
 def final_choice(completion: str) -> str:

@@ -132,46 +132,36 @@ def meanings(text: str | None) -> tuple[Unit, ...]:
 
 
 def compare(value: Fraction, unit: str | None, *, other: Fraction, other_unit: str | None) -> bool | None:
-    """Whether two quantities are equal; None if a unit is missing or not known, so that values alone count.
+    """Whether two quantities are equal; None if a unit is missing or not known, so that values alone count."""
+    found = ratios(other_unit, unit)
+    return None if found is None else any(_is_close(value, other * ratio) for ratio in found)
 
-    A price may lack its rate: `$18` equals `$18 a day`, and `$15 per hour` is not `$15 per minute`.
+
+def ratios(unit: str | None, other: str | None) -> list[Fraction] | None:
+    """What a unit can be in terms of another: 1/60 for minutes in hours, nothing for units of different kinds.
+
+    None if a unit is not known. A price may lack its rate: `$` is `$ a day`, and `$ per hour` is not `$ per minute`.
     """
     known = meanings(unit)
-    others = meanings(other_unit)
+    others = meanings(other)
     if _is_price(known) != _is_price(others):
-        prices = [meanings(_RATE.sub("", text or "")) for text in (unit, other_unit)]
+        prices = [meanings(_RATE.sub("", text or "")) for text in (unit, other)]
         if all(map(_is_price, prices)):
             known = prices[0]
             others = prices[1]
     if not known or not others:
         return None
-    return any(
-        one.powers == another.powers and _is_close(value * one.factor, other * another.factor)
-        for one, another in itertools.product(known, others)
-    )
+    pairs = itertools.product(known, others)
+    return [one.factor / another.factor for one, another in pairs if one.powers == another.powers]
 
 
 def _is_price(found: tuple[Unit, ...]) -> bool:
     return any(len(one.powers) == 1 and one.powers[0][0] in _CURRENCIES for one in found)
 
 
-def smaller(value: Fraction, unit: str, *, than: str) -> Fraction | None:
-    """A quantity in a larger unit, as of 30 minutes in hours; None if that is of another kind, or not larger."""
-    for one, another in itertools.product(meanings(unit), meanings(than)):
-        if one.powers == another.powers and one.factor < another.factor:
-            return value * one.factor / another.factor
-    return None
-
-
 def are_compatible(unit: str | None, other: str | None) -> bool:
     """Whether the units are the same, or one of them is missing or not known."""
     return compare(Fraction(1), unit, other=Fraction(1), other_unit=other) is not False
-
-
-def are_alike(unit: str, other: str) -> bool:
-    """Whether units are known and of one kind, such as two lengths, or a price and a price an hour."""
-    kinds = [{one.powers for one in (*meanings(text), *meanings(_RATE.sub("", text)))} for text in (unit, other)]
-    return not kinds[0].isdisjoint(kinds[1])
 
 
 def is_inch(rest: str) -> bool:
