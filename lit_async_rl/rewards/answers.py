@@ -32,13 +32,13 @@ _SCALES = {
     **{"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
     **{"k": 1000, "K": 1000, "M": 10**6, "mn": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12, "tn": 10**12},
 }
-_SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b"
+SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+−])?\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[-−])?"
     r"(?:(?P<whole>\d+)(?P<gap>\s+|-)(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)"
     rf"|(?P<decimal>{_DECIMAL}))"
-    rf"(?P<scale>(?:[\s-]*{_SCALE})+|\s*(?(currency)(?:[kKMBT]|[mbt]n)|k)(?![\w/*·^]))?"
+    rf"(?P<scale>(?:[\s-]*{SCALE})+|\s*(?(currency)(?:[kKMBT]|[mbt]n)|k)(?![\w/*·^]))?"
     rf"(?:\s*(?P<percent>\\?%|percent(?:age)?\b|pct\b)|\s*\\?(?P<behind>[$€£¥₹¢])(?P<rate>\s*(?:/|per\b).+)?"
     rf"|\s*(?P<close>{_ATTACHED_UNIT})|\s*(?P<share>/\s*{_UNIT})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
     r"(?:\s+\((?P<remark>[A-Za-z][A-Za-z -]{2,})\))?"
@@ -50,9 +50,9 @@ _POWER_OF_TEN = re.compile(
 )
 _SHORT_FRACTION = re.compile(r"(\d?)\s*\\[cdt]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _VULGAR_FRACTION = re.compile(r"(?:(\d)\s*)?([¼-¾⅐-⅞])")
-_REPEATING = re.compile(
-    r"(?<![\w.])(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\)(?!\s*[=*/+^(\d])"
-    r"|(\d)\5{2,}\s*(?:\.\.\.|…|\\[dl]?dots))"
+_REPEATING = re.compile(  # with limits, since it is looked for in the whole of a completion
+    r"(?<![\w.])(\d{0,40})\.(\d{0,40}?)(?:\\(?:overline|bar|dot)\s?\{?(\d{1,40})\}?|\((\d{1,40})\)(?!\s*[=*/+^(\d])"
+    r"|(\d)\5{2,40}\s?(?:\.\.\.|…|\\[dl]?dots))"
 )
 _SUPERSCRIPT = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
 _SYMBOLS = {
@@ -200,16 +200,13 @@ def _vulgar_fraction(match: re.Match[str]) -> str:
 
 def _repeating_decimal(match: re.Match[str]) -> str:
     repeated = match[3] or match[4] or match[5]
-    digits = f"{match[1]}{match[2]}"
-    if len(digits + repeated) > MAX_NUMBER_CHARS:
-        return match[0]
-    value = (int(digits or 0) + Fraction(int(repeated), 10 ** len(repeated) - 1)) / 10 ** len(match[2])
+    value = (int(f"0{match[1]}{match[2]}") + Fraction(int(repeated), 10 ** len(repeated) - 1)) / 10 ** len(match[2])
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _plain(latex: str) -> str:
     """Text without LaTeX commands around words and in numbers, and with single spaces."""
-    text = _TEXT.sub(r" \1 ", latex) if "\\" in latex else latex
+    text = " ".join((_TEXT.sub(r" \1 ", latex) if "\\" in latex else latex).split())
     text = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?|\\degree\b", "°", text)
     text = _SHORT_FRACTION.sub(lambda match: f"{match[1]} {match[2] or match[3]}/{match[4] or match[5]}", text)
     text = _POWER_OF_TEN.sub(lambda match: f"{match['times'] or 1}e{match['power']}", text)
@@ -377,7 +374,7 @@ def _quantities(text: str) -> Iterator[Answer | None]:
     for match in _NUMBER_IN_TEXT.finditer(text):
         if match.start() < end:  # the minutes of `2 hours 30 minutes`
             continue
-        before = text[: match.start()]
+        before = text[max(0, match.start() - 20) : match.start()]
         sign = _SIGN.search(before)
         if sign is None and _FORMULA_BEFORE.search(before):
             yield None
@@ -466,7 +463,7 @@ def final_choice(completion: str) -> str:
         return next(filter(None, match.groups())).casefold()
     if boxed is not None:
         return ""
-    text = _TEXT.sub(r" \1 ", completion).replace("*", "").replace("$", "")
+    text = _TEXT.sub(r" \1 ", completion[-MAX_TEXT_CHARS:]).replace("*", "").replace("$", "")
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
     *_, found = [None, *_ANNOUNCED_CHOICE.finditer(text)]
     if found is None and (match := _CHOICE.fullmatch(last) or _CHOICE_WITH_TEXT.match(last)):
