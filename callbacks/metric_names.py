@@ -53,7 +53,7 @@ METRICS: dict[str, list[Metric]] = {
         importance/kl_k2 | nats | the same, estimator k2
         importance/kl_k3 | nats | the same, estimator k3
         importance/ratio_max | ratio | greatest importance ratio of a token
-        importance/clip_fraction | share | tokens whose gradient the loss's clipping removes
+        importance/clip_fraction | share | tokens whose gradient or weight the loss cuts, by more than rounding
     """),
     "EngineCheck": _metrics("""
         engine/logprob_error | nats | mean absolute difference of log-probabilities, engine and trainer at one version

@@ -1,6 +1,6 @@
 """Advantage estimators over groups. Outer lists are the groups of one optimizer step, inner ones rollouts.
 
-N rollouts of a group, R_i their rewards, L_i their trained tokens.
+N rollouts of a group, R_i their rewards, L_i the tokens of each that the policy wrote, masked or not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AdvantageEstimator(ABC):
     """
 
     def __call__(self, rewards: Rewards, lengths: Lengths | None = None) -> list[list[float]]:
-        """Advantage of each rollout; `lengths` are the trained tokens of each, None for equal lengths.
+        """Advantage of each rollout; `lengths` are the policy's tokens of each, None for equal lengths.
 
         Raises:
             ValueError: a reward is not finite.
@@ -43,7 +43,7 @@ class AdvantageEstimator(ABC):
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
         """Advantage of each completion token of each rollout; by default that of the rollout."""
         rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
-        values = self(rewards, [[rollout.num_trained_tokens for rollout in group.rollouts] for group in groups])
+        values = self(rewards, [[rollout.num_policy_tokens for rollout in group.rollouts] for group in groups])
         return [
             [[value] * len(rollout.token_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
             for group, row in zip(groups, values, strict=True)

@@ -199,7 +199,7 @@ def grade(
     Raises:
         ValueError: there are no answers, and the reward does not say how a right one looks.
     """
-    from lit_async_rl.prompts.sources import answer_texts, is_missing
+    from lit_async_rl.prompts.sources import NUMBERS, answer_texts, field_text, is_missing
     from lit_async_rl.rewards.references import references_of
     from lit_async_rl.types import Prompt
 
@@ -210,12 +210,14 @@ def grade(
     for number, record in records.items():
         try:
             value = None if reference is None else record.get(reference)
-            known = (None,) if is_missing(value) else answer_texts(value)
+            is_empty_cell = isinstance(value, str) and not value.strip()
+            known = (None,) if is_missing(value) or is_empty_cell else answer_texts(value)
             others = {name: one for name, one in record.items() if name not in (reference, completion, "prompt")}
             text = str(record.get("prompt") or "")
             prompt = Prompt(text=text, answer=known[0], other_answers=known[1:], metadata=others)  # type: ignore[arg-type]
             if completion is not None:
-                answer = "" if is_missing(record.get(completion)) else str(record[completion])
+                given = "" if is_missing(record.get(completion)) else record[completion]
+                answer = field_text(given) if isinstance(given, NUMBERS) else str(given)
             else:
                 answer = str(references.completion(prompt) or "") if references is not None else ""
         except ValueError as error:

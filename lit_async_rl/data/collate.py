@@ -74,8 +74,10 @@ def collate_step(
         ValueError: a rollout has branches, and the objective compares whole rollouts (`compares_rollouts`), or its
             tokens have different advantages.
     """
-    groups = aggregation.select(sorted(groups, key=lambda group: group.index))
-    advantages = advantage.per_token(groups)
+    whole = sorted(groups, key=lambda group: group.index)
+    advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
+    groups = aggregation.select(whole)
+    num_policy_tokens = iter([rollout.num_policy_tokens for group in whole for rollout in group.rollouts])
     of_rollouts = aggregation.of_step(groups)
     if len(of_rollouts) != (number := sum(len(group.rollouts) for group in groups)):
         raise ValueError(
@@ -103,7 +105,7 @@ def collate_step(
                 group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
                 row,
                 reward=rollout.reward if row is rollout else math.nan,
-                num_policy_tokens=rollout.num_policy_tokens,
+                num_policy_tokens=length,
                 # of a branch: that of the whole rollout, which all of its tokens have
                 advantages=[
                     value * row.credit for value in (values if row is rollout else values[:1] * len(row.token_ids))
@@ -112,7 +114,9 @@ def collate_step(
                 group_index=group.index,
                 max_staleness=group.max_staleness,
             )
-            for rollout, values, token_weight in zip(group.rollouts, rows, weights, strict=False)
+            for rollout, values, token_weight, length in zip(
+                group.rollouts, rows, weights, num_policy_tokens, strict=False
+            )
             for row in (rollout, *rollout.branches)
         ]
         for group, rows in zip(groups, advantages, strict=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.importance import (
@@ -33,6 +33,17 @@ def check_clip(name: str, clip_low: float, clip_high: float) -> None:
 
 
 Bound = float | Float[Tensor, "B T"]
+
+# smaller drifts of a token are rounding differences between engine and trainer
+MIN_DRIFT = 1e-4
+
+
+def is_truncated(
+    weights: Float[Tensor, "B T"], low: Bound, high: Bound, num_tokens: float | Int[Tensor, "B 1"] = 1
+) -> Bool[Tensor, "B T"]:
+    """Mask of weights that a truncation changes by more than rounding; each is a product of `num_tokens` ratios."""
+    slack = torch.as_tensor(num_tokens * MIN_DRIFT, dtype=weights.dtype, device=weights.device).exp()
+    return (weights > high * slack) | (weights * slack < low)
 
 
 def left_interval(
@@ -162,7 +173,7 @@ class ASPO(PolicyLoss):
         cut = left_interval(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         one = (inputs.logprobs - inputs.logprobs.detach()).exp()  # carries the gradient of log pi
         one = torch.where(cut, 1.0, one)
-        capped = (inputs.advantages > 0) & (1 / ratio > self.cap)
+        capped = (inputs.advantages > 0) & is_truncated(1 / ratio, 0.0, self.cap)
         return LossOutput(per_token=-weights * one * inputs.advantages, clipped=cut | capped)
 
 
@@ -201,10 +212,6 @@ class OPSM(PolicyLoss):
 # -- SAT: PPO-clip with a smaller trust region for the tokens that drifted most ---------------------------------------
 
 
-# smaller drifts are rounding differences between engine and trainer, and must not shrink the region
-MIN_DRIFT = 1e-4
-
-
 @dataclass(frozen=True)
 class SAT(PolicyLoss):
     """PPO-clip with a bound that shrinks beyond a quantile of |log r|. Staleness-adaptive, arXiv:2607.18722.
@@ -237,6 +244,7 @@ class SAT(PolicyLoss):
         drift = inputs.log_ratio.detach().abs()
         counted = gather_over_ranks(drift[inputs.loss_mask])
         everything = torch.ones_like(counted, dtype=torch.bool)
+        # rounding must not shrink the region
         threshold = masked_quantiles(counted, everything, [self.quantile]).clamp(min=MIN_DRIFT)
         relative = drift / threshold
         return torch.where(relative > 1, 2 / (1 + relative.square()), 1.0)
@@ -338,7 +346,8 @@ class MinPRO(PolicyLoss):
         """-sg(min(w, cap)) A log pi."""
         log_ratio = inputs.log_ratio.detach()
         weights = safe_exp(log_ratio + minimum_before(log_ratio, inputs.loss_mask))
-        return LossOutput(per_token=surrogate(weights.clamp(max=self.cap), inputs), clipped=weights > self.cap)
+        capped = is_truncated(weights, 0.0, self.cap, num_tokens=2)
+        return LossOutput(per_token=surrogate(weights.clamp(max=self.cap), inputs), clipped=capped)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_async_rl.importance import masked, safe_exp
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
+from lit_async_rl.losses.clipped import is_truncated
 from lit_async_rl.utils.checks import check_range
 
 
@@ -59,8 +60,10 @@ class CISPO(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(clip(r)) A log pi."""
         ratio = inputs.ratio
-        weights = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        return LossOutput(per_token=surrogate(weights, inputs), clipped=weights != ratio)
+        low = 1 - self.clip_low
+        high = 1 + self.clip_high
+        loss = surrogate(ratio.clamp(low, high), inputs)
+        return LossOutput(per_token=loss, clipped=is_truncated(ratio, low, high))
 
 
 @dataclass(frozen=True)
@@ -178,5 +181,6 @@ class ScoreCentering(PolicyLoss):
             raise ValueError("ScoreCentering needs the sampler's likeliest tokens: set data.sampling.head to 1 or more")
         weights = self.weigh(inputs.log_ratio.detach())
         score = weights * inputs.logprobs - (self.centering(log_p.detach(), log_q) * log_p).sum(-1)
-        cut = (weights == 0) | (weights == self.cap if self.weight is ImportanceWeight.TRUNCATED else False)
+        cap = self.cap if self.weight is ImportanceWeight.TRUNCATED else math.inf
+        cut = (weights == 0) | is_truncated(inputs.ratio, 0.0, cap)
         return LossOutput(per_token=-inputs.advantages * score, clipped=cut)

@@ -9,7 +9,7 @@ import torch
 
 from lit_async_rl.importance import MAX_LOG_RATIO, safe_exp
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
-from lit_async_rl.losses.clipped import check_clip, clipped_surrogate
+from lit_async_rl.losses.clipped import check_clip, clipped_surrogate, is_truncated
 from lit_async_rl.utils.checks import check_range
 
 
@@ -102,14 +102,13 @@ class TOPR(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(clip(w)) A log pi."""
         ratio = safe_exp(inputs.sequence_log_ratio).expand_as(inputs.logprobs)
-        weights = torch.where(
-            inputs.advantages > 0,
-            ratio.clamp(self.positive_low, self.positive_high),
-            ratio.clamp(self.negative_low, self.negative_high),
-        )
+        good = inputs.advantages > 0
+        low = torch.where(good, ratio.new_tensor(self.positive_low), self.negative_low)
+        high = torch.where(good, ratio.new_tensor(self.positive_high), self.negative_high)
         # a constant weight does not cut the gradient of any token
-        is_constant = (inputs.advantages > 0) & (self.positive_low == self.positive_high)
-        return LossOutput(per_token=surrogate(weights, inputs), clipped=(weights != ratio) & ~is_constant)
+        is_constant = good & (self.positive_low == self.positive_high)
+        cut = is_truncated(ratio, low, high, num_tokens=inputs.loss_mask.sum(-1, keepdim=True)) & ~is_constant
+        return LossOutput(per_token=surrogate(ratio.clamp(low, high), inputs), clipped=cut)
 
 
 @dataclass(frozen=True)

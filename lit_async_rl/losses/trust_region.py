@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_async_rl.importance import gather_over_ranks, second_moment_excess
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
-from lit_async_rl.losses.clipped import clipped_surrogate
+from lit_async_rl.losses.clipped import clipped_surrogate, is_truncated
 from lit_async_rl.utils.checks import check_range
 
 
@@ -119,7 +119,7 @@ class DPPOBinaryKL(PolicyLoss):
         away = ((inputs.advantages > 0) & (ratio > 1)) | ((inputs.advantages < 0) & (ratio < 1))
         dropped = away & (divergence > self.threshold)
         weights = torch.where(dropped, 0.0, ratio.clamp(max=self.cap))
-        return LossOutput(per_token=surrogate(weights, inputs), clipped=dropped | (ratio > self.cap))
+        return LossOutput(per_token=surrogate(weights, inputs), clipped=dropped | is_truncated(ratio, 0.0, self.cap))
 
 
 def binary_kl(logprobs_p: Float[Tensor, "*shape"], logprobs_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

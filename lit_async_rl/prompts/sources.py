@@ -42,7 +42,9 @@ class Records(Protocol):
 
 
 def field_text(value: Any) -> str:
-    """A string or number of a record as text; floats are written without an exponent.
+    """A string or number of a record as text; floats are written without an exponent, and whole ones as integers.
+
+    A table turns a column of integers with a gap into floats: 72.0 is written `72`, as in a table without gaps.
 
     Raises:
         ValueError: the value is of another type, missing (None, NaN, pandas' NA), or infinite.
@@ -53,7 +55,7 @@ def field_text(value: Any) -> str:
         raise ValueError(repr(str(value)[:80]))
     if not math.isfinite(value):
         raise ValueError(f"{value}, which is not finite")
-    text = str(value)
+    text = str(value).removesuffix("" if isinstance(value, Decimal) else ".0")
     return text if "e" not in text.lower() else np.format_float_positional(float(value), trim="-")
 
 
@@ -410,6 +412,8 @@ class LinePrompts(RecordPrompts):
     ) -> None:
         self._lines = list(records)
         super().__init__(list(records.values()), prompt_field, answer_field, **settings)
+        for index in range(len(self) if self.on_bad_prompt == "error" else 0):
+            self[index]
 
     def where(self, index: int) -> str:
         """File and line of the record."""
@@ -470,8 +474,6 @@ class JsonlPrompts(LinePrompts):
             as_chat=as_chat,
             chat_template_kwargs=chat_template_kwargs,
         )
-        for index in range(len(self) if on_bad_prompt == "error" else 0):
-            self[index]
 
 
 class ParquetPrompts(RecordPrompts):
@@ -535,7 +537,7 @@ class CsvPrompts(LinePrompts):
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row does not fit the first line, a column is missing, or there are no rows.
+        ValueError: a row does not fit the first line, a column or an answer is missing, or there are no rows.
     """
 
     def __init__(
@@ -552,8 +554,9 @@ class CsvPrompts(LinePrompts):
     ) -> None:
         if delimiter is not None and len(delimiter) != 1:
             raise ValueError(f"CsvPrompts.delimiter must be one character, got {delimiter!r}")
+        records = csv_records(path, delimiter or ("\t" if path.endswith(".tsv") else ","))
         super().__init__(
-            csv_records(path, delimiter or ("\t" if path.endswith(".tsv") else ",")),
+            _with_answers(records, answer_field),
             prompt_field,
             answer_field,
             template=template,
@@ -563,6 +566,22 @@ class CsvPrompts(LinePrompts):
             as_chat=as_chat,
             chat_template_kwargs=chat_template_kwargs,
         )
+
+
+def _with_answers(records: Mapping[int, Mapping[str, Any]], field: str | None) -> Mapping[int, Mapping[str, Any]]:
+    """Rows of a CSV file with the answers that pandas and Arrow read from it.
+
+    An empty cell is no answer, since a completion that ends at once would equal it. In a column of numbers 72.0 is 72:
+    so integers are written where one is missing.
+    """
+    if field is None or not all(field in record for record in records.values()):
+        return records
+    cells = {line: record[field].strip() for line, record in records.items()}
+    if all(re.fullmatch(r"[-+]?\d+(?:\.\d+)?", cell) for cell in cells.values() if cell):
+        answers = {line: cell.removesuffix(".0") for line, cell in cells.items()}
+    else:
+        answers = {line: record[field] for line, record in records.items()}
+    return {line: {**record, field: answers[line] if cells[line] else None} for line, record in records.items()}
 
 
 class HuggingFacePrompts(RecordPrompts):

@@ -8,7 +8,9 @@ use this module, and importing torch takes seconds.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -25,15 +27,55 @@ _WORD = rf"[A-Za-zµμΩ°]+(?:{_EXPONENT})?"
 _UNIT = rf"{_WORD}(?:(?:\s*[/*·]\s*|\s+|-){_WORD})*"
 # Units that may follow a number without a space; `5m` and `3s/t` are algebra.
 _ATTACHED_UNIT = rf"(?:°[CF]?|km/h|cm/s|m/s|ft/s|kWh|mph|kHz|MHz|GHz|Hz|GB|MB|kB|km|cm|mm|kg|mg|mL|ml)(?:{_EXPONENT})?"
+_CURRENCY = r"(?:\\?[$€£¥₹]|\b(?:USD|EUR|GBP)\b|\bRs\b\.?)"
+_SCALES = {
+    **{"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
+    **{"k": 1000, "K": 1000, "M": 10**6, "mn": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12, "tn": 10**12},
+}
+SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b"
 _QUANTITY = re.compile(
-    r"(?P<sign>[-+−])?\s*(?:\\?(?P<currency>[$€£¥₹]))?\s*(?P<sign2>[-−])?"
+    rf"(?P<sign>[-+−])?\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[-−])?"
     r"(?:(?P<whole>\d+)(?P<gap>\s+|-)(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)"
     rf"|(?P<decimal>{_DECIMAL}))"
-    rf"(?:\s*(?P<percent>\\?%|percent(?:age)?\b|pct\b)|\s*\\?(?P<behind>[$€£¥₹¢])|\s*(?P<close>{_ATTACHED_UNIT})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
+    rf"(?P<scale>(?:[\s-]*{SCALE})+|\s*(?(currency)(?:[kKMBT]|[mbt]n)|k)(?![\w/*·^]))?"
+    rf"(?:\s*(?P<percent>\\?%|percent(?:age)?\b|pct\b)|\s*\\?(?P<behind>[$€£¥₹¢])(?P<rate>\s*(?:/|per\b).+)?"
+    rf"|\s*(?P<close>{_ATTACHED_UNIT})|\s*(?P<share>/\s*{_UNIT})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
     r"(?:\s+\((?P<remark>[A-Za-z][A-Za-z -]{2,})\))?"
 )
-_NUMBER_IN_TEXT = re.compile(
+_NEXT_PART = re.compile(r"(?<=[A-Za-z.]) *(?:, *and|,|\band\b)? +(?=\d)")  # of 2 hours and 30 minutes
+_FEET = re.compile(r"(?<![\w°'.])(\d+)\s*'\s*(\d+(?:\.\d+|\s+\d+/\d+)?)\s*(?:\"|'')(?!\w)")
+_POWER_OF_TEN = re.compile(
+    rf"(?<![\w.^}}])(?:(?P<times>{_DECIMAL})\s*(?:\\times|\\cdot|[×·⋅*x])\s*)?10\s*\^\s*\{{?\s*(?P<power>[-+]?\d+)\s*\}}?(?!\w)"
+)
+_SHORT_FRACTION = re.compile(r"(\d?)\s*\\[cdt]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_VULGAR_FRACTION = re.compile(r"(?:(\d)\s*)?([¼-¾⅐-⅞])")
+_REPEATING = re.compile(  # with limits, since it is looked for in the whole of a completion
+    r"(?<![\w.])(\d{0,40})\.(\d{0,40}?)(?:\\(?:overline|bar|dot)\s?\{?(\d{1,40})\}?|\((\d{1,40})\)(?!\s*[=*/+^(\d])"
+    r"|(\d)\5{2,40}\s?(?:\.\.\.|…|\\[dl]?dots))"
+)
+_SUPERSCRIPT = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
+_SYMBOLS = {
+    **{"\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\yen": "¥"},
+    **{"−": "-", "′": "'", "″": '"'},
+}
+_NUMBER_IN_TEXT = re.compile(rf"(?:{_CURRENCY}\s?)?(?<![\w.,])(?:\d+ \d+/\d+|\d+/\d+|{_DECIMAL})")
+_SIGN = re.compile(r"(?:(?:^|(?<=[\s(=\[{:,$]))-|(?:(?<=\bis)|(?<=\bwas)|(?<=[=:]))\s+-\s+)$")
+# A number beside an operator, a letter or a brace is a part of a formula.
+_FORMULA_BEFORE = re.compile(r"(?:[\^_*+×·÷/<>≤≥{]|[\d)}]\s*-|\b[A-Za-z]\s*-|[\w)]\(|\\(?!approx)[a-z]+)\s*$")
+_FORMULA_BEHIND = re.compile(r"[A-Za-z{(_]|\s*(?:[*^+×·÷/<>≤≥!\\]|-\s*\d)|\s[B-HJ-Zb-z]\b")
+_ANNOUNCED = re.compile(r"(?i)\banswer(?:\s+is|\s*:)(?:\s*:)?(?:\s+(?:about|approximately|thus))?\s*|####\s*")
+_END_OF_ANSWER = re.compile(r"\n|[;(]|[.!?](?:\s|$)|,\s|\b(?:because|since|as|for|when|if|where|which)\b")
+_MATH_IN_TEXT = re.compile(r"(?<![\\\w])\$(?! )([^$\n]{1,80}?)(?<! )\$(?![\d$])")
+_TEXT = re.compile(rf"(?:{_CURRENCY}\s?)?(?<![\w.,])(?:\d+ \d+/\d+|\d+/\d+|{_DECIMAL})")
+_SIGN = re.compile(r"(?:(?:^|(?<=[\s(=\[{:,$]))-|(?:(?<=\bis)|(?<=\bwas)|(?<=[=:]))\s+-\s+)$")
+# A number beside an operator, a letter or a brace is a part of a formula.
+_FORMULA_BEFORE = re.compile(r"(?:[\^_*+×·÷/<>≤≥{]|[\d)}]\s*-|\b[A-Za-z]\s*-|[\w)]\(|\\(?!approx)[a-z]+)\s*$")
+_FORMULA_BEHIND = re.compile(r"[A-Za-z{(_]|\s*(?:[*^+×·÷/<>≤≥!\\]|-\s*\d)|\s[B-HJ-Zb-z]\b")
+_ANNOUNCED = re.compile(r"(?i)\banswer(?:\s+is|\s*:)(?:\s*:)?(?:\s+(?:about|approximately|thus))?\s*|####\s*")
+_END_OF_ANSWER = re.compile(r"\n|[;(]|[.!?](?:\s|$)|,\s|\b(?:because|since|as|for|when|if|where|which)\b")
+_MATH_IN_TEXT = re.compile(r"(?<![\\\w])\$(?! )([^$\n]{1,80}?)(?<! )\$(?![\d$])")
+_TEXT = re.compile(
     rf"(?<![\w.,/$€£¥₹])(?:\\?(?P<currency>[$€£¥₹])\s?)?(?P<number>(?<!\d)[-−]?(?:\d+ \d+/\d+|\d+/\d+|{_DECIMAL}))"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -81,7 +123,20 @@ _FUNCTIONS = frozenset(
         "i",
     ]
 )
-_CHOICE = re.compile(r"\(?([A-Za-z])\)?(?=[.):,\s]|$)")
+_CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_CHOICE_WITH_TEXT = re.compile(
+    r"(?:\(([A-Za-z])\)|([A-Za-z])(?:[).:](?=\s)|(?=\s+[\d$\\])))(?!\s*(?:and|or|,|&|/)(?!\w))"
+)
+_LETTER = r"(?<![\w'’-])\(?([A-Z])\)?(?![\w'’-])"
+_JOINED = rf"(?:\s*(?:,|/|&|\band\b|\bor\b|\bnor\b)\s*)+{_LETTER}"
+_ANNOUNCED_CHOICE = re.compile(
+    r"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|would be|should be|must be|option|choice))*\s*:?)\s*"
+    rf"{_LETTER}({_JOINED})?"
+)
+_LAST_CHOICE = re.compile(
+    rf"(?<!not )(?<!n't )(?<!than ){_LETTER}(?!(?<=[AI])\s+(?!(?:is|because|since|as)\b)[a-z])"
+    rf"(?!\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)({_JOINED})?"
+)
 # Units that are not recognized as words: short, without a vowel, or named like a function. Single letters only if they
 # are rare in algebra: `5 m` and `3 s` are quantities, `5 x` and `4 n` are not.
 _ABBREVIATIONS = frozenset(
@@ -118,7 +173,7 @@ class Answer:
 
 def read_answer(text: str) -> Answer:
     r"""Parses a final answer, with or without `\boxed{}`."""
-    text = bare_formula(text.strip())
+    text = normal_form(bare_formula(text.strip()))
     if (number := read_quantity(_plain(text))) is not None:
         return number
     formula, unit = _split_unit(text)
@@ -127,10 +182,39 @@ def read_answer(text: str) -> Answer:
     return Answer(math=as_latex(formula), unit=unit)
 
 
+def normal_form(text: str) -> str:
+    r"""Text with one spelling of signs and numbers: `−7` and `–7` as -7, `2¾` as 2 3/4, `0.8\overline{3}` as 5/6."""
+    for symbol, usual in _SYMBOLS.items():
+        text = text.replace(symbol, usual)
+    text = re.sub(r"(?:^|(?<=[\s=({\[<>,:$]))–(?=\s?\.?\d)", "-", text)
+    text = re.sub(r"(?:^|(?<=[=({\[]))(\s*)-\s*-\s*(?=\d)", r"\1", text)  # not in a sentence, where it is a dash
+    text = re.sub(r"(?<=10)[⁻⁺]?[⁰¹²³⁴-⁹]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
+    text = _VULGAR_FRACTION.sub(_vulgar_fraction, text)
+    return _REPEATING.sub(_repeating_decimal, text)
+
+
+def _vulgar_fraction(match: re.Match[str]) -> str:
+    fraction = unicodedata.normalize("NFKC", match[2]).replace("⁄", "/")
+    return f"{match[1]} {fraction}" if match[1] else fraction
+
+
+def _repeating_decimal(match: re.Match[str]) -> str:
+    repeated = match[3] or match[4] or match[5]
+    value = (int(f"0{match[1]}{match[2]}") + Fraction(int(repeated), 10 ** len(repeated) - 1)) / 10 ** len(match[2])
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 def _plain(latex: str) -> str:
-    """Text without LaTeX commands around words, and with single spaces."""
-    text = _TEXT.sub(r" \1 ", latex) if "\\" in latex else latex
-    return " ".join(text.replace("\\,", " ").replace("\\ ", " ").replace("~", " ").split())
+    """Text without LaTeX commands around words and in numbers, and with single spaces."""
+    text = " ".join((_TEXT.sub(r" \1 ", latex) if "\\" in latex else latex).split())
+    text = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?|\\degree\b", "°", text)
+    text = _SHORT_FRACTION.sub(lambda match: f"{match[1]} {match[2] or match[3]}/{match[4] or match[5]}", text)
+    text = _POWER_OF_TEN.sub(lambda match: f"{match['times'] or 1}e{match['power']}", text)
+    text = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])|(?<=[A-Za-z])\s*\\,\s*(?=[A-Za-z])", "·", text)
+    text = re.sub(r"\\[, ;:!]|~", " ", text).replace("\\Omega", "Ω")
+    text = re.sub(r"\\mu\s*(?=[A-Za-z])", "µ", text)
+    text = re.sub(r"\s+(?=\^)", "", text)
+    return " ".join(_FEET.sub(r"\1 ft \2 in", text).split())
 
 
 def as_latex(text: str) -> str:
@@ -164,7 +248,7 @@ def read_as_quantity(text: str, unit: str | None) -> Answer:
     answer = read_answer(text)
     if answer.number is not None or unit is None:
         return answer
-    plain = _plain(bare_formula(text.strip()))
+    plain = _plain(normal_form(bare_formula(text.strip())))
     if not plain.endswith(unit):
         return answer
     return read_quantity(plain[: -len(unit)].strip()) or answer
@@ -172,15 +256,25 @@ def read_as_quantity(text: str, unit: str | None) -> Answer:
 
 def read_quantity(text: str) -> Answer | None:
     """A number with or without a unit, currency or percent sign; None if the text is anything else."""
-    if len(text) > MAX_NUMBER_CHARS or (match := _QUANTITY.fullmatch(text.strip().rstrip("."))) is None:
+    text = text.strip().rstrip(".")
+    if len(text) > MAX_NUMBER_CHARS:
         return None
-    unit = match["unit"]
-    if unit is not None and not _is_unit(unit):
+    if (match := _QUANTITY.fullmatch(text)) is None:
+        return _read_sum(text)
+    unit = match["unit"] or match["share"]
+    if unit is not None and not _is_unit(unit.lstrip("/ ")):
+        return None
+    if match["share"] is not None and match["currency"] is None:  # `5/x` is algebra
         return None
     if match["remark"] is not None and not _is_unit(match["remark"]):
         return None
     if match["gap"] == "-" and unit is None and match["close"] is None:  # `2-1/2` is a difference, `2-1/2 cups` is not
         return None
+    currency = match["currency"] or match["behind"]
+    behind = unit or match["rate"] or match["close"]
+    if currency is not None and (behind := _priced(currency.lstrip("\\"), behind)) is None:
+        return None
+    scales = re.findall(r"[A-Za-z]+", match["scale"] or "")
     sign = -1 if (match["sign"] or match["sign2"] or "+") in "-−" else 1
     if match["decimal"] is not None:
         digits = re.sub(r",|\{,\}| |_", "", match["decimal"])
@@ -196,40 +290,111 @@ def read_quantity(text: str) -> Answer | None:
         numerator = int(match["over"] or match["top"]) + int(match["whole"] or 0) * denominator
         value = sign * Fraction(numerator, denominator)
         latex = rf"{'-' if sign < 0 else ''}\frac{{{numerator}}}{{{denominator}}}"
+    for scale in scales:
+        value *= _SCALES[scale if len(scale) < 3 else scale.lower().rstrip("s")]
+    if scales:
+        latex = f"{latex} k" if scales == ["k"] else as_fraction(value)  # `5k` may be algebra
     if match["percent"] is not None:
         return Answer(math=latex + r"\%", number=value, is_percentage=True)
-    return Answer(math=latex, number=value, unit=_priced(match["currency"] or match["behind"], unit or match["close"]))
+    return Answer(math=latex, number=value, unit=behind)
 
 
-def _priced(currency: str | None, unit: str | None) -> str | None:
+def _read_sum(text: str) -> Answer | None:
+    """A quantity in several units, such as 2 hours and 30 minutes; None if the text is anything else."""
+    if (joint := _NEXT_PART.search(text)) is None:
+        return None
+    first = read_quantity(text[: joint.start()])
+    rest = read_quantity(text[joint.end() :])
+    if first is None or rest is None or first.number is None or rest.number is None or not (first.unit and rest.unit):
+        return None
+    share = next((ratio for ratio in units.ratios(rest.unit, first.unit) or () if ratio < 1), None)
+    if share is None:
+        return None
+    added = rest.number * share
+    value = first.number + (added if first.number >= 0 else -added)
+    return replace(first, math=as_fraction(value), number=value)
+
+
+def as_fraction(value: Fraction) -> str:
+    """A number as LaTeX."""
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _priced(currency: str, unit: str | None) -> str | None:
     """The unit of a price: `$`, `$ per hour`; None if it is not clear what it is, as of `$5 m`."""
-    if currency is None or unit is None:
-        return currency or unit
-    if unit.startswith(("per ", "/")):
-        return f"{currency} {unit}"
+    if unit is None:
+        return currency
+    if rate := re.match(r"\s*(?:/|(?:per|an?|each|every)\b)\s*(?=\w)", unit):
+        return f"{currency} per {unit[rate.end() :]}"
+    if not units.meanings(unit):  # `$18 in total`
+        return currency
     return unit if units.are_compatible(currency, unit) else None
 
 
-def last_quantity(text: str, unit: str) -> Answer | None:
-    """The last number of a running text, if a unit of the table stands at it, such as that of a reference does.
+def last_quantity(completion: str, unit: str | None) -> Answer | None:
+    """The answer of a running text, if that is a number: behind `answer is`, else the last one of the last sentence.
+
+    Numbers with a unit of the reference's kind count before others: `300 km` in `it travels 300 km in 3 hours`.
 
     Args:
-        text: without a box.
+        completion: without a box.
         unit: of the reference.
+
+    Returns:
+        None if there is no number, or it is a part of a formula.
     """
-    if not units.meanings(unit):
-        return None
-    numbers = list(_NUMBER_IN_TEXT.finditer(text[-MAX_TEXT_CHARS:]))
-    if not numbers:
-        return None
-    last = numbers[-1]
-    following = re.match(r"[ -]?((?:[^\s,;:!?()$]+ ?){1,4})", last.string[last.end() :])
-    words = following[1].split() if following else []
-    for number in range(len(words), 0, -1):
-        candidate = " ".join(words[:number]).rstrip(".*_")
-        if units.meanings(candidate):
-            return read_quantity(f"{last['number']} {candidate}")
-    return read_quantity(last[0].replace(" ", "")) if last["currency"] else None
+    text = _MATH_IN_TEXT.sub(_without_dollars, completion[-MAX_TEXT_CHARS:].replace("**", ""))
+    *_, announced = _ANNOUNCED.split(text)
+    parts = list(reversed(re.split(r"(?<=[.!?])\s+|\n", text)))
+    if announced != text and re.match(rf"[-–−\d.]|{_CURRENCY}", announced):
+        parts.insert(0, _END_OF_ANSWER.split(announced, maxsplit=1)[0])
+    for part in parts:
+        if not (found := list(_quantities(_plain(part)))):
+            continue
+        if found[-1] is None:
+            return None
+        known = [one for one in found if one is not None]
+        alike = [one for one in known if one.unit and unit and _are_alike(one.unit, unit)]
+        bare = [one for one in known if not units.meanings(one.unit)]
+        return (alike or (bare if unit else known) or known)[-1]
+    return None
+
+
+def _without_dollars(match: re.Match[str]) -> str:
+    return match[0] if re.search(r"(?<!\\)\b[a-z]{3,}", match[1]) else match[1]
+
+
+def _are_alike(one: str, other: str) -> bool:
+    return bool(units.ratios(one, other)) or one.casefold().rstrip("s") == other.casefold().rstrip("s")
+
+
+def _quantities(text: str) -> Iterator[Answer | None]:
+    """The numbers of a sentence with their units; None for one that is a part of a formula."""
+    end = 0
+    for match in _NUMBER_IN_TEXT.finditer(text):
+        if match.start() < end:  # the minutes of `2 hours 30 minutes`
+            continue
+        before = text[max(0, match.start() - 20) : match.start()]
+        sign = _SIGN.search(before)
+        if sign is None and _FORMULA_BEFORE.search(before):
+            yield None
+            continue
+        number = f"{'-' if sign else ''}{match[0]}"
+        behind = text[match.end() :]
+        tail = re.match(r"[^\s,;:!?()=]*(?: [^\s,;:!?()=]+){0,5}", behind)[0]  # type: ignore[index]
+        stops = [word.end() for word in re.finditer(r"\S+", tail)]
+        found = None
+        for stop in reversed(stops):
+            if tail[:stop].endswith(" in") and not units.is_inch(behind[stop:]):
+                continue
+            found = read_quantity(number + tail[:stop].rstrip("*_'\"."))
+            if found is not None and (stop == stops[0] or found.is_percentage or units.meanings(found.unit)):
+                end = match.end() + stop
+                break
+            found = None
+        if found is None and not _FORMULA_BEHIND.match(behind):
+            found = read_quantity(number)
+        yield found
 
 
 def shown_quantity(answer: Answer) -> str:
@@ -279,11 +444,33 @@ def final_words(completion: str) -> str:
     return normal_words(_TEXT.sub(r" \1 ", bare_formula(boxed.strip())))
 
 
-def is_right_in_words(reference: str, answer: str) -> bool:
-    """Whether normalised words equal the reference; a choice may be followed by its text, `(B) Paris`."""
+def is_right_in_words(reference: str, completion: str) -> bool:
+    """Whether the final words of a completion equal normalised words; a choice may be followed by its text."""
     if len(reference) == 1 and reference.isalpha():
-        return (match := _CHOICE.match(answer)) is not None and match[1] == reference
-    return reference == answer
+        return final_choice(completion) == reference
+    words = final_words(completion)
+    return (
+        reference == words
+        or re.search(rf"\b(?:is|are|was|be|at|on)(?: the)? {re.escape(reference)}$", words) is not None
+    )
+
+
+def final_choice(completion: str) -> str:
+    """The letter that a completion chooses, in lower case; empty without exactly one."""
+    boxed = final_answer(completion)
+    text = _plain(bare_formula((completion if boxed is None else boxed).strip())).strip(" .*$")
+    if match := _CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.match(text):
+        return next(filter(None, match.groups())).casefold()
+    if boxed is not None:
+        return ""
+    text = _TEXT.sub(r" \1 ", completion[-MAX_TEXT_CHARS:]).replace("*", "").replace("$", "")
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
+    *_, found = [None, *_ANNOUNCED_CHOICE.finditer(text)]
+    if found is None and (match := _CHOICE.fullmatch(last) or _CHOICE_WITH_TEXT.match(last)):
+        return next(filter(None, match.groups())).casefold()
+    if found is None:
+        *_, found = [None, *_LAST_CHOICE.finditer(last)]
+    return "" if found is None or found[2] is not None else found[1].casefold()
 
 
 def normal_words(text: str) -> str:

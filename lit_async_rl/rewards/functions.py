@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import comb
 from typing import Any
 
-from lit_async_rl.rewards.answers import bare_formula, read_answer
+from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
@@ -97,10 +97,10 @@ def share_correct(prompt: Prompt, completion: str) -> float:
 
 def _last_number(prompt: Prompt, completion: str) -> str | None:
     """The last number of a completion as it is written; a fraction if the answer is one."""
-    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    number = rf"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?: ?(?:{SCALE}|k\b))?"
     if "/" in reference_answer(prompt):
         number = rf"(?:\d+ +)?\d+/\d+|{number}"
-    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
+    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", "").replace("−", "-"))
     return found[-1] if found else None
 
 
@@ -123,7 +123,8 @@ def last_number(prompt: Prompt, completion: str) -> float:
     """
     answer = reference_answer(prompt)
     reference = read_answer(answer)
-    if reference.number is None:
+    own = _last_number(prompt, answer)
+    if own is None or reference.number != read_answer(own).number:  # also `2 hours 30 minutes`, which are not 30
         raise ValueError(
             f"last_number needs a number as the reference answer, got {answer[:100]!r}: use MathVerify or exact_match"
         )

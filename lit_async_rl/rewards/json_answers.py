@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from lit_async_rl.rewards.functions import reference_answer
@@ -14,17 +15,24 @@ from lit_async_rl.types import Prompt
 
 TOLERANCE = 1e-9  # relative, of numbers
 MAX_STARTS = 10_000  # brackets of a completion that are tried as the beginning of JSON
+_END_OF_LINE = re.compile(r"[ \t.`*]*(?:\n|$|<)")
 _MISSING = object()
 
 
-def last_json(completion: str) -> Any:
+def last_json(completion: str, like: Any = _MISSING) -> Any:
     """The last JSON object or array of a completion, else the whole of it as JSON.
+
+    Args:
+        completion: text with JSON.
+        like: reference; JSON of its type counts before other JSON, such as the `[1]` of a footnote, and JSON at the
+            end of its line before such as stands within a sentence.
 
     Raises:
         ValueError: there is none.
     """
     decoder = json.JSONDecoder(parse_constant=_refuse)
     found = _MISSING
+    best = (False, False)
     end = 0
     for number, match in enumerate(re.finditer(r"[\[{]", completion)):
         if match.start() < end:
@@ -32,9 +40,13 @@ def last_json(completion: str) -> Any:
         if number >= MAX_STARTS:
             break
         try:
-            found, end = decoder.raw_decode(completion, match.start())
+            one, end = decoder.raw_decode(completion, match.start())
         except (ValueError, RecursionError):
             continue
+        rank = (like is not _MISSING and type(one) is type(like), _END_OF_LINE.match(completion, end) is not None)
+        if found is _MISSING or rank >= best:
+            found = one
+            best = rank
     if found is _MISSING:
         try:
             found = json.loads(completion, parse_constant=_refuse)
@@ -68,11 +80,21 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, int | float) and isinstance(other, int | float):
+        if isinstance(one, int) or isinstance(other, int):
+            one = _exact(one)
+            other = _exact(other)
+            if isinstance(one, int) and isinstance(other, int):  # as floats, those above 2^53 equal their neighbours
+                return one == other
         try:
             return math.isclose(one, other, rel_tol=TOLERANCE)
         except OverflowError:
-            return one == other
+            return False
     return type(one) is type(other) and one == other
+
+
+def _exact(value: float) -> float:
+    """A float without a fraction as an integer: 1.2e23 as 12 * 10^22, which is not the integer that Python stores."""
+    return int(Decimal(repr(value))) if isinstance(value, float) and value.is_integer() else value
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -84,11 +106,12 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _explain(prompt: Prompt, completion: str) -> tuple[str, str]:
+    reference = last_json(reference_answer(prompt))
     try:
-        given = last_json(completion)
+        given = last_json(completion, like=reference)
     except ValueError as error:
         return "", f"no JSON was found: {error}"
-    right, number = shares(last_json(reference_answer(prompt)), given)
+    right, number = shares(reference, given)
     return json.dumps(given, ensure_ascii=False), f"{right} of {number} values are equal"
 
 
@@ -98,8 +121,9 @@ def _explain(prompt: Prompt, completion: str) -> tuple[str, str]:
 def json_match(prompt: Prompt, completion: str) -> float:
     """Share of the values of a JSON answer that are equal, at the same keys and positions; 1 only if all are.
 
-    The last object or array of the completion counts, also in a block of code; the order of keys does not. Values that
-    only one side has are wrong ones. `1` and `1.0` are equal, `"1"` and `1` are not.
+    The last object of the completion counts, or the last array if the reference is one, also in a block of code; the
+    order of keys does not. Values that only one side has are wrong ones. `1` and `1.0` are equal, `"1"` and `1` are
+    not; integers are compared exactly, other numbers to nine digits.
 
     Raises:
         ValueError: the prompt has no answer, or one that is not JSON.
@@ -111,7 +135,7 @@ def json_match(prompt: Prompt, completion: str) -> float:
             f"json_match needs JSON as the reference answer, got {prompt.answer!r:.100}: {error}"
         ) from None
     try:
-        right, number = shares(reference, last_json(completion))
+        right, number = shares(reference, last_json(completion, like=reference))
     except ValueError:
         return 0.0
     return right / number

@@ -36,16 +36,18 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
     parse_algebra = functools.partial(parse, extraction_config=[keeps_letters, math_verify.ExprExtractionConfig()])
 
     def is_equal(gold: Any, given: Any) -> bool:
-        return bool(math_verify.verify(gold, given, timeout_seconds=None))
+        return bool(math_verify.verify(gold, given, timeout_seconds=None)) or _have_equal_solutions(gold, given)
 
     def grade(reference: str, completion: str) -> tuple[bool | None, str, str]:
+        reference = answers.normal_form(reference)
+        completion = answers.normal_form(completion)
         has_boxes = reference.count("\\boxed") > 1  # they are items of a list
         right = Answer(math=reference) if has_boxes else answers.read_answer(reference)
         if right.words is not None:
             if not right.words:
                 return None, "", "the reference has no words"
+            is_right = answers.is_right_in_words(right.words, completion)
             words = answers.final_words(completion)
-            is_right = answers.is_right_in_words(right.words, words)
             return is_right, words[:MAX_SHOWN], "the same words" if is_right else "other words"
         formula = right.math or ""
         is_algebra = answers.has_variables(formula)
@@ -57,12 +59,16 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
         if right.number is None and completion.count("\\boxed") > 1:
             boxed = None  # as above
         given = None if boxed is None else answers.read_as_quantity(boxed, right.unit)
-        if boxed is None and right.number is not None and right.unit is not None:
+        if boxed is None and right.number is not None:
             given = answers.last_quantity(completion, right.unit)
         if given is not None and given.number is not None:
             return _graded_quantity(right, given, lambda: is_equal(gold, parse(f"${given.math}$")))
-        if given is not None and not units.are_compatible(right.unit, given.unit):
-            return False, (boxed or "")[:MAX_SHOWN], f"{given.unit} is not {right.unit}"
+        factors = None if given is None else units.ratios(given.unit, right.unit)
+        if given is not None and factors is not None and 1 not in factors:
+            scaled = [rf"${answers.as_fraction(factor)} \cdot ({given.math})$" for factor in factors if given.math]
+            is_right = any(is_equal(gold, parse(one)) for one in scaled)
+            why = f"{'equal' if is_right else 'not equal'}: {given.unit} and {right.unit}"
+            return is_right, (boxed or "")[:MAX_SHOWN], why
         if boxed is not None and (latex := answers.as_latex(boxed)) != boxed:
             completion = f"\\boxed{{{latex}}}"
         completion = answers.mixed_numbers_as_fractions(completion)
@@ -76,6 +82,34 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
 
     grade("1", "$1$")  # the library imports lazily; this happens outside of the time limit of calls
     return grade
+
+
+def _have_equal_solutions(gold: Any, given: Any) -> bool:
+    """Whether inequalities, or one and an interval, have the same solutions: `x < 3`, `3 > x` and (-oo, 3)."""
+    one = _solutions(gold)
+    other = _solutions(given)
+    if one is None or other is None or (one[1] and other[1] and one[1] != other[1]):
+        return False
+    return bool(one[0] == other[0])
+
+
+def _solutions(parsed: Any) -> tuple[Any, frozenset[Any]] | None:
+    """Solutions and variable of an inequality, or of several of which one must hold; None for anything else."""
+    import sympy
+
+    value = next(iter(parsed), None)
+    if isinstance(value, sympy.Interval | sympy.Union):
+        return value, frozenset()
+    parts = list(value) if isinstance(value, sympy.FiniteSet) else [value]
+    if not all(isinstance(part, sympy.Gt | sympy.Ge | sympy.Lt | sympy.Le | sympy.And | sympy.Or) for part in parts):
+        return None
+    variables = frozenset().union(*(part.free_symbols for part in parts))
+    if len(variables) != 1:
+        return None
+    try:
+        return sympy.Union(*(part.as_set() for part in parts)), variables
+    except (NotImplementedError, ValueError, TypeError):
+        return None
 
 
 def _graded_quantity(right: Answer, given: Answer, are_equal: Callable[[], bool]) -> tuple[bool, str, str]:

@@ -85,31 +85,31 @@ _TABLE: dict[str, dict[str, str]] = {
         "1000000000000": "TB terabyte terabytes",
         "1/8": "bit bits",
     },
-    "newton": {"1": "N newton newtons", "1000": "kN"},
-    "joule": {
-        "1": "J joule joules",
-        "1000": "kJ kilojoule kilojoules",
-        "3600000": "kWh",
-    },
+    "g m s^-2": {"1000": "N newton newtons", "1000000": "kN"},
+    "g m^2 s^-2": {"1000": "J joule joules", "1000000": "kJ kilojoule kilojoules", "3600000000": "kWh"},
     "calorie": {"1": "cal calorie calories", "1000": "kcal kilocalorie kilocalories"},
-    "watt": {"1": "W watt watts", "1000": "kW kilowatt kilowatts", "1000000": "MW megawatt megawatts"},
-    "pascal": {"1": "Pa pascal pascals", "1000": "kPa"},
-    "volt": {"1": "V volt volts", "1000": "kV", "1/1000": "mV"},
+    "g m^2 s^-3": {"1000": "W watt watts", "1000000": "kW kilowatt kilowatts", "1000000000": "MW megawatt megawatts"},
+    "g m^-1 s^-2": {"1000": "Pa pascal pascals", "1000000": "kPa"},
+    "g m^2 s^-3 ampere^-1": {"1000": "V volt volts", "1000000": "kV", "1": "mV"},
     "ampere": {"1": "A amp amps ampere amperes", "1/1000": "mA"},
-    "ohm": {"1": "Ω ohm ohms"},
+    "ampere s": {"1": "C coulomb coulombs", "1/1000": "mC", "1/1000000": "µC μC"},
+    "g m^2 s^-3 ampere^-2": {"1000": "Ω ohm ohms"},
     "mol": {"1": "mol mole moles"},
 }
 _LETTERS = frozenset("mshgCFKJLNVWAB")  # single letters are units in this case only
 _FILLERS = frozenset(
     [
         *("a", "an", "the", "of", "in", "total", "altogether", "each", "long", "tall", "wide", "high", "deep", "old"),
-        *("away", "left", "more", "apart"),
+        *("away", "left", "more", "apart", "thick", "all"),
     ]
 )
+_CURRENCIES = frozenset(["dollar", "euro", "sterling", "rupee", "yen", "yuan"])
+_RATE = re.compile(r"\s*(?:/|\b(?:per|an?|each|every)\b).*")  # behind a price
 _DEGREES = re.compile(r"(?i)(?:°|\bdeg(?:ree)?s?\.?)\s*(C|F|celsius|centigrade|fahrenheit)\b")
 _POWER_WORDS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _TOKEN = re.compile(
-    r"(?P<over>/|\bper\b)|(?P<name>°?[A-Za-zµμΩ]+|[°$€£¥₹¢])\.?(?:\^?\{?(?P<power>-?[1-9])\}?|(?P<super>[²³]))?"
+    r"(?P<over>/|\bper\b|(?<=\w )(?<!of )an?(?= ))"
+    r"|(?P<name>°?[A-Za-zµμΩ]+|[°$€£¥₹¢])\.?(?:\^?\{?(?P<power>-?[1-9])\}?|(?P<super>[²³]))?"
 )
 
 
@@ -133,19 +133,40 @@ def meanings(text: str | None) -> tuple[Unit, ...]:
 
 def compare(value: Fraction, unit: str | None, *, other: Fraction, other_unit: str | None) -> bool | None:
     """Whether two quantities are equal; None if a unit is missing or not known, so that values alone count."""
+    found = ratios(other_unit, unit)
+    return None if found is None else any(_is_close(value, other * ratio) for ratio in found)
+
+
+def ratios(unit: str | None, other: str | None) -> list[Fraction] | None:
+    """What a unit can be in terms of another: 1/60 for minutes in hours, nothing for units of different kinds.
+
+    None if a unit is not known. A price may lack its rate: `$` is `$ a day`, and `$ per hour` is not `$ per minute`.
+    """
     known = meanings(unit)
-    others = meanings(other_unit)
+    others = meanings(other)
+    if _is_price(known) != _is_price(others):
+        prices = [meanings(_RATE.sub("", text or "")) for text in (unit, other)]
+        if all(map(_is_price, prices)):
+            known = prices[0]
+            others = prices[1]
     if not known or not others:
         return None
-    return any(
-        one.powers == another.powers and _is_close(value * one.factor, other * another.factor)
-        for one, another in itertools.product(known, others)
-    )
+    pairs = itertools.product(known, others)
+    return [one.factor / another.factor for one, another in pairs if one.powers == another.powers]
+
+
+def _is_price(found: tuple[Unit, ...]) -> bool:
+    return any(len(one.powers) == 1 and one.powers[0][0] in _CURRENCIES for one in found)
 
 
 def are_compatible(unit: str | None, other: str | None) -> bool:
     """Whether the units are the same, or one of them is missing or not known."""
     return compare(Fraction(1), unit, other=Fraction(1), other_unit=other) is not False
+
+
+def is_inch(rest: str) -> bool:
+    """Whether `in` is a length, given what follows it: `18 in total` and `18 in profit` are none."""
+    return re.match(r"\.?\s*(?:$|[^\s\w]|(?:long|tall|wide|high|deep|thick|apart)\b)", rest) is not None
 
 
 def _is_close(one: Fraction, other: Fraction) -> bool:
@@ -161,8 +182,7 @@ def _meanings(text: str) -> tuple[Unit, ...]:
     factors: list[list[tuple[Unit, int]]] = []  # the meanings of each name, with its power
     sign = 1
     ahead = 0  # power of the name that follows `square` or `cubic`
-    tokens = list(_TOKEN.finditer(text))
-    for match in tokens:
+    for match in _TOKEN.finditer(text):
         if match["over"]:
             sign = -1
             continue
@@ -174,7 +194,7 @@ def _meanings(text: str) -> tuple[Unit, ...]:
             else:
                 ahead = power
             continue
-        if name.lower() in _FILLERS and not (name == "in" and match is tokens[-1]):  # `18 in total` is no length
+        if name != "A" and name.lower() in _FILLERS and not (name == "in" and is_inch(text[match.end() :])):
             continue
         found = _names().get(name) or (_names().get(name.lower()) if len(name) > 1 else None)
         if found is None or (len(name) == 1 and name.isalpha() and name not in _LETTERS | set("lΩ")):

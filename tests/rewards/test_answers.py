@@ -146,6 +146,10 @@ def test_right_answers_have_full_marks_and_wrong_ones_none(answer, right, wrong,
         ("1/2", "it is 1/2", "it is 2"),
         ("1e-05", "0.00001", "0.00002"),
         ("-3", "x = -3", "5-3"),
+        ("−3", "x = −3", "3"),
+        ("2.5 million", "so 2.5 million", "so 2.5"),
+        ("2500000", "so 2.5 million people", "so 2.5 thousand people"),
+        ("5000", "so 5k", "so 5"),
     ],
 )
 def test_the_last_number_is_compared_with_numbers_in_any_notation(answer, right, wrong):
@@ -153,6 +157,7 @@ def test_the_last_number_is_compared_with_numbers_in_any_notation(answer, right,
     assert (last_number(prompt, right), last_number(prompt, wrong)) == (1.0, 0.0)
 
 
-def test_the_last_number_names_a_reference_without_one():
-    with pytest.raises(ValueError, match=r"last_number needs a number as the reference answer, got 'Paris'"):
-        last_number(Prompt(text="", answer="Paris"), "7")
+@pytest.mark.parametrize("answer", ["Paris", "2 hours 30 minutes"])
+def test_the_last_number_names_a_reference_without_one(answer):
+    with pytest.raises(ValueError, match=rf"last_number needs a number as the reference answer, got '{answer}'"):
+        last_number(Prompt(text="", answer=answer), "30")
