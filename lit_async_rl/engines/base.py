@@ -177,6 +177,11 @@ class RolloutEngine(ABC):
         """
         return []
 
+    @property
+    def starting(self) -> str:
+        """Progress of `setup`, for the notice of a long one."""
+        return "it loads the model, and may compile"
+
     def outside_work(self) -> Work | None:
         """Running calls outside of the engine that delay tokens, such as calls of an environment; None without any."""
         return None
@@ -357,6 +362,10 @@ class EngineWrapper(RolloutEngine):
 
     def take_lost(self) -> list[tuple[int, int]]:
         return self.engine.take_lost()
+
+    @property
+    def starting(self) -> str:
+        return self.engine.starting
 
     def outside_work(self) -> Work | None:
         return self.engine.outside_work()

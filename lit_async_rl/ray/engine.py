@@ -248,6 +248,22 @@ class RayEngine(EngineWrapper):
             return self._can_probe and self._probe is None and any(entry.may_prove for entry in self._entries)
 
     @property
+    def starting(self) -> str:
+        with self._lock:
+            num = sum(entry.state in (State.LOADING, State.READY) for entry in self._entries)
+        return f"{num} of {self.min_replicas} replicas are there; each loads the model, and {self._room()}"
+
+    def _room(self) -> str:
+        """Needs of a replica, and what the cluster has of that, for messages."""
+        try:
+            has = self._ray.cluster_resources()
+            free = self._ray.available_resources()
+        except Exception:  # Ray is not there yet, or not any more
+            return f"needs {self._resources}"
+        parts = [f"{name} {has.get(name, 0):g} ({free.get(name, 0):g} free)" for name in self._resources.by_name]
+        return f"needs {self._resources}, where the cluster has {', '.join(parts) or 'enough'}"
+
+    @property
     def num_ready(self) -> int:
         """Replicas that requests go to."""
         with self._lock:
@@ -302,8 +318,7 @@ class RayEngine(EngineWrapper):
             if clock.now() > deadline:
                 raise StalledError(
                     f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
-                    f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._resources}, and of that the "
-                    f"cluster has {self._ray.cluster_resources()} in all"
+                    f"startup_timeout_s={self.startup_timeout_s:g}: each {self._room()}"
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if entry.place)
         dtype = getattr(torch, self.dtype, None)

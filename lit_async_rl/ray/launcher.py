@@ -34,7 +34,6 @@ from lit_async_rl.ray.residence import end_replicas, names_with, prefix_of
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
-from lit_async_rl.utils.waiting import announced
 
 PAUSE_S = 0.2
 HOLD_S = 1.0  # how long a line of another rank waits for the same one of rank 0
@@ -145,7 +144,7 @@ class _Run:
         """Ray is there: a cluster, or one on this machine for the run."""
         with (
             _variables_set(OF_RAY_TRAIN | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
-            self._cluster.connected() as ray,
+            self._cluster.connected(uses_gpus=self._uses_gpus) as ray,
         ):
             self._ray = ray
             self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
@@ -181,7 +180,8 @@ class _Run:
 
     def until_the_end(self, received: list[int]) -> Outcome:
         """Starts the ranks and returns when they have ended; a second Ctrl-C ends them at once."""
-        resources = self._await_room(received)
+        has_gpus = self._uses_gpus and self._ray.cluster_resources().get("GPU", 0) > 0
+        resources = self._cluster.rank_resources(has_gpus=has_gpus)
         storage = tempfile.mkdtemp(prefix=".ray-", dir=None if self._is_local else os.getcwd())
         thread = threading.Thread(target=self._fit, args=(resources, storage), name="ray-train", daemon=True)
         thread.start()
@@ -201,29 +201,6 @@ class _Run:
         finally:
             shutil.rmtree(storage, ignore_errors=True)
         return self._outcome(ended)
-
-    def _await_room(self, received: list[int]) -> dict[str, float]:
-        """Resources of a rank, once the cluster has enough for all.
-
-        Raises:
-            SetupError: it has not, and no node has come within `cluster.start_timeout_s`.
-        """
-        ranks = self._cluster.trainer_ranks
-        ends_at = time.monotonic() + (0.0 if self._is_local else self._cluster.start_timeout_s)
-        with announced(f"room on the Ray cluster for cluster.trainer_ranks={ranks}"):
-            while True:
-                has = self._ray.cluster_resources()
-                needs = self._cluster.rank_resources(has_gpus=self._uses_gpus and has.get("GPU", 0) > 0)
-                short = [name for name, amount in needs.items() if ranks * amount > has.get(name, 0) + 1e-9]
-                if not short or received:
-                    return needs
-                if time.monotonic() >= ends_at:
-                    name = short[0]
-                    raise SetupError(
-                        f"cluster.trainer_ranks={ranks} with {needs[name]:g} {name} each need {ranks * needs[name]:g}, "
-                        f"and the cluster has {has.get(name, 0):g}: set cluster.trainer_resources, or add nodes"
-                    )
-                time.sleep(PAUSE_S)
 
     def _fit(self, resources: dict[str, float], storage: str) -> None:
         """Ray Train's part, in a thread: it waits where no signal would be handled."""
