@@ -38,8 +38,8 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.losses import PPOClip
-from lit_async_rl.prompts.sources import Records
 from lit_async_rl.models import loading
+from lit_async_rl.prompts.sources import Records
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.dry_run import print_dry_run
 from lit_async_rl.ray.rank import Place

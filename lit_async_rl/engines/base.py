@@ -47,6 +47,7 @@ class RolloutEngine(ABC):
         dtype: precision of weights and computation; determines the expected error of log-probabilities.
         uses_probe: whether the trainer must set `probe` before the first `load_weights`, and when `needs_probe`.
         needs_probe: whether the log-probabilities of the present weights are asked for: then `take_probe`.
+        held_s: seconds in which `load_weights` waited for the slowest of several replicas.
         sleep_level: 0 if `sleep` does nothing.
         needs_weights: whether the weights were freed, so that `load_weights` must come before the next token.
         probe: log-probabilities computed by the trainer, for engines that check their own; None if it cannot.
@@ -72,6 +73,7 @@ class RolloutEngine(ABC):
     uses_probe: bool = False
     needs_probe: bool = False
     needs_weights: bool = False
+    held_s: float = 0.0
     sleep_level: int = 0
     probe: Probe | None = None
     is_used: bool = False
@@ -366,6 +368,10 @@ class EngineWrapper(RolloutEngine):
     @property
     def starting(self) -> str:
         return self.engine.starting
+
+    @property
+    def held_s(self) -> float:  # type: ignore[override]
+        return self.engine.held_s
 
     def outside_work(self) -> Work | None:
         return self.engine.outside_work()

@@ -183,7 +183,7 @@ class RayCluster:
         max_failures: how often the ranks start again, from the run's newest checkpoint, after one of them was killed,
             lost its machine, or hung; -1 is without limit. A mistake (a setting out of range, a reward that raises)
             would come again, and ends the run at once.
-        start_timeout_s: limit of the wait for room on the cluster, at the start and, for the ranks, after a failure, and
+        start_timeout_s: limit of the wait for room on the cluster, at the start, and for the ranks after a failure, and
             of the time in which no actor for rewards or environments is there while one is needed.
         dry_run: says what would be placed where, and whether the cluster can hold it, and does not train.
 

@@ -1,4 +1,4 @@
-"""Room on a cluster: what it lacks, and what it would place where (`cluster.dry_run`). Ray is asked for its nodes only."""
+"""Room on a cluster: what it lacks, and what Ray would place where. Ray is asked for its nodes only."""
 
 from __future__ import annotations
 

@@ -137,6 +137,7 @@ class _Run:
         self._ray: Any = None
         self._coordinator: Any = None
         self._is_local = True
+        self._told: set[int] = set()  # starts of the ranks of which a line has said how they ended
         self._error: BaseException | None = None
 
     @contextlib.contextmanager
@@ -246,6 +247,11 @@ class _Run:
     def _show(self, is_last: bool = False) -> list[Ended]:
         said, ended = self._ask("take")
         self._screen.show(said, is_last=is_last)
+        for one in ended:
+            if not one.is_final and one.attempt not in self._told:  # the others of its start follow from the first
+                self._told.add(one.attempt)
+                limit = f"cluster.max_failures={self._cluster.max_failures}"
+                log.warning("%s; all ranks start again, if %s allows it", describe_end(one, has_lines=False), limit)
         return list(ended)
 
     def _outcome(self, ended: list[Ended]) -> Outcome:
