@@ -521,14 +521,16 @@ class BottleneckVerdict(pl.Callback):
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
         if stats is None:
             return NO_TIME
-        syncs = [c.total_s for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
+        syncs = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
+        held_s = sum(sync.held_s for sync in syncs)
         now = Intervals(
             wall_s=time.monotonic(),
-            wait_s=stats.wait_s,
-            sync_s=sum(syncs),
+            wait_s=stats.wait_s + held_s,
+            sync_s=sum(sync.total_s for sync in syncs),
             engine_busy_s=stats.engine_busy_s,
             scoring_s=stats.scoring_s,
             cpu_s=time.process_time(),
+            held_s=held_s,
         )
         return now - self._left_out
 

@@ -88,13 +88,15 @@ class ReplicaScaling(pl.Callback):
             return
         engine = self._engine(trainer)
         pl_module.log("perf/replicas", float(engine.replicas), rank_zero_only=True)
-        syncs = [one.total_s for one in trainer.callbacks if isinstance(one, WeightSync)]  # type: ignore[attr-defined]
+        syncs = [one for one in trainer.callbacks if isinstance(one, WeightSync)]  # type: ignore[attr-defined]
+        held_s = sum(sync.held_s for sync in syncs)
         now = Intervals(
             wall_s=time.monotonic(),
-            wait_s=stats.wait_s,
-            sync_s=sum(syncs),
+            wait_s=stats.wait_s + held_s,
+            sync_s=sum(sync.total_s for sync in syncs),
             engine_busy_s=stats.engine_busy_s,
             scoring_s=stats.scoring_s,
+            held_s=held_s,
         )
         if self._began is None or engine.num_ready != engine.replicas:  # the number is constant within a window
             self._began = now

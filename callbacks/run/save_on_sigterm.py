@@ -56,7 +56,7 @@ class SaveOnSigterm(Checkpoint):
 
     def __init__(self) -> None:
         self.path: str | None = None
-        self._folder: Path | None = None  # None before training
+        self._folder: Path | None = None  # None before training, while the engine starts
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Installs the handler of SIGHUP, unless the signal is ignored or has a handler."""
@@ -68,11 +68,9 @@ class SaveOnSigterm(Checkpoint):
         if is_free and threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             signal.signal(signal.SIGHUP, _HangupHandler(_own_log_folder(trainer)))
 
-    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._folder = checkpoint_folder(trainer)  # a collective, which a signal handler could not call
-
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self.path = None
+        self._folder = checkpoint_folder(trainer)  # a collective, which a signal handler could not call
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Exits on SIGTERM during validation, where Lightning would handle it only after the batch."""

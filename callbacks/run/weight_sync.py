@@ -37,6 +37,7 @@ class WeightSync(pl.Callback):
     Attributes:
         weight_sync_steps: optimizer steps between publications, from the data module.
         total_s: seconds spent publishing since training began.
+        held_s: seconds beside these in which a publication waited for the slowest of several replicas.
 
     Raises:
         ValueError: settings of module, data module and trainer contradict each other.
@@ -45,6 +46,7 @@ class WeightSync(pl.Callback):
     def __init__(self) -> None:
         self.weight_sync_steps = 1
         self.total_s = 0.0
+        self.held_s = 0.0
         self._published_step: int | None = None  # None before training
         self._steps_before = 0  # of a resumed run: steps from the last publication to the checkpoint
         self._published_weights: dict[str, int] = {}  # frozen weights that the engine has already
@@ -137,6 +139,7 @@ class WeightSync(pl.Callback):
         data = rollout_data(trainer, "WeightSync")
         self._published_step = trainer.global_step - self._steps_before
         self.total_s = 0.0
+        self.held_s = 0.0
         self._published_weights = {}
         self._publish(module, data, is_first=True)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
@@ -162,6 +165,7 @@ class WeightSync(pl.Callback):
         module = policy_module(pl_module, "WeightSync")
         data = rollout_data(trainer, "WeightSync")
         began = time.monotonic()
+        held_before = data.engine.held_s
         # over all ranks, because one may hold a shard without gradients, and publishing is a collective
         if data.feed.ranks.any(module.take_updated()):
             module.version += 1
@@ -170,10 +174,14 @@ class WeightSync(pl.Callback):
             self._publish(module, data)  # the same weights again: sleep level 2 dropped the engine's copy
         # after the publication: slots returned earlier would admit groups that the old weights sample
         data.feed.advance(module.version)
-        seconds = time.monotonic() - began
+        held_s = data.engine.held_s - held_before
+        seconds = time.monotonic() - began - held_s
+        self.held_s += held_s
         self.total_s += seconds
         lane = recorder().lane(TRAINER)
-        lane.add("publish", began, seconds, ("publish", module.version), version=module.version)
+        if held_s:
+            lane.add("wait", began, held_s)
+        lane.add("publish", began + held_s, seconds, ("publish", module.version), version=module.version)
         return seconds
 
     def _publish(self, module: PolicyModule, data: RolloutDataModule, is_first: bool = False) -> None:

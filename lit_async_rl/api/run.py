@@ -38,6 +38,7 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.losses import PPOClip
+from lit_async_rl.models import loading
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.dry_run import print_dry_run
@@ -327,6 +328,8 @@ def _fit_in_ranks(given: Given, cluster: RayCluster) -> Trainer:
     """Trains in processes that Ray places; the Trainer here has run nothing, and gets what they end with."""
     from lit_async_rl.ray.launcher import launch  # imports ray
 
+    name = given.model.model if isinstance(given.model, PolicyModule) else str(given.model)
+    loading.load_config(name)  # a wrong path is said before Ray and the ranks start
     with CtrlC():
         outcome = launch(cluster, partial(_fit_in_rank, given), uses_gpus=uses_gpus(given.settings.get("accelerator")))
     if outcome.status == CTRL_C_STATUS and is_interactive():
@@ -396,9 +399,13 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
 def _validate(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> None:
     try:
         trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
-    except SIGTERMException:  # while the validation was set up; it is a `SystemExit` with status 0
-        number = signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM
-        raise SystemExit(128 + number) from None
+    except SIGTERMException:  # while the validation was set up
+        raise SystemExit(_signal_status()) from None
+
+
+def _signal_status() -> int:
+    """Exit status after the signal that has ended a run; Lightning's exception would end it with 0."""
+    return 128 + (signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM)
 
 
 def _fit_until_stopped(
@@ -411,7 +418,7 @@ def _fit_until_stopped(
         log.debug("check_last_is_saved reports it, after the summary")
     except SIGTERMException:
         if not any(saver.path for saver in savers):
-            raise
+            raise SystemExit(_signal_status()) from None
     stopped_at = next((saver.path for saver in savers if saver.path), None)
     is_there = stopped_at is None or "://" in stopped_at or Path(stopped_at).exists()
     return stopped_at if is_there else ""

@@ -51,6 +51,7 @@ from lit_async_rl.cli.model_card import push, write_card
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model
+from lit_async_rl.models.loading import load_config
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
@@ -326,6 +327,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
             print_dry_run(cli.cluster, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
             return
         if cli.places_ranks and cli.cluster is not None:
+            load_config(cli.config["model"]["model"])  # a wrong path is said before Ray and the ranks start
             from lit_async_rl.ray.launcher import launch  # imports ray
 
             job = partial(_train_in_rank, list(sys.argv[1:] if args is None else args))

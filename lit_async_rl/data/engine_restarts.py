@@ -10,8 +10,9 @@ import gc
 import logging
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class ReplaceableEngine:
         engine: not set up.
         model: argument of its `setup`.
         limits: replacements in a row, without a completion and a step in between, and timeout of calls.
+        should_stop: whether the run is asked to stop, which ends waits for a start or for weights.
 
     Attributes:
         engine: the one in use.
@@ -48,7 +50,9 @@ class ReplaceableEngine:
         last_error: why the last one was replaced; empty if none was.
     """
 
-    def __init__(self, engine: RolloutEngine, model: str | None, limits: Limits) -> None:
+    def __init__(
+        self, engine: RolloutEngine, model: str | None, limits: Limits, should_stop: Callable[[], bool]
+    ) -> None:
         self.engine = engine
         self.model = model
         self.max_restarts = limits.engine_restarts
@@ -56,6 +60,7 @@ class ReplaceableEngine:
         self.last_error = ""
         self._is_set_up = False
         self._timeout_s = limits.rollout_timeout_s
+        self._should_stop = should_stop
         self._restarts_in_a_row = 0
         self._recent_restarts: deque[int] = deque(maxlen=RESTARTS_TO_WARN)  # number of steps before each
         self._num_steps = 0
@@ -63,7 +68,11 @@ class ReplaceableEngine:
     @property
     def calls(self) -> EngineCalls:
         """Calls of the engine, with timeouts."""
-        return EngineCalls(self.engine, self._timeout_s)
+        return EngineCalls(self.engine, self._timeout_s, check=self._check_stop)
+
+    def _check_stop(self) -> None:
+        if self._should_stop():
+            raise SIGTERMException
 
     def set_up(self) -> None:
         """Sets the engine up, unless it is."""
@@ -75,7 +84,7 @@ class ReplaceableEngine:
         if self.model is None:
             raise SetupError("data.model is not set")
         self.engine.is_used = True
-        with announced(f"{calls.name} to start: it loads the model, and may compile"):
+        with announced(lambda: f"{calls.name} to start: {self.engine.starting}"):
             calls.setup(base_of(self.model))  # weights come with the first publication, an adapter's changes among them
 
     @property
@@ -119,6 +128,8 @@ class ReplaceableEngine:
             calls = self.calls
             self._set_up(calls)
             calls.load_weights(producer.version, weights)
+        except SIGTERMException:  # before the next step all ranks learn of it, and the run is saved as it is
+            return
         except Exception as failure:
             producer.listener.engine_error = failure
             log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)

@@ -235,6 +235,7 @@ class RolloutDataModule(pl.LightningDataModule):
             streams=self.stream_groups,
             replay=self.replay,
             limits=self.limits,
+            should_stop=lambda: self.is_asked_to_stop or bool(self.trainer and self.trainer.received_sigterm),
         )
         self.feed = RolloutFeed(self._source, self.micro_batches_per_step)
 

@@ -214,6 +214,7 @@ class RolloutSource:
         streams: whether to return each micro-batch as soon as its groups are finished.
         replay: supplies the groups that are not fresh; None if all are.
         limits: restarts of the engine, and timeout of its calls.
+        should_stop: whether the run is asked to stop, which ends the wait for an engine.
 
     Attributes:
         groups: of the current step; when groups are streamed, those received so far.
@@ -234,6 +235,7 @@ class RolloutSource:
         streams: bool,
         replay: ReplayBuffer | None,
         limits: Limits,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.admission = admission
         self.replay = replay
@@ -245,7 +247,7 @@ class RolloutSource:
         self.streams = streams
         self.groups: Sequence[RolloutGroup] = ()
         self._make_producer = make_producer
-        self._holder = ReplaceableEngine(engine, model, limits)
+        self._holder = ReplaceableEngine(engine, model, limits, should_stop=should_stop)
         self._producer: Producer | Replay | None = None
         self._saved: dict[str, Any] = {}  # state of the run that this one resumes
         self._step_began = -1  # the step whose groups were handed out last

@@ -47,6 +47,7 @@ class RolloutEngine(ABC):
         dtype: precision of weights and computation; determines the expected error of log-probabilities.
         uses_probe: whether the trainer must set `probe` before the first `load_weights`, and when `needs_probe`.
         needs_probe: whether the log-probabilities of the present weights are asked for: then `take_probe`.
+        held_s: seconds in which `load_weights` waited for the slowest of several replicas.
         sleep_level: 0 if `sleep` does nothing.
         needs_weights: whether the weights were freed, so that `load_weights` must come before the next token.
         probe: log-probabilities computed by the trainer, for engines that check their own; None if it cannot.
@@ -72,6 +73,7 @@ class RolloutEngine(ABC):
     uses_probe: bool = False
     needs_probe: bool = False
     needs_weights: bool = False
+    held_s: float = 0.0
     sleep_level: int = 0
     probe: Probe | None = None
     is_used: bool = False
@@ -176,6 +178,11 @@ class RolloutEngine(ABC):
         The producer's thread calls this after each `poll`.
         """
         return []
+
+    @property
+    def starting(self) -> str:
+        """Progress of `setup`, for the notice of a long one."""
+        return "it loads the model, and may compile"
 
     def outside_work(self) -> Work | None:
         """Running calls outside of the engine that delay tokens, such as calls of an environment; None without any."""
@@ -357,6 +364,14 @@ class EngineWrapper(RolloutEngine):
 
     def take_lost(self) -> list[tuple[int, int]]:
         return self.engine.take_lost()
+
+    @property
+    def starting(self) -> str:
+        return self.engine.starting
+
+    @property
+    def held_s(self) -> float:  # type: ignore[override]
+        return self.engine.held_s
 
     def outside_work(self) -> Work | None:
         return self.engine.outside_work()

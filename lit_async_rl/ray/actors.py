@@ -11,12 +11,13 @@ from typing import Any
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.own_process import from_json
 from lit_async_rl.errors import EngineError
+from lit_async_rl.ray.logs import tail
 from lit_async_rl.ray.residence import Residence
 
 LOG_LINES = 12
 RETRY_S = 0.3  # between two tries to start an actor that Ray is bringing back
 REFUSED_S = 5.0  # within which Ray refuses a call of such an actor
-LOG_S = 3.0  # to read the log of a process on another node
+LOG_S = 10.0  # to read the log of a process on another node, where Ray starts one for it
 log = logging.getLogger(__name__)
 
 
@@ -101,8 +102,6 @@ def log_of(ray: Any, place: Mapping[str, Any]) -> str:
     """
     if not place:
         return ""
-    from lit_async_rl.ray.replica import tail
-
     paths = list(place["logs"])
     is_here = place["node"] == ray.get_runtime_context().get_node_id()
     text = tail(paths, LOG_LINES) if is_here else _remote_log(ray, place["node"], paths)
@@ -129,8 +128,6 @@ def warn_with_log(ray: Any, text: str, place: Mapping[str, Any]) -> None:
 
 def _remote_log(ray: Any, node: str, paths: Sequence[str]) -> str:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from lit_async_rl.ray.replica import tail
 
     try:
         there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,8 +183,8 @@ class RayCluster:
         max_failures: how often the ranks start again, from the run's newest checkpoint, after one of them was killed,
             lost its machine, or hung; -1 is without limit. A mistake (a setting out of range, a reward that raises)
             would come again, and ends the run at once.
-        start_timeout_s: limit of the wait for the resources of the ranks, at the start and after a failure, and of the
-            time in which no actor for rewards or environments is there while one is needed.
+        start_timeout_s: limit of the wait for room on the cluster, at the start, and for the ranks after a failure, and
+            of the time in which no actor for rewards or environments is there while one is needed.
         dry_run: says what would be placed where, and whether the cluster can hold it, and does not train.
 
     Raises:
@@ -207,7 +208,7 @@ class RayCluster:
         check_range("cluster", "integer >= -1", max_failures=max_failures)
         check_range("cluster", "positive", start_timeout_s=start_timeout_s)
         _check_resources("cluster.trainer_resources", trainer_resources)
-        if address is not None and "://" in address:
+        if address is not None and address != "auto" and ("://" in address or not re.search(r".:\d+$", address)):
             raise ValueError(
                 f"cluster.address must be auto or HOST:PORT, got {address!r}: start the command on a node of the "
                 "cluster, or with `ray job submit`; Ray Client is not supported"
@@ -249,11 +250,16 @@ class RayCluster:
         check_kept(keeps, self.address, owner="cluster.engines", address_setting="cluster.address")
 
     @contextmanager
-    def connected(self) -> Iterator[Any]:
+    def connected(self, *, awaits_room: bool = True, uses_gpus: bool = False) -> Iterator[Any]:
         """Context with the module `ray`, connected to the cluster; what it starts on this machine, it ends.
 
+        Args:
+            awaits_room: whether to wait until the cluster can hold what a run begins with.
+            uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
+
         Raises:
-            SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
+            SetupError: Ray is not installed or not reachable, a node asks for no token that other machines reach, or
+                there is no room.
         """
         self.check()
         num_ranks = self.trainer_ranks if self.places_ranks else 0
@@ -262,6 +268,10 @@ class RayCluster:
         num_cpus += sum(pool.actors * pool.needs.num_cpus for pool in (self.rewards, self.environments) if pool)
         ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
         try:
+            if awaits_room:
+                from lit_async_rl.ray.dry_run import await_room
+
+                await_room(ray, self, uses_gpus=uses_gpus)
             yield ray
         finally:
             runtime.release(self)

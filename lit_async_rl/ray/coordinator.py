@@ -80,10 +80,15 @@ class Coordinator:
 
     # -- from the ranks -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> tuple[int, str | None]:
-        """Called by rank 0 of a new group: (number of the attempt, folder of the run's checkpoints)."""
+    def begin(self) -> tuple[int, str | None, bool]:
+        """Called by rank 0 of a new group.
+
+        Returns:
+            Number of the attempt, folder of the run's checkpoints, and whether a rank of the attempt before has told
+            how it ended.
+        """
         self._attempt += 1
-        return self._attempt, self._folder
+        return self._attempt, self._folder, any(ended.attempt == self._attempt - 1 for ended in self._ended)
 
     def started(self, rank: int, pid: int) -> None:
         """Notes the process of a rank."""

@@ -1,16 +1,21 @@
-"""What a cluster would place where, without training: `cluster.dry_run`. Ray is asked for its nodes only."""
+"""Room on a cluster: what it lacks, and what Ray would place where. Ray is asked for its nodes only."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.security import is_loopback
+from lit_async_rl.utils.waiting import announced
 
 ROUNDING = 1e-9
+PAUSE_S = 0.2  # between two looks at the nodes
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,12 @@ class Node:
 
     def has_room(self, needs: Mapping[str, float]) -> bool:
         """Whether one more process fits."""
-        return all(self.left.get(name, 0.0) + ROUNDING >= amount for name, amount in needs.items())
+        return self.room_for(needs) >= 1
+
+    def room_for(self, needs: Mapping[str, float]) -> float:
+        """How many more processes fit."""
+        rooms = [(self.left.get(name, 0.0) + ROUNDING) // amount for name, amount in needs.items() if amount]
+        return min(rooms, default=math.inf)
 
     def take(self, role: Role) -> None:
         """Gives a process of the role its resources."""
@@ -54,23 +64,85 @@ class Node:
         self.held[role.setting] += 1
 
 
-def roles_of(cluster: RayCluster, has_gpus: bool) -> list[Role]:
+def roles_of(cluster: RayCluster, has_gpus: bool, *, at_least: bool = False) -> list[Role]:
     """What Ray would place.
 
     Args:
         cluster: as it was configured.
         has_gpus: whether the trainer may use GPUs, and the cluster has some.
+        at_least: only as many engines as a run begins with.
     """
     roles = []
     if cluster.places_ranks:
         needs = {name: one for name, one in cluster.rank_resources(has_gpus=has_gpus).items() if one}
         roles.append(Role("cluster.trainer_ranks", cluster.trainer_ranks, needs, is_packed=True))
     if cluster.has_replicas:
-        roles.append(Role("cluster.engines.replicas", cluster.engines.replicas, cluster.engines.needs.by_name))
+        engines = cluster.engines
+        is_fewer = at_least and engines.least < engines.replicas
+        setting, number = ("min", engines.least) if is_fewer else ("replicas", engines.replicas)
+        roles.append(Role(f"cluster.engines.{setting}", number, engines.needs.by_name))
     for name in ("rewards", "environments"):
         if (pool := getattr(cluster, name)) is not None:
             roles.append(Role(f"cluster.{name}.actors", pool.actors, pool.needs.by_name))
     return roles
+
+
+def find_lack(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
+    """Why nodes cannot hold the roles however they are placed, even if nothing else runs there; empty if they may."""
+    for role in roles:
+        room = sum(node.room_for(role.needs) for node in nodes)
+        if room < role.number:
+            needed = _listed({name: role.number * amount for name, amount in role.needs.items()})
+            return (
+                f"{role.setting}={role.number} with {role.each} each need {needed}, and the cluster has "
+                f"{_total(role.needs, nodes)} on {_nodes(len(nodes))}: there is room for {room:g}"
+            )
+    needed = Counter[str]()
+    for role in roles:
+        needed.update({name: role.number * amount for name, amount in role.needs.items()})
+    if any(sum(node.left.get(name, 0.0) for node in nodes) + ROUNDING < amount for name, amount in needed.items()):
+        settings = ", ".join(f"{role.setting}={role.number} with {role.each} each" for role in roles)
+        return f"{settings} need {_listed(needed)} together, and the cluster has {_total(needed, nodes)}"
+    return ""
+
+
+def _total(names: Iterable[str], nodes: Sequence[Node]) -> str:
+    return _listed({name: sum(node.left.get(name, 0.0) for node in nodes) for name in names})
+
+
+def nodes_of(ray: Any) -> list[Node]:
+    """The machines of a cluster that are there, with all that they have."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})", dict(node["Resources"])) for node in alive]
+
+
+def await_room(ray: Any, cluster: RayCluster, *, uses_gpus: bool) -> None:
+    """Waits until a cluster has enough for a run to begin, which others may use at the moment.
+
+    Nobody waits on this machine alone, where no node joins.
+
+    Args:
+        ray: the module, connected.
+        cluster: as it was configured.
+        uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
+
+    Raises:
+        SetupError: it has not, and no node has come within `cluster.start_timeout_s`; names setting and numbers.
+    """
+    began = time.monotonic()
+    lack = ""
+    with announced(lambda: f"room on the Ray cluster: {lack}"):
+        while True:
+            nodes = nodes_of(ray)
+            has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)
+            lack = find_lack(roles_of(cluster, has_gpus=has_gpus, at_least=True), nodes)
+            if not lack:
+                return
+            is_local = all(is_loopback(node.name.split()[0]) for node in nodes)
+            if is_local or time.monotonic() - began >= cluster.start_timeout_s:
+                waited = "" if is_local else f", after cluster.start_timeout_s={cluster.start_timeout_s:g}"
+                raise SetupError(f"{lack}{waited}. Set fewer, or less for each (resources), or add nodes")
+            time.sleep(PAUSE_S)
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
@@ -137,10 +209,9 @@ def print_dry_run(cluster: RayCluster, *, uses_gpus: bool) -> None:
     if not roles_of(cluster, has_gpus=False):
         print("dry run: Ray would place nothing; trainer, engine, rewards and environments are in one process")
         return
-    with cluster.connected() as ray:
-        found = [node for node in ray.nodes() if node["Alive"]]
+    with cluster.connected(awaits_room=False) as ray:
+        nodes = nodes_of(ray)
         used = _used(ray)
-    nodes = [Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})", dict(node["Resources"])) for node in found]
     has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)
     roles = roles_of(cluster, has_gpus=has_gpus)
     place(roles, nodes)

@@ -78,6 +78,7 @@ from lit_async_rl.ray.tenancy import BUSY_S, LEASE_RULE, RENEW_S, TakenOver
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import LimitedLog
 from lit_async_rl.utils.waiting import clock
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
@@ -85,6 +86,8 @@ MAX_LOSSES = 5  # of replicas in a row that had one request
 NUM_GOOD = 1000
 TAKE_S = 0.5  # a replica that has nothing finished answers after it
 LOOK_S = 0.1  # between two looks at all replicas
+SILENT_S = 5.0  # without an answer, after which a line names a replica
+IDLE_S = 30.0  # the same without a token, which may be due to long prompts, or to large weights
 STILL_S = 3.0
 log = logging.getLogger(__name__)
 
@@ -134,6 +137,8 @@ class RayEngine(EngineWrapper):
             gives no token for so long, counts as hung and is replaced.
         startup_timeout_s: of the inner engine; also the longest time without any replica.
         num_lost: replicas lost so far.
+        held_s: seconds in which the trainer waited for some replicas to take weights that others had, or that did not
+            answer.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot be a replica.
@@ -141,6 +146,7 @@ class RayEngine(EngineWrapper):
 
     takes_changes = True
     records_spans = False
+    held_s = 0.0
 
     def __init__(
         self,
@@ -206,6 +212,7 @@ class RayEngine(EngineWrapper):
         self._num_tokens_before = 0  # of processes that are gone
         self._closed = False
         self._is_over = threading.Event()  # the same, for who waits
+        self._warnings = LimitedLog(log)
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         engine: Any = super().fresh(out_of_memory)
@@ -246,6 +253,22 @@ class RayEngine(EngineWrapper):
         """Whether a replica that comes back can prove only with them that it computes what the trainer computes."""
         with self._lock:
             return self._can_probe and self._probe is None and any(entry.may_prove for entry in self._entries)
+
+    @property
+    def starting(self) -> str:
+        with self._lock:
+            num = sum(entry.state in (State.LOADING, State.READY) for entry in self._entries)
+        return f"{num} of {self.min_replicas} replicas are there; each loads the model, and {self._room()}"
+
+    def _room(self) -> str:
+        """Needs of a replica, and what the cluster has of that, for messages."""
+        try:
+            has = self._ray.cluster_resources()
+            free = self._ray.available_resources()
+        except Exception:  # Ray is not there yet, or not any more
+            return f"needs {self._resources}"
+        parts = [f"{name} {has.get(name, 0):g} ({free.get(name, 0):g} free)" for name in self._resources.by_name]
+        return f"needs {self._resources}, where the cluster has {', '.join(parts) or 'enough'}"
 
     @property
     def num_ready(self) -> int:
@@ -302,10 +325,9 @@ class RayEngine(EngineWrapper):
             if clock.now() > deadline:
                 raise StalledError(
                     f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
-                    f"startup_timeout_s={self.startup_timeout_s:g}: each needs {self._resources}, and of that the "
-                    f"cluster has {self._ray.cluster_resources()} in all"
+                    f"startup_timeout_s={self.startup_timeout_s:g}: each {self._room()}"
                 )
-        self.dtype = next(entry.place["dtype"] for entry in self._entries if entry.place)
+        self.dtype = next(entry.place["dtype"] for entry in self._entries if "dtype" in entry.place)
         dtype = getattr(torch, self.dtype, None)
         self._store = WeightStore(self._ray, dtype if isinstance(dtype, torch.dtype) else None, delta=self.delta)
 
@@ -383,9 +405,14 @@ class RayEngine(EngineWrapper):
             with self._lock:
                 return [e for e in self._entries if e.state in states and e.accepted < e.sent]
 
-        while late():
+        with self._lock:
+            num_asked = sum(entry.state in states for entry in self._entries)
+        while waiting := late():
+            began = time.monotonic()
             self._turn(0.2)
             self._check()
+            if len(waiting) < num_asked or any(entry.is_silent for entry in waiting):
+                self.held_s += time.monotonic() - began
             if clock.now() > deadline:
                 with self._lock:
                     for entry in late():
@@ -606,6 +633,7 @@ class RayEngine(EngineWrapper):
         now = time.monotonic()
         if not answer["held_by"]:
             entry.called = now
+            entry.place = _place(answer)
             self._call(entry, self._started, "start", base_of(self._model))
         elif now - entry.began < 2 * BUSY_S:  # perhaps it has just ended
             entry.retry_at = now + RETRY_S
@@ -631,13 +659,7 @@ class RayEngine(EngineWrapper):
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
             return
-        entry.place = {
-            "pid": int(answer["pid"]),
-            "host": str(answer["host"]),
-            "node": str(answer["node"]),
-            "dtype": str(answer["dtype"]),
-            "logs": list(map(str, answer["logs"])),
-        }
+        entry.place = _place(answer) | {"dtype": str(answer["dtype"])}
         longest = int(answer["max_model_len"])
         problem = find_other_model(answer["model"], self._described)
         if not problem and self._has_been_ready and longest < self._max_model_len:
@@ -648,7 +670,7 @@ class RayEngine(EngineWrapper):
         if problem:
             self._lose(entry, problem, is_running=True, failure=_AS_ENGINE_ERROR)
             return
-        entry.heard = time.monotonic()
+        entry.heard = entry.answered = time.monotonic()
         entry.state = State.LOADING
         entry.weights = None
         if answer["weights"] is not None:
@@ -727,6 +749,10 @@ class RayEngine(EngineWrapper):
             return
         now = time.monotonic()
         has_progress = answer["num_tokens"] != entry.num_tokens or bool(answer["completions"]) or not entry.held
+        entry.answered = now
+        if has_progress and entry.is_silent:
+            entry.is_silent = False
+            log.warning("%s goes on", entry.where)
         if has_progress and entry.state is State.READY:
             entry.heard = now
         busy_s = float(answer["busy_s"])
@@ -825,15 +851,17 @@ class RayEngine(EngineWrapper):
         for entry in list(self._entries):
             if still_s > STILL_S:
                 entry.heard += still_s
+                entry.answered += still_s
             if entry.is_draining and not entry.held and not entry.unverified:
                 self._remove(entry)
                 continue
             if self._is_asleep:  # its memory is the trainer's now, and requests wait for it
-                entry.heard = now
+                entry.heard = entry.answered = now
                 self._none_since = self._none_since and now
                 continue
             if entry.retry_at is not None and now >= entry.retry_at:
                 self._begin(entry)
+            self._say_if_silent(entry, now)
             if entry.is_asked and now - entry.heard > self._hang_s:
                 self._lose(
                     entry,
@@ -845,6 +873,22 @@ class RayEngine(EngineWrapper):
             limit = f"startup_timeout_s={self.startup_timeout_s:g}"
             reasons = "; ".join(f"{e.where} {e.why or 'has not started'}" for e in self._entries)
             self._error = self._error or StalledError(f"no replica was ready within {limit}: {reasons}")
+
+    def _say_if_silent(self, entry: ReplicaEntry, now: float) -> None:
+        """Names a replica that all others may have to wait for, long before it counts as hung."""
+        if entry.state not in (State.LOADING, State.READY) or entry.is_silent:
+            return
+        is_idle = entry.state is State.READY and bool(entry.held) and now - entry.heard > IDLE_S
+        if is_idle or now - entry.answered > SILENT_S:
+            entry.is_silent = True
+            self._warnings.warning(
+                "%s has given no %s for %.0f s, and the run may wait for it: is its process stopped, or its machine? "
+                "It is replaced after data.engine.engine.update_timeout_s=%g",
+                entry.where,
+                "token" if is_idle else "answer",
+                now - (entry.heard if is_idle else entry.answered),
+                self._hang_s,
+            )
 
     def _lose(
         self, entry: ReplicaEntry, reason: str, is_running: bool, failure: Mapping[str, str] | None = None
@@ -875,6 +919,7 @@ class RayEngine(EngineWrapper):
         entry.busy_s = entry.num_tokens = entry.num_running = 0
         entry.sent = entry.accepted = entry.verified = entry.proved = -1
         entry.is_proving = False
+        entry.is_silent = False
         entry.was_there = False
         entry.weights = None
         entry.latest = 0
@@ -974,6 +1019,11 @@ class RayEngine(EngineWrapper):
         """Ends a Ray that was started here, unless another engine of this process uses it."""
         runtime.release(self)
         super().end()
+
+
+def _place(answer: Mapping[str, Any]) -> dict[str, Any]:
+    named = {name: str(answer[name]) for name in ("host", "node")}
+    return {"pid": int(answer["pid"]), "logs": list(map(str, answer["logs"])), **named}
 
 
 _NOTHING: dict[str, Any] = {"assignments": [], "completions": [], "tensors": {}, "state": None}

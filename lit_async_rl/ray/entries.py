@@ -138,6 +138,8 @@ class ReplicaEntry:
     unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
     began: float = 0.0  # of its latest start
     called: float = 0.0  # when `start` was called
+    answered: float = 0.0  # when it last said anything
+    is_silent: bool = False  # and a line has said so
     heard: float = 0.0  # when it last had all it was asked for, or gave a token; while it loads, when it was asked to
     num_failures: int = 0  # in a row, without a finished sample in between
     num_wrong: int = 0  # of them, or between `NUM_GOOD` samples, those in which its process was there and did wrong

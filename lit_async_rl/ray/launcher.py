@@ -34,7 +34,6 @@ from lit_async_rl.ray.residence import end_replicas, names_with, prefix_of
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
-from lit_async_rl.utils.waiting import announced
 
 PAUSE_S = 0.2
 HOLD_S = 1.0  # how long a line of another rank waits for the same one of rank 0
@@ -138,6 +137,7 @@ class _Run:
         self._ray: Any = None
         self._coordinator: Any = None
         self._is_local = True
+        self._told: set[int] = set()  # starts of the ranks of which a line has said how they ended
         self._error: BaseException | None = None
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ class _Run:
         """Ray is there: a cluster, or one on this machine for the run."""
         with (
             _variables_set(OF_RAY_TRAIN | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
-            self._cluster.connected() as ray,
+            self._cluster.connected(uses_gpus=self._uses_gpus) as ray,
         ):
             self._ray = ray
             self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
@@ -181,7 +181,8 @@ class _Run:
 
     def until_the_end(self, received: list[int]) -> Outcome:
         """Starts the ranks and returns when they have ended; a second Ctrl-C ends them at once."""
-        resources = self._await_room(received)
+        has_gpus = self._uses_gpus and self._ray.cluster_resources().get("GPU", 0) > 0
+        resources = self._cluster.rank_resources(has_gpus=has_gpus)
         storage = tempfile.mkdtemp(prefix=".ray-", dir=None if self._is_local else os.getcwd())
         thread = threading.Thread(target=self._fit, args=(resources, storage), name="ray-train", daemon=True)
         thread.start()
@@ -201,29 +202,6 @@ class _Run:
         finally:
             shutil.rmtree(storage, ignore_errors=True)
         return self._outcome(ended)
-
-    def _await_room(self, received: list[int]) -> dict[str, float]:
-        """Resources of a rank, once the cluster has enough for all.
-
-        Raises:
-            SetupError: it has not, and no node has come within `cluster.start_timeout_s`.
-        """
-        ranks = self._cluster.trainer_ranks
-        ends_at = time.monotonic() + (0.0 if self._is_local else self._cluster.start_timeout_s)
-        with announced(f"room on the Ray cluster for cluster.trainer_ranks={ranks}"):
-            while True:
-                has = self._ray.cluster_resources()
-                needs = self._cluster.rank_resources(has_gpus=self._uses_gpus and has.get("GPU", 0) > 0)
-                short = [name for name, amount in needs.items() if ranks * amount > has.get(name, 0) + 1e-9]
-                if not short or received:
-                    return needs
-                if time.monotonic() >= ends_at:
-                    name = short[0]
-                    raise SetupError(
-                        f"cluster.trainer_ranks={ranks} with {needs[name]:g} {name} each need {ranks * needs[name]:g}, "
-                        f"and the cluster has {has.get(name, 0):g}: set cluster.trainer_resources, or add nodes"
-                    )
-                time.sleep(PAUSE_S)
 
     def _fit(self, resources: dict[str, float], storage: str) -> None:
         """Ray Train's part, in a thread: it waits where no signal would be handled."""
@@ -269,6 +247,11 @@ class _Run:
     def _show(self, is_last: bool = False) -> list[Ended]:
         said, ended = self._ask("take")
         self._screen.show(said, is_last=is_last)
+        for one in ended:
+            if not one.is_final and one.attempt not in self._told:  # the others of its start follow from the first
+                self._told.add(one.attempt)
+                limit = f"cluster.max_failures={self._cluster.max_failures}"
+                log.warning("%s; all ranks start again, if %s allows it", describe_end(one, has_lines=False), limit)
         return list(ended)
 
     def _outcome(self, ended: list[Ended]) -> Outcome:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
-import socket
 import traceback
 from typing import Any
+
+from lit_async_rl.ray.logs import where_it_is
 
 MAX_ERROR_CHARS = 4000
 # parts of files' names in the frames of an error that are not the user's own code
@@ -36,12 +37,7 @@ class PoolWorker:
             return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
         import ray
 
-        return {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "node": ray.get_runtime_context().get_node_id(),
-            "logs": [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")],
-        }
+        return where_it_is(ray)
 
     async def prepare(self) -> None:
         """Makes what this process works with."""

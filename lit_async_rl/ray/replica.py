@@ -21,7 +21,6 @@ import faulthandler
 import functools
 import inspect
 import os
-import socket
 import threading
 import traceback
 import warnings
@@ -38,6 +37,7 @@ from lit_async_rl.engines.embedded.own_process import pack_completions, unpack_r
 from lit_async_rl.errors import StalledError
 from lit_async_rl.models.weights import LORA_A, LORA_B
 from lit_async_rl.ray.identity import describe_model
+from lit_async_rl.ray.logs import where_it_is
 from lit_async_rl.ray.tenancy import Lease, TakenOver, Tenancy
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
@@ -46,8 +46,6 @@ from lit_async_rl.utils.waiting import FairLock
 POLL_S = 0.05  # an abort waits for at most this
 GATHER_S = 0.01  # an answer costs both processes a millisecond or two, and others are about to be finished
 MAX_ERROR_CHARS = 4000
-MAX_LINE_CHARS = 300
-NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
 HAND_OVER_S = 5.0  # for what an earlier trainer had asked for to end
 PROOF = -1  # number of the request that proves which weights sample
 
@@ -176,7 +174,7 @@ class Replica:
         held_by = self.tenancy.claim(owner, run, who)
         with self._changed:
             self._changed.notify_all()
-        return {"held_by": held_by}
+        return {"held_by": held_by, **where_it_is(ray)}
 
     @ray.method(concurrency_group="lease")
     def renew(self, owner: str) -> None:
@@ -210,10 +208,7 @@ class Replica:
         self._model = model
         threading.Thread(target=self._generate, name="generate", daemon=True).start()
         self._described = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "node": ray.get_runtime_context().get_node_id(),
-            "logs": [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")],
+            **where_it_is(ray),
             "model": describe_model(model),
             "max_model_len": int(self.engine.max_model_len),
             "dtype": str(self.engine.dtype),
@@ -523,15 +518,3 @@ def _packed(completions: Sequence[tuple[int, Completion]]) -> dict[str, Any]:
         "completions": packed,
         "tensors": {name: tensor.numpy() for name, tensor in tensors.items()},
     }
-
-
-def tail(paths: Sequence[str], num_lines: int) -> str:
-    """The last lines of log files, those of each after the other; empty where none can be read."""
-    lines = []
-    for path in paths:
-        try:
-            with open(path, errors="replace") as file:
-                lines += [line.rstrip()[:MAX_LINE_CHARS] for line in file.readlines()[-num_lines:]]
-        except OSError:
-            continue
-    return "\n".join(line for line in lines if line and not line.startswith(NOT_OF_INTEREST))

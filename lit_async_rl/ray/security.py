@@ -8,13 +8,17 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from lit_async_rl.errors import SetupError
+from lit_async_rl.utils.waiting import announced
 
 ANSWER_S = 60.0
 PROBE_S = 3.0
+RETRY_S = 1.0
+BUSY_S = 15.0  # for a head that takes connections and does not answer yet
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 AUTH_MODE = "RAY_AUTH_MODE"
 _set_here: list[str] = []  # the mode that this process has chosen itself
@@ -65,9 +69,9 @@ def follow(address: str) -> None:
         address: `HOST:PORT`, or `auto`.
 
     Raises:
-        SetupError: `RAY_AUTH_MODE` is set here, and the cluster differs.
+        SetupError: `RAY_AUTH_MODE` is set here, and the cluster differs; or no head of a cluster answers there.
     """
-    asks = asks_for_token(address)
+    asks = _asks_once_there(address)
     mode = _given_mode()
     if mode is None:
         is_on = has_token() if asks is None else asks
@@ -79,8 +83,37 @@ def follow(address: str) -> None:
         )
 
 
+def _asks_once_there(address: str) -> bool | None:
+    """Whether a cluster asks for a token, once it answers: `ray.init` would wait for minutes, deaf to signals.
+
+    Raises:
+        SetupError: nothing answers there, or no head of a cluster.
+    """
+    began = time.monotonic()
+    with announced(f"Ray at {address}"):
+        while True:
+            try:
+                return asks_for_token(address)
+            except ConnectionError as error:
+                limit_s = BUSY_S if isinstance(error, _Busy) else RETRY_S
+                if time.monotonic() - began >= limit_s:
+                    raise SetupError(
+                        f"no head of a Ray cluster answers at {address}: {error}. Is it the address that "
+                        "`ray start --head` has named, and does Ray run there?"
+                    ) from None
+            time.sleep(RETRY_S)
+
+
+class _Busy(ConnectionError):
+    pass
+
+
 def asks_for_token(address: str) -> bool | None:
-    """Whether a running cluster refuses a call without a token; None if that cannot be told. Does not import ray."""
+    """Whether a running cluster refuses a call without a token; None if that cannot be told. Does not import ray.
+
+    Raises:
+        ConnectionError: no head of a cluster answers there.
+    """
     if address == "auto":
         named = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
         address = named.read_text().strip() if named.is_file() else ""
@@ -88,15 +121,19 @@ def asks_for_token(address: str) -> bool | None:
         import grpc
     except ImportError:
         return None
-    if not address:
+    if ":" not in address or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return None
-    with grpc.insecure_channel(address) as channel:
+    options = [("grpc.enable_http_proxy", 0)]  # as in Ray itself
+    with grpc.insecure_channel(address, options=options) as channel:
         ask: Any = channel.unary_unary(ALIVE, request_serializer=bytes, response_deserializer=bytes)
         try:
             ask(b"", timeout=PROBE_S)
         except grpc.RpcError as error:
             status: Any = error
-            return True if status.code() is grpc.StatusCode.UNAUTHENTICATED else None
+            if status.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            kind = _Busy if status.code() is grpc.StatusCode.DEADLINE_EXCEEDED else ConnectionError
+            raise kind(" ".join(str(status.details()).split())[:200]) from None
     return False
 
 

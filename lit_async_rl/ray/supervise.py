@@ -79,9 +79,10 @@ def _supervise(settings: Mapping[str, Any]) -> None:
         return
     ip = ray.util.get_node_ip_address()
     begun: Any = None
+    was_told = True
     if rank == 0:
-        answer: Any = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
-        begun = (*answer, newest_checkpoint(answer[1]), ip, _free_port())
+        attempt, folder, was_told = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
+        begun = (attempt, folder, newest_checkpoint(folder), ip, _free_port())
     attempt, folder, checkpoint, main_ip, port = broadcast_from_rank_zero(begun)
     runtime = ray.get_runtime_context()
     process = RankProcess(
@@ -113,7 +114,8 @@ def _supervise(settings: Mapping[str, Any]) -> None:
         return
     if rank == 0 and attempt > 0:
         missing = f"the beginning: node {ip} has no {folder}/last.ckpt" if folder else "the beginning"
-        process.say(f"the ranks start again, for the {attempt}. time, from {checkpoint or missing}\n")
+        why = "" if was_told else ", because a machine or a process of Ray was lost"
+        process.say(f"the ranks start again, for the {attempt}. time, from {checkpoint or missing}{why}\n")
     process.run(settings["cwd"], settings["argv"])
 
 
@@ -288,8 +290,8 @@ class RankProcess:
             time.sleep(PREEMPTION_S)
 
 
-def describe_end(ended: Ended) -> str:
-    """One message of how a rank ended, with the last lines that it wrote."""
+def describe_end(ended: Ended, has_lines: bool = True) -> str:
+    """One message of how a rank ended, with the last lines that it wrote unless they are not wanted."""
     if ended.status < 0:
         how = f"was killed by {signal.Signals(-ended.status).name}"
     elif ended.status == 0:
@@ -297,7 +299,7 @@ def describe_end(ended: Ended) -> str:
     else:
         how = f"ended with status {ended.status}"
     lines = f"; its last lines:\n{ended.last_lines}" if ended.last_lines else "; it wrote nothing to stderr"
-    return f"rank {ended.rank} ({ended.where}) {how}{lines}"
+    return f"rank {ended.rank} ({ended.where}) {how}{lines if has_lines else ''}"
 
 
 class _Output:

@@ -37,12 +37,14 @@ class EngineCalls:
     Args:
         engine: any.
         timeout_s: `data.limits.rollout_timeout_s`; a longer `update_timeout_s` of the engine takes precedence.
+        check: called during waits; raises to end them.
     """
 
-    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
+    def __init__(self, engine: RolloutEngine, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.name = type(engine).__name__
         self.timeout_s = timeout_s
+        self._check = check
         self._counters = LastKnown(lambda: (float(engine.busy_s), int(engine.num_tokens)), (0.0, 0))
 
     def counters(self) -> tuple[float, int]:
@@ -61,7 +63,7 @@ class EngineCalls:
             seconds = self.timeout_s
             setting = "data.limits.rollout_timeout_s"
         message = f"{self.name}.{what} did not return within {setting}={seconds:g} s, and no token was sampled"
-        return Wait(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters)
+        return Wait(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters, check=self._check)
 
     def ask(self, what: str, function: Callable[[], T]) -> T:
         """The result of any call; `what` names the call in errors."""

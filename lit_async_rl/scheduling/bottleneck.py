@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-Side = Literal["engine", "trainer", "reward", "weight sync", "staleness bound", "both sides"]
+Side = Literal["engine", "slowest replica", "trainer", "reward", "weight sync", "staleness bound", "both sides"]
 MIN_SHARE = 0.1  # share of the wall time below which a gain is not worth a change of settings
 SPARE_SHARE = 0.05  # share of it that a trainer with rollouts to spare waits at most
 CHANGED = 1.5  # times by which a share of the time changes before earlier advice is forgotten
@@ -33,6 +33,7 @@ class Intervals:
         engine_busy_s: the engine generated.
         scoring_s: a reward worker scored, the mean over workers.
         cpu_s: processor seconds of this process, all threads; not known from a trace.
+        held_s: of `wait_s`, for the slowest of several replicas to take weights; not known from a trace.
     """
 
     wall_s: float
@@ -41,6 +42,7 @@ class Intervals:
     engine_busy_s: float
     scoring_s: float = 0.0
     cpu_s: float = 0.0
+    held_s: float = 0.0
 
     def __sub__(self, before: Intervals) -> Intervals:
         return Intervals(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
@@ -162,6 +164,7 @@ class Verdict:
 
 _NO_SETTING: dict[Side, str] = {
     "engine": "give it a faster device, more replicas or shorter completions",
+    "slowest replica": "the log names one that did not answer; otherwise its machine is slower than the others",
     "trainer": "give it a faster device or fewer tokens a step",
     "reward": "make the reward function cheaper: more workers would only share its cores",
     "weight sync": "publish less often",
@@ -183,6 +186,8 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
         fresher = settings.fresher if i.wait_s <= SPARE_SHARE * i.wall_s else None
         return Verdict(side=side, intervals=i, won_s=won_s, setting=setting, fresher=fresher)
 
+    if i.held_s > threshold:
+        return verdict("slowest replica", i.held_s, None)
     if i.scoring_s >= max(i.engine_busy_s, i.trainer_s) and i.wait_s > threshold:
         return verdict("reward", i.wait_s, settings.reward)
     if i.wait_s > threshold and lost > threshold:

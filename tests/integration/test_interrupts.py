@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -266,6 +267,63 @@ def test_a_stop_while_the_first_validation_begins_saves_nothing_anywhere(number,
     assert ended.value.code == 128 + (signal.SIGTERM if number == signal.SIGTERM else number)
     assert not list(tmp_path.rglob("*.ckpt"))
     assert any("nothing is saved" in text for text in caplog.messages)
+
+
+class NeverStarts(rl.EmbeddedEngine):
+    """Sends a signal while it starts, which it never ends: the first one, or the one that replaces it.
+
+    Args:
+        number: of the signal.
+        num_good: engines that start, and fail while they sample.
+    """
+
+    num_made = 0
+
+    def __init__(self, number, num_good=0, **settings):
+        super().__init__(**settings)
+        self.number, self.num_good = number, num_good
+
+    def setup(self, model):
+        NeverStarts.num_made += 1
+        if NeverStarts.num_made > self.num_good:
+            os.kill(os.getpid(), self.number)
+            threading.Event().wait()
+        super().setup(model)
+
+    def poll(self, timeout_s):
+        if self.num_tokens > 30:
+            raise RuntimeError("the driver has gone")
+        return super().poll(timeout_s)
+
+
+def fit_with(engine, **settings):
+    few = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=4), accelerator="cpu", devices=1)
+    few |= dict(max_steps=10**6, self_check=False, engine=engine)
+    return rl.fit(rl.asset("small_sort_policy"), rl.SortDigits(4, size=20), rl.exact_match, **few, **settings)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_handlers_as_before")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_while_the_engine_starts_ends_the_run_at_once(number, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(NeverStarts, "num_made", 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with pytest.raises(SystemExit) as ended:
+        fit_with(NeverStarts(number))
+    assert ended.value.code == 128 + number
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert any("training had not begun; nothing is saved" in text for text in caplog.messages)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_handlers_as_before")
+def test_a_stop_while_another_engine_starts_saves_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(NeverStarts, "num_made", 0)
+    trainer = fit_with(NeverStarts(signal.SIGTERM, num_good=1))
+    (saved,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == trainer.global_step > 0
 
 
 @pytest.mark.usefixtures("_handlers_as_before")

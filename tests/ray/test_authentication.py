@@ -1,7 +1,10 @@
 """A token is sent to a cluster that asks for one, and to no other: Ray takes a caller that differs for dead."""
 
 import os
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -79,8 +82,25 @@ def test_a_mode_that_is_set_and_differs_is_refused_with_what_to_set(head, modes,
     assert modes == []
 
 
-def test_of_a_cluster_that_does_not_answer_nothing_is_known(modes, monkeypatch, tmp_path):
-    assert asks_for_token("127.0.0.1:1") is None
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("listens", ["nothing", "another server", "what never answers"])
+def test_an_address_without_a_head_is_refused_before_ray_waits_for_it(listens, modes, monkeypatch):
+    monkeypatch.setattr(security, "PROBE_S", 0.3)
+    monkeypatch.setattr(security, "BUSY_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        web = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        ports = {"nothing": 1, "another server": web.server_port, "what never answers": silent.getsockname()[1]}
+        address = f"127.0.0.1:{ports[listens]}"
+        with pytest.raises(SetupError, match=f"no head of a Ray cluster answers at {address}: ") as error:
+            follow(address)
+        web.shutdown()
+        web.server_close()
+    assert "\n" not in str(error.value)
+    assert modes == []
+
+
+def test_without_a_cluster_on_this_machine_the_token_decides(modes, monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert asks_for_token("auto") is None
     monkeypatch.setattr(security, "has_token", lambda: True)

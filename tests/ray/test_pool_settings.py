@@ -10,7 +10,7 @@ import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI, main
 from lit_async_rl.environments.episode_engine import name_of
 from lit_async_rl.errors import LostRewardError, RewardError, SetupError
-from lit_async_rl.ray.dry_run import Node, described, place, roles_of
+from lit_async_rl.ray.dry_run import Node, described, find_lack, place, roles_of
 from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observation
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
@@ -223,8 +223,50 @@ def test_what_does_not_fit_is_said_in_one_line(settings, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            dict(engines=rl.EngineReplicas(replicas=40)),
+            "cluster.engines.replicas=40 with CPU 0.5 each need CPU 20, and the cluster has CPU 8 on 2 nodes: there is "
+            "room for 16",
+        ),
+        (
+            dict(engines=rl.EngineReplicas(replicas=40, min=20)),
+            "cluster.engines.min=20 with CPU 0.5 each need CPU 10, and the cluster has CPU 8 on 2 nodes: there is room "
+            "for 16",
+        ),
+        (
+            dict(trainer_ranks=1, trainer_resources={"CPU": 5}),
+            "cluster.trainer_ranks=1 with CPU 5 each need CPU 5, and the cluster has CPU 8 on 2 nodes: there is room "
+            "for 0",
+        ),
+        (
+            dict(engines=rl.EngineReplicas(replicas=12), rewards=rl.RewardActors(actors=4, resources={"CPU": 1})),
+            "cluster.engines.replicas=12 with CPU 0.5 each, cluster.rewards.actors=4 with CPU 1 each need CPU 10 "
+            "together, and the cluster has CPU 8",
+        ),
+        (dict(engines=rl.EngineReplicas(replicas=40, min=8), rewards=rl.RewardActors(actors=4)), ""),
+    ],
+)
+def test_what_can_never_fit_is_said_before_anything_starts(settings, message):
+    assert find_lack(roles_of(rl.RayCluster(**settings), has_gpus=False, at_least=True), nodes()) == message
+
+
+def test_a_wrong_model_is_said_before_ray_starts(at_the_root, capsys, monkeypatch):
+    monkeypatch.setattr(rl.RayCluster, "connected", lambda self, **_: pytest.fail("connects"))
+    with pytest.raises(SystemExit) as end:
+        main(
+            [*QUICKSTART, "--cluster", "RayCluster", "--cluster.trainer_ranks", "2", "--model.model", "/nowhere/model"]
+        )
+    assert "'/nowhere/model': there is no such folder" in f"{end.value.code}{capsys.readouterr().err}"
+    cluster = rl.RayCluster(trainer_ranks=2)
+    with pytest.raises(FileNotFoundError, match="/nowhere/model"):
+        rl.fit("/nowhere/model", [{"prompt": "1", "answer": "1"}], rl.exact_match, max_steps=1, cluster=cluster)
+
+
 def test_without_anything_to_place_a_dry_run_starts_no_ray(at_the_root, capsys, monkeypatch):
-    monkeypatch.setattr(rl.RayCluster, "connected", lambda self: pytest.fail("connects"))
+    monkeypatch.setattr(rl.RayCluster, "connected", lambda self, **_: pytest.fail("connects"))
     main([*QUICKSTART, "--cluster", "RayCluster", "--cluster.dry_run", "true"])
     assert "dry run: Ray would place nothing" in capsys.readouterr().out
 

@@ -192,11 +192,25 @@ def test_weights_models_and_resources_that_do_not_fit_are_refused_at_once(ray_cl
     engine.close()
     engine = RayEngine(replicas=1, num_cpus=0.1, resources={"unobtainium": 1.0})
     engine.startup_timeout_s = 2.0
-    with pytest.raises(StalledError, match=r"only 0 of data.engine.min_replicas=1 .*unobtainium=1"):
+    lack = r"needs num_cpus=0.1, unobtainium=1, where the cluster has CPU 16 \(\S+ free\), unobtainium 0 \(0 free\)"
+    with pytest.raises(StalledError, match=rf"only 0 of data.engine.min_replicas=1 .*{lack}"):
         engine.setup(save(lm, tmp_path))
+    assert engine.starting.startswith("0 of 1 replicas are there; each loads the model, and needs num_cpus=0.1")
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.submit(requests_of([3]))
+
+
+def test_the_cause_of_a_death_on_another_node_is_told(ray_cluster, tmp_path, caplog):
+    node = ray_cluster.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"engine": 1.0})
+    ray_cluster.wait_for_nodes()
+    engine = ray_engine(endless(), tmp_path, replicas=1, resources={"engine": 1.0})
+    os.kill(engine.pids[0], signal.SIGABRT)
+    until(lambda: said(caplog, "it is started again"), engine)
+    (line,) = said(caplog, "it is started again")
+    assert "The last lines of its log:\nFatal Python error: Aborted" in line
+    engine.close()
+    ray_cluster.remove_node(node)
 
 
 @pytest.mark.soak

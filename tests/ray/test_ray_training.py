@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from failing_engines import Watch, said
 from flow import barrier_engine, fit, make_data, make_module, parameters
 from processes import wait_for_the_end_of
 
-from lit_async_rl.callbacks import EngineCheck
+from lit_async_rl.callbacks import BottleneckVerdict, EngineCheck
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.ray.engine import RayEngine
@@ -68,6 +69,40 @@ def test_killed_replicas_cost_no_group_and_the_engine_is_not_restarted(ray_clust
     assert not said(caplog, "the engine was restarted")
     assert engine.num_lost == 2
     wait_for_the_end_of(*kill.pids)
+
+
+class Freeze(pl.Callback):
+    """Stops the process of a replica until a line has named it and the trainer has waited for it."""
+
+    def __init__(self, caplog) -> None:
+        self.caplog = caplog
+        self.sides = []
+        self.lines = []
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 2:
+            threading.Thread(target=self.freeze, args=(trainer.datamodule.engine,), daemon=True).start()
+        (judge,) = [one for one in trainer.callbacks if isinstance(one, BottleneckVerdict)]
+        self.sides.append(judge.verdict and judge.verdict.side)
+
+    def freeze(self, engine):
+        pid = engine.pids[1]
+        os.kill(pid, signal.SIGSTOP)
+        ends_at = time.monotonic() + 120
+        while time.monotonic() < ends_at and not (self.lines and engine.held_s > 3):
+            self.lines = said(self.caplog, f"replica 1 (pid {pid}, ")
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_replica_that_stands_still_is_named_and_the_verdict_does_not_blame_the_weight_sync(ray_cluster, caplog):
+    engine = RayEngine(EmbeddedEngine(device="cpu"), replicas=2, num_cpus=0.1)
+    data, freeze = make_data(engine=engine, groups_per_step=2, max_staleness=8), Freeze(caplog)
+    fit(make_module(), data, 12, [BottleneckVerdict(every_n_steps=2), freeze])
+    assert "has given no answer for 5 s, and the run may wait for it" in freeze.lines[0]
+    assert "slowest replica" in freeze.sides
+    assert "weight sync" not in freeze.sides
+    assert engine.num_lost == 0
 
 
 @pytest.mark.soak

@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 import math
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -337,6 +339,52 @@ def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog):
     hangs.set()
     until(lambda: engine.num_ready == 2, engine)
     engine.close()
+
+
+def test_a_replica_that_others_wait_for_is_named_long_before_it_counts_as_hung(stand_in, model, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(ray_engine, "SILENT_S", 1.0)
+    thaws = threading.Event()
+    engine = quick(stand_in, model, update_timeout_s=60.0)
+
+    def freeze(number, name, answer):
+        if number == 1 and not thaws.is_set():
+            thaws.wait(60.0)
+        return answer
+
+    stand_in.change = freeze
+    weights = [("weight", torch.zeros(2))]
+    engine.load_weights(1, weights)
+    assert engine.held_s == 0
+    publishing = threading.Thread(target=engine.load_weights, args=(2, weights))  # waits for those before
+    publishing.start()
+    until(lambda: said(caplog, "has given no answer for 1 s") and engine.held_s > 0.5, engine)
+    assert said(caplog, "has given no answer")[0].startswith("replica 1 (pid ")
+    thaws.set()
+    publishing.join(60.0)
+    until(lambda: said(caplog, "goes on"), engine)
+    assert len(said(caplog, "has given no answer")) == 1
+    assert engine.num_lost == 0
+    engine.close()
+
+
+def test_a_replica_without_a_token_is_named_too(stand_in, model, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(ray_engine, "IDLE_S", 0.5)
+    hangs = threading.Event()
+    act = lambda seed, what, given: seed == 1 and what == "poll" and given.id >= 0 and hangs.wait(60.0)  # noqa: E731
+    engine = quick(stand_in, model, act=act, update_timeout_s=60.0)
+    engine.submit(requests_of([4] * 6, max_tokens=3))
+    until(lambda: said(caplog, "has given no token for "), engine)
+    hangs.set()
+    until(lambda: said(caplog, "goes on"), engine)
+    assert engine.num_lost == 0
+    engine.close()
+
+
+def test_a_process_that_reads_a_log_on_another_node_imports_nothing_large():
+    code = "import sys, lit_async_rl.ray.logs; sys.exit(bool({'torch', 'ray', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_when_none_comes_back_the_run_ends_and_says_why_of_each(stand_in, model):

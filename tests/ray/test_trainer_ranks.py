@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def steps_of(folder):
         return [int(row["step"]) for row in csv.DictReader(file) if row.get("policy/loss")]
 
 
-def test_the_quick_start_under_ddp_survives_a_killed_rank_and_goes_on_under_fsdp2(address, tmp_path, capfd):
+def test_the_quick_start_under_ddp_survives_a_killed_rank_and_goes_on_under_fsdp2(address, tmp_path, capfd, caplog):
     """SIGKILL of a rank, then SIGTERM of the command, then a resume: every step is there once."""
     own = ["--cluster.address", address, "--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
     killed = When(
@@ -106,6 +107,7 @@ def test_the_quick_start_under_ddp_survives_a_killed_rank_and_goes_on_under_fsdp
     main([*SMALL, *DDP, *own, "--trainer.max_steps", "100000"])
     said = capfd.readouterr()
     assert (killed.is_done, stopped.is_done) == (True, True)
+    assert re.search(r"rank 1 \(node 127\S+, pid \d+\) was killed by SIGKILL; all ranks start again", caplog.text)
     assert said.out.count("resume with: ") == 1
     assert said.out.count("run summary") == 1
     folder = folder_of(tmp_path)
@@ -172,10 +174,14 @@ def test_a_rank_that_always_dies_is_named_with_its_last_lines(address, capfd):
     assert capfd.readouterr().err.count("about to die") == 1
 
 
-@pytest.mark.soak
-def test_a_run_that_does_not_fit_is_refused_at_once(address):
-    with pytest.raises(SetupError, match=r"cluster.trainer_ranks=3 with 6 CPU each need 18, and the cluster has 16"):
+def test_a_run_that_does_not_fit_is_refused_at_once(address, capsys):
+    lack = r"cluster.trainer_ranks=3 with CPU 6 each need CPU 18, and the cluster has CPU 16 on 1 node: there is room for 2"
+    with pytest.raises(SetupError, match=lack):
         launch(rl.RayCluster(address=address, trainer_ranks=3, trainer_resources={"CPU": 6}), ray_jobs.speak)
+    with pytest.raises(SystemExit) as end:
+        main([*SMALL[:-2], "--cluster.address", address, "--cluster.engines.replicas", "40"])
+    said = f"{end.value.code}{capsys.readouterr().err}"
+    assert "cluster.engines.replicas=40 with CPU 0.5 each need CPU 20, and the cluster has CPU 16" in said
 
 
 @pytest.mark.soak

@@ -14,8 +14,8 @@ from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 
 
-def intervals(wall=10.0, wait=0.0, sync=0.0, busy=0.0, scoring=0.0):
-    seconds = dict(wall_s=wall, wait_s=wait, sync_s=sync, engine_busy_s=busy, scoring_s=scoring)
+def intervals(wall=10.0, wait=0.0, sync=0.0, busy=0.0, scoring=0.0, held=0.0):
+    seconds = dict(wall_s=wall, wait_s=wait, sync_s=sync, engine_busy_s=busy, scoring_s=scoring, held_s=held)
     return Intervals(**{name: float(value) for name, value in seconds.items()})
 
 
@@ -29,6 +29,7 @@ def intervals(wall=10.0, wait=0.0, sync=0.0, busy=0.0, scoring=0.0):
         (intervals(wait=6, busy=3, scoring=9.8), "reward", 6.0, -1.0),
         (intervals(wait=0, busy=4, sync=3), "weight sync", 3.0, 1.0),
         (intervals(wait=0.1, busy=9.9), "both sides", 0.0, 9.8 / 9.9),
+        (intervals(wait=6, busy=3, sync=1.5, held=5), "slowest replica", 5.0, -1.0),
     ],
 )
 def test_the_limit_is_named(measured, side, won_s, efficiency):
