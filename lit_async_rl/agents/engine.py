@@ -32,10 +32,10 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import original_of
+from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.tries import TryPolicy, Work
 
 Agent = Callable[[Any, Any], Any]
@@ -175,8 +175,9 @@ class AgentEngine(MultiRequestEngine):
 
     @property
     def scoring_identity(self) -> str:
-        """See `RolloutEngine`: the agent's identity, and the number of calls that it may make."""
-        return f"{reward_identity(self.agent)}, max_calls={self.max_calls}"
+        """See `RolloutEngine`: the agent's identity, the calls that it may make, and which of them train, how much."""
+        rows = ", ".join(map(reward_identity, (self.credit, self.side_calls)))
+        return f"max_calls={self.max_calls}, {rows}, {reward_identity(self.agent)}"
 
     def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
         super()._use(engine, codec)

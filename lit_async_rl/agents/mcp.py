@@ -19,6 +19,7 @@ from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.identity import file_contents
 
 MISSING = 'tools of MCP servers need the package mcp: pip install "lit-async-rl[mcp]"'
 MAX_ERROR_CHARS = 2000
@@ -226,6 +227,10 @@ class McpAgent:
         self.timeout_s = timeout_s
         self._awaiter = Awaiter(timeout_s)
         self._server = Held(self._tools().name, self._tools, START_LIMITS * timeout_s)
+
+    def identified_by(self) -> dict[str, Any]:
+        """What makes its rewards besides the arguments: the server's files, see `reward_identity`."""
+        return {"files": file_contents(self.command)}
 
     async def astart(self) -> None:
         """Starts the shared server.

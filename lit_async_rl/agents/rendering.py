@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from lit_async_rl.agents.calls import AgentCallError
+from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import ROLES
 
@@ -207,7 +208,7 @@ class ChatRenderer:
                     tools=[dict(tool) for tool in tools] or None,
                     chat_template=self._template,
                     tokenize=False,
-                    **({"add_generation_prompt": not continues} | dict(options)),
+                    **({"add_generation_prompt": not continues} | clock_options(self._template) | dict(options)),
                 )
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
+from lit_async_rl.models.run_clock import use_run_time
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.curriculum import Curriculum
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
@@ -51,6 +53,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows
 
 REWARD_STATE = "reward_state"  # in a checkpoint: of a reward that has one
+BEGAN = "began"  # in a checkpoint: when the run began, in local time
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -193,6 +196,8 @@ class RolloutDataModule(pl.LightningDataModule):
             num_micro_batches=micro_batches_per_step,
         )
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
+        self._began = datetime.now()
+        use_run_time(self._began)
         self.stream = PromptStream(self.prompts, seed=seed, shuffle=shuffle)
         self.configured_bound = max_staleness
         self._empty_replay = None if replay is None else replay.state_dict()
@@ -242,12 +247,13 @@ class RolloutDataModule(pl.LightningDataModule):
     def _make_producer(self, step: int) -> Producer | Replay:
         if self.tape is not None:
             return Replay(self.tape, step, self._slots)
+        scorer = self.scoring.make_scorer(self.reward)  # before the reward is called: its identity is that of now
         self._check_references()
         return Producer(
             engine=self.engine,
             stream=self.stream,
             codec=self.codec,
-            scorer=self.scoring.make_scorer(self.reward),
+            scorer=scorer,
             admission=self._slots,
             group_size=self.group_size,
             sampling=self.sampling,
@@ -384,6 +390,9 @@ class RolloutDataModule(pl.LightningDataModule):
             if self.replay is not None and self._empty_replay is not None:
                 self.replay.load_state_dict(self._empty_replay)
             self._make_source(self.engine.fresh())
+            self._began = datetime.now()
+        self._began = self._trainer.strategy.broadcast(self._began)  # ranks may start on two sides of midnight
+        use_run_time(self._began)
         if hooks.wants_folder(self.reward) and self._trainer.loggers:
             folder = self._trainer.log_dir  # a collective; all ranks have the same reward
             if folder is not None and "://" not in folder:
@@ -415,12 +424,21 @@ class RolloutDataModule(pl.LightningDataModule):
         """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.resume`."""
         state = self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
         reward_state = hooks.save_state(self.reward)
+        state |= {BEGAN: self._began.isoformat()}
         return state | {REWARD_STATE: reward_state} if reward_state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stores the state; it is restored when the engine has its weights."""
         hooks.restore_state(self.reward, state_dict.get(REWARD_STATE, {}))
-        self._source.load_state_dict({name: value for name, value in state_dict.items() if name != REWARD_STATE})
+        self._go_on_from(state_dict)
+        kept = {name: value for name, value in state_dict.items() if name not in (REWARD_STATE, BEGAN)}
+        self._source.load_state_dict(kept)
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Chat templates are told the time at which the run of a checkpoint began; older checkpoints do not have it."""
+        if BEGAN in state:
+            self._began = datetime.fromisoformat(state[BEGAN])
+            use_run_time(self._began)
 
     def check_resumable(self, state: Mapping[str, Any]) -> None:
         """Checks that this run can go on with the prompts and the groups of a saved state; it has its model.
@@ -429,6 +447,7 @@ class RolloutDataModule(pl.LightningDataModule):
             ValueError: the prompts are others or in another order, the tokenizer has changed, or the state is from the
                 middle of a round of another length.
         """
+        self._go_on_from(state)
         if TAPE not in state:  # that of a replay says nothing of prompts
             check_prompts(state, self.stream, self.codec)
             self._slots.check_round(state["admission"])

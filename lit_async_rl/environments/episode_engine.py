@@ -24,7 +24,6 @@ from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import (
     Completion,
     ExpertChoices,
@@ -38,6 +37,7 @@ from lit_async_rl.types import (
 )
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import Elsewhere, original_of
+from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.utils.tries import TryPolicy, Work
 
@@ -292,8 +292,9 @@ class EpisodeEngine(MultiRequestEngine):
 
     @property
     def scoring_identity(self) -> str:
-        """See `RolloutEngine`: the environment's identity, and the number of turns it may respond to."""
-        return f"{reward_identity(self.environment)}, max_turns={self.max_turns}"
+        """See `RolloutEngine`: the environment's identity, and which turns it may respond to."""
+        turns = f"max_turns={self.max_turns}, step_cut_turns={self.step_cut_turns}"
+        return f"{turns}, {reward_identity(self.environment)}"
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
         prepare(self.environment)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lit_async_rl.models.architecture import configured_length
 from lit_async_rl.models.end_tokens import EndTokens, stored_end_tokens
 from lit_async_rl.models.loading import load_config, load_tokenizer
+from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt, is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------
@@ -215,6 +216,7 @@ class TextCodec:
         continues = messages[-1]["role"] == "assistant"
         options = self._template_options(prompt.metadata)
         options |= dict(add_generation_prompt=not continues, continue_final_message=continues)
+        options |= clock_options(self.tokenizer.chat_template)
         try:
             ids: Any = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], return_dict=False, **options

@@ -109,21 +109,27 @@ class UsablePrompts:
             log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; now %s", count, total, problem)
 
 
-def rewarded_by(prompt: Prompt) -> str:
-    """Answers and metadata of a prompt as text, that is, what a reward reads of it."""
+def rewarded_by(prompt: Prompt, of_object: Callable[[Any], str] = lambda value: type(value).__qualname__) -> str:
+    """Answers and metadata of a prompt as text, that is, what a reward reads of it.
+
+    Args:
+        prompt: prompt.
+        of_object: text for an object that JSON does not know; by default its type, because images may be many.
+    """
     answers = prompt.answer if len(prompt.answers) < 2 else list(prompt.answers)
-    return json.dumps([answers, _stable(prompt.metadata)], ensure_ascii=True)
+    return json.dumps([answers, _stable(prompt.metadata, of_object)], ensure_ascii=True)
 
 
-def _stable(value: Any) -> Any:
-    """Metadata in a form that is the same in every process; other objects are replaced by their type."""
+def _stable(value: Any, of_object: Callable[[Any], str]) -> Any:
+    """Metadata in a form that is the same in every process."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return sorted(((repr(key), _stable(part)) for key, part in value.items()), key=lambda pair: pair[0])
+        pairs = ((repr(key), _stable(part, of_object)) for key, part in value.items())
+        return sorted(pairs, key=lambda pair: pair[0])
     if isinstance(value, list | tuple):
-        return [_stable(part) for part in value]
-    return type(value).__qualname__
+        return [_stable(part, of_object) for part in value]
+    return of_object(value)
 
 
 class UsableSubset(PromptSource):

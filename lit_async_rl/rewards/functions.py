@@ -16,6 +16,7 @@ from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
+from lit_async_rl.utils.identity import module_code
 from lit_async_rl.utils.isolation import IsolatedFunction
 
 # -- Graders that run in a separate process (see `utils.isolation`); their libraries do not import torch --------------
@@ -226,6 +227,10 @@ class IsolatedReward:
         if not isinstance(value, int | float):
             raise RuntimeError(f"{self.reward} sent {type(value).__name__}, which is not a number")
         return float(value)
+
+    def identified_by(self) -> dict[str, Any]:
+        """What makes its rewards besides the arguments: the code of the function's module, see `reward_identity`."""
+        return {"code": module_code(self.reward)}
 
     def ask_references(self) -> References | None:
         """`References` of the function, evaluated in its process; None if it is not a grader."""

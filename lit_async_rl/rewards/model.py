@@ -27,6 +27,7 @@ from transformers import AutoModelForSequenceClassification
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError, describe
 from lit_async_rl.models.architecture import configured_length
 from lit_async_rl.models.loading import check_finite, find_device, load_config, load_pretrained, load_tokenizer
+from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range
@@ -210,7 +211,9 @@ class RewardModel(Remade):
             turns = [{"role": "user", "content": prompt.text}] if prompt.messages is None else list(prompt.messages)
             try:
                 ids = self._tokenizer.apply_chat_template(
-                    [*map(dict, turns), {"role": "assistant", "content": answer}], return_dict=False
+                    [*map(dict, turns), {"role": "assistant", "content": answer}],
+                    return_dict=False,
+                    **clock_options(self._tokenizer.chat_template),
                 )
             except (TemplateError, ValueError, TypeError) as error:
                 raise FinalRewardError(f"the chat template of RewardModel.model={self.model!r}: {error}") from error

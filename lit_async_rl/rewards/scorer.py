@@ -7,19 +7,15 @@ the process alive. An `async` reward has no workers: see `async_calls`.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import functools
-import hashlib
 import inspect
 import itertools
 import logging
 import queue
-import re
-import textwrap
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +28,7 @@ from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.guarded_calls import LoopThread
+from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.spans import recorder, reward_lane
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 from lit_async_rl.utils.waiting import clock, use_awake_clock
@@ -98,7 +95,6 @@ async def _result(awaitable: Awaitable[T]) -> T:
 # -- Evaluation of a reward function on one completion ----------------------------------------------------------------
 
 
-LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size", "max_concurrent")
 Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
 
 
@@ -110,71 +106,6 @@ def reward_name(reward: Any) -> str:
     if hasattr(reward, "__qualname__"):
         return f"{reward.__module__}.{reward.__qualname__}"
     return f"{type(reward).__module__}.{type(reward).__qualname__}"
-
-
-def reward_identity(reward: Any) -> str:
-    """Name of a reward with a digest of its settings; rewards with different identities are different.
-
-    Works for environments, too. Settings are the arguments of a `functools.partial`, and the constructor's arguments
-    that an object stores under the same names. They may be nested: lists, dictionaries, functions and objects with
-    settings. Limits of time and memory (`timeout_s` and the like) are excluded, because they do not change rewards. A
-    digest, because a setting may be a secret key, and identities are stored in checkpoints and logged.
-
-    Where the source is at hand, its digest is part of the identity, so that a function that was edited is another one;
-    that of what it calls is not. The classes of this package have none: a release says if rewards change.
-    """
-    reward = original_of(reward)
-    if isinstance(reward, functools.partial):
-        name = reward_identity(reward.func)
-        given = {str(n): value for n, value in enumerate(reward.args)}
-        given |= reward.keywords
-    else:
-        kind: Any = type(reward)
-        name = reward_name(reward)
-        known: Iterable[str] = () if hasattr(reward, "__qualname__") else inspect.signature(kind.__init__).parameters
-        given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
-    known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMIT_SETTINGS)}
-    plain = {argument: value for argument, value in known_values.items() if value is not None}
-    digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
-    named = f"{name}({', '.join(plain)}: {digest})" if plain else name
-    source = _source_digest(reward)
-    return named if source is None else f"{named} code {source}"
-
-
-def without_code(identity: Any) -> Any:
-    """An identity without the digests of sources."""
-    return re.sub(r" code [0-9a-f]{12}", "", identity) if isinstance(identity, str) else identity
-
-
-def _source_digest(reward: Any) -> str | None:
-    """Digest of a user's function or class, as parsed: comments and layout do not count. None where there is none."""
-    if isinstance(reward, functools.partial):
-        return None  # that of its function is in the name
-    if isinstance(reward, BatchedReward):
-        return _source_digest(reward.reward)
-    owner = reward if inspect.isroutine(reward) else type(reward)
-    if str(getattr(owner, "__module__", "")).partition(".")[0] in (__name__.partition(".")[0], "builtins"):
-        return None
-    try:
-        lines = textwrap.dedent(inspect.getsource(owner))
-    except (OSError, TypeError):
-        return None
-    try:
-        tree = ast.parse(lines)
-    except (SyntaxError, ValueError, RecursionError):  # a lambda within a call that begins before it
-        return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return hashlib.sha256(ast.dump(_without_docstrings(tree)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
-
-
-DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-
-
-def _without_docstrings(tree: ast.AST) -> ast.AST:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(node, DOCUMENTED) and body and ast.get_docstring(node) is not None:
-            node.body = body[1:] or [ast.Pass()]
-    return tree
 
 
 def is_async(reward: Any) -> bool:
@@ -234,22 +165,6 @@ def _misfit(signature: inspect.Signature, error: TypeError) -> str:
     if not extra:
         return str(error)
     return f"nothing gives it {', '.join(extra)}; what belongs to a prompt is in prompt.answer and prompt.metadata"
-
-
-def _identity(value: Any) -> Any:
-    """A setting in a form with the same `repr` in every process; None if it has no such form."""
-    if isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple | set | frozenset):
-        parts = [_identity(part) for part in value]
-        return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
-    if isinstance(value, Mapping):
-        return sorted(((repr(key), _identity(part)) for key, part in value.items()), key=repr)
-    if isinstance(value, functools.partial) or inspect.isroutine(value):
-        return reward_identity(value)
-    if callable(value) and not isinstance(value, type):
-        return reward_identity(value)
-    return None
 
 
 @contextmanager

@@ -80,6 +80,7 @@ from lit_async_rl.rollouts.intake import FAILED, RESTARTED, FateTotals, Intake
 from lit_async_rl.rollouts.policy_questions import PolicyQuestions
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
+from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.spans import TRAINER, recorder
 from lit_async_rl.utils.tries import Work
 from lit_async_rl.utils.waiting import Wait, announced
@@ -103,6 +104,8 @@ class Producer:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
         questions: of a judge that is the policy; None without one.
+        environment_identity: the engine's `scoring_identity`, and `filters_identity`: of the filters, both as they are
+            before anything is sampled: what they count later does not make them others.
     """
 
     def __init__(
@@ -123,6 +126,8 @@ class Producer:
         self.scorer = scorer
         self.admission = admission
         self.intake = intake or Intake()
+        self.environment_identity = engine.scoring_identity
+        self.filters_identity = ", ".join(map(reward_identity, self.intake.filters))
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts=replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers

@@ -18,11 +18,11 @@ from torch import Tensor
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream, rewarded_by
-from lit_async_rl.rewards.scorer import without_code
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups, unpack_prompts
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Completion
+from lit_async_rl.utils.identity import UNKNOWN, digest_of, is_comparable, without_code
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
 SEED = "data.seed"
@@ -67,6 +67,7 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
             "again": list(producer.again),
             "pass_rates": producer.intake.pass_rates.state_dict(),
             "successes": producer.intake.successes,
+            "success_reward": producer.intake.success.threshold,
             "random_state": {} if random_state is None else {"engine": random_state},
         }
 
@@ -171,7 +172,8 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
-    if has_new_rewards:
+    threshold = producer.intake.success.threshold
+    if has_new_rewards or state.get("success_reward", threshold) != threshold:
         log.warning("resume: the pass rates of prompts are measured anew")
     else:
         producer.intake.restore(state["pass_rates"], state.get("successes", {}))
@@ -209,10 +211,12 @@ def _file(producer: Producer, groups: list[GroupEntry]) -> None:
 
 
 _ENVIRONMENT = "the environment of data.engine"
+_FILTERS = "data.filters"
+_IDENTITIES = "data.reward", _ENVIRONMENT, _FILTERS
 _ANSWERS = "the digest of the answers of data.prompts"
 # The digest above is of a sample if there are many prompts; this one is of what the saved rewards were given for.
 _OWN_ANSWERS = "the digest of the answers of the checkpoint's groups"
-_REWARD_SETTINGS = "data.reward", "data.scoring.special_tokens", _ENVIRONMENT, _ANSWERS, _OWN_ANSWERS
+_REWARD_SETTINGS = *_IDENTITIES, "data.scoring.special_tokens", _ANSWERS, _OWN_ANSWERS
 # Of sampling: settings that older checkpoints do not have.
 _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": None}
 
@@ -225,7 +229,8 @@ def _settings(producer: Producer) -> dict[str, Any]:
         "data.sampling": asdict(producer.book.sampling),
         "data.reward": producer.scorer.identity,
         "data.scoring.special_tokens": producer.book.codec.special_tokens,
-        _ENVIRONMENT: producer.listener.engine.scoring_identity,
+        _ENVIRONMENT: producer.environment_identity,
+        _FILTERS: producer.filters_identity,
         _ANSWERS: None if usable is None else usable.answers_digest,
     }
 
@@ -233,7 +238,7 @@ def _settings(producer: Producer) -> dict[str, Any]:
 def _answers_of(groups: Sequence[GroupEntry]) -> str:
     digest = hashlib.sha256()
     for group in groups:
-        digest.update(rewarded_by(group.prompt).encode())
+        digest.update(rewarded_by(group.prompt, digest_of).encode())
     return digest.hexdigest()[:16]
 
 
@@ -245,7 +250,7 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)
     after = _flat(now)
-    later = _ENVIRONMENT, _ANSWERS, _OWN_ANSWERS, SHUFFLE, VOCABULARY
+    later = _ENVIRONMENT, _FILTERS, _ANSWERS, _OWN_ANSWERS, SHUFFLE, VOCABULARY
     unknown = {name for name in later if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)
@@ -263,14 +268,19 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
 
 def _is_same(name: str, value: Any, before: Any) -> bool:
     """Whether a setting is as it was; identities of older checkpoints know nothing of the code."""
-    if name in ("data.reward", _ENVIRONMENT) and before == without_code(before):
+    if not is_comparable(value):
+        return False
+    if name in _IDENTITIES and before == without_code(before):
         return bool(without_code(value) == before)
     return bool(before == value)
 
 
 def _changed(name: str, value: Any, before: Any) -> str:
-    if name in ("data.reward", _ENVIRONMENT) and without_code(value) == without_code(before):
-        return f"the code of {name}, {without_code(value)}, has changed"
+    if not is_comparable(value):
+        identity, _, unknown = value.partition(UNKNOWN)
+        return f"{name}, {without_code(identity)}, cannot be compared with that of the checkpoint for its {unknown}"
+    if name in _IDENTITIES and without_code(value) == without_code(before):
+        return f"the code of {name}, {without_code(value)}, or a value that it refers to, has changed"
     return f"{name} is {value!r} and was {before!r}"
 
 

@@ -1,5 +1,6 @@
 """A resume with another reward, other answers or another environment samples again, or keeps rewards if asked."""
 
+import dataclasses
 import functools
 import importlib
 import linecache
@@ -9,11 +10,12 @@ import sys
 import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lit_async_rl as rl
 from lit_async_rl.prompts.stream import UsablePrompts
-from lit_async_rl.rewards.scorer import reward_identity, without_code
 from lit_async_rl.rollouts.resume import _is_same
+from lit_async_rl.utils.identity import reward_identity, without_code
 
 
 def constant(prompt, completion, value=1.0):
@@ -22,13 +24,30 @@ def constant(prompt, completion, value=1.0):
 
 
 class Scale:
-    """A reward whose setting is nested."""
+    """A reward whose setting is nested, and counts its calls."""
 
     def __init__(self, settings):
-        self.settings = settings
+        self._settings = settings
+        self._num_calls = 0
 
     def __call__(self, prompt, completion):
-        return self.settings["value"] + 0.01 * len(completion)
+        self._num_calls += 1
+        return self._settings["value"] + 0.01 * len(completion)
+
+
+def closed_over(value):
+    """A reward that closes over its setting."""
+    return lambda prompt, completion: value + 0.01 * len(completion)
+
+
+class Shift(rl.GroupFilter):
+    """A filter that changes rewards."""
+
+    def __init__(self, by):
+        self._by = by
+
+    def __call__(self, group):
+        return dataclasses.replace(group, rollouts=tuple(one.add_reward(self._by, part="shift") for one in group.rollouts))
 
 
 class Episode(rl.Episode):
@@ -43,10 +62,12 @@ class Room(rl.Environment):
     """An environment of one turn, with a setting."""
 
     def __init__(self, value):
-        self.value = value
+        self._value = value
+        self._num_started = 0
 
     async def start(self, prompt):
-        return Episode(self.value)
+        self._num_started += 1
+        return Episode(self._value)
 
 
 def data_of(kind, value, keep):
@@ -55,9 +76,13 @@ def data_of(kind, value, keep):
     rewards = {
         "reward": Scale({"value": value, "others": [1, 2]}),
         "answers": lambda prompt, completion: float(prompt.answer) + 0.01 * len(completion),
+        "closure": closed_over(value),
+        "combined": {"a": closed_over(value - 0.5), "b": closed_over(0.5)},
         "environment": None,
+        "filter": closed_over(0.0),
     }
     settings = dict(engine=rl.EpisodeEngine(rl.EmbeddedEngine(), Room(value))) if kind == "environment" else {}
+    settings |= dict(filters=[Shift(value)]) if kind == "filter" else {}
     return make_data(
         prompts=prompts,
         reward=rewards[kind],
@@ -70,8 +95,11 @@ def data_of(kind, value, keep):
     )
 
 
+KINDS = "reward", "answers", "closure", "combined", "environment", "filter"
+
+
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
-@pytest.mark.parametrize("kind", ["reward", "answers", "environment"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_finished_groups_do_not_keep_what_another_reward_gave_unless_asked(kind, keep, tmp_path, caplog):
     seen = []
 
@@ -144,7 +172,7 @@ def test_a_reward_whose_code_was_edited_is_another_one(tmp_path, caplog, monkeyp
     fit(make_module(), data(1.0, "with another comment"), 3, [], str(tmp_path / "last.ckpt"))
     assert "sampled anew" not in caplog.text
     fit(make_module(), data(2.0, "as it was"), 4, [], str(tmp_path / "last.ckpt"))
-    assert "the code of data.reward, edited_reward.short, has changed" in caplog.text
+    assert "the code of data.reward, edited_reward.short, or a value that it refers to, has changed" in caplog.text
     assert "groups of the checkpoint are sampled anew" in caplog.text
 
 
@@ -157,15 +185,47 @@ def test_identities_of_checkpoints_that_know_no_code_are_compared_without_it():
     assert " code " not in reward_identity(rl.exact_match), "of this package: releases say what changes"
 
 
-def test_the_same_settings_keep_their_groups(tmp_path, caplog):
-    data = data_of("reward", 1.0, keep=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_settings_keep_their_groups(kind, tmp_path, caplog):
+    data = data_of(kind, 1.0, keep=False)
 
     class Save(pl.Callback):
         def on_train_end(self, trainer, module):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     fit(make_module(), data, 2, [Save()])
-    fit(make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"))
+    fit(make_module(), data_of(kind, 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"))
+    assert "sampled anew" not in caplog.text
+    assert "finished groups are kept" in caplog.text
+
+
+def test_a_reward_that_cannot_be_compared_is_sampled_again_and_named(tmp_path, caplog):
+    path = tmp_path / "last.ckpt"
+
+    def fit_to(step, ckpt=None):
+        reward = Scale({"value": 1.0, "next": (n for n in range(9))})
+        save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+        fit(make_module(), make_data(reward=reward, groups_per_step=1, max_staleness=3), step, [save], ckpt)
+
+    fit_to(2)
+    fit_to(3, str(path))
+    named = "data.reward, test_resumed_rewards.Scale(_settings, _num_calls: "
+    assert named in caplog.text
+    assert "cannot be compared with that of the checkpoint for its Scale._settings['next'] (builtins" in caplog.text
+
+
+def test_another_environment_with_cut_turns_is_another_one():
+    shown = [rl.EpisodeEngine(rl.EmbeddedEngine(), Room(1.0), step_cut_turns=cut).scoring_identity for cut in (0, 1)]
+    assert shown[0] != shown[1]
+
+
+def test_another_threshold_of_success_measures_pass_rates_anew_and_keeps_the_groups(tmp_path, caplog):
+    path = tmp_path / "last.ckpt"
+    save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    settings = dict(reward=closed_over(1.0), groups_per_step=1, max_staleness=3)
+    fit(make_module(), make_data(reward_success=0.5, **settings), 2, [save])
+    fit(make_module(), make_data(reward_success=0.9, **settings), 3, [], str(path))
+    assert "the pass rates of prompts are measured anew" in caplog.text
     assert "sampled anew" not in caplog.text
 
 

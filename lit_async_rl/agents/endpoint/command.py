@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.identity import file_contents
 from lit_async_rl.utils.processes import PR_SET_PDEATHSIG, kill_group
 
 MAX_LINE_BYTES = 2**16
@@ -96,6 +97,10 @@ class CommandAgent:
         self.reward = reward
         self.environment = dict(environment or {})
         self.clients = EndpointClients()
+
+    def identified_by(self) -> dict[str, Any]:
+        """What makes its rewards besides the arguments: the program's files, see `reward_identity`."""
+        return {"files": file_contents(self.command)}
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
         """Runs the command for one episode.
