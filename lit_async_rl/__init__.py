@@ -31,5 +31,14 @@ def __getattr__(name: str) -> Any:
         from lit_async_rl.utils.loading import loading
 
         with loading():
-            return _found(name)
-    return _found(name)
+            return _strict(_found(name))
+    return _strict(_found(name))
+
+
+def _strict(found: Any) -> Any:
+    """A public name; a class whose constructor refuses None where its annotations do."""
+    if isinstance(found, type):
+        from lit_async_rl.utils.checks import refuse_none
+
+        refuse_none(found)
+    return found

@@ -76,24 +76,33 @@ class GroupMean(AdvantageEstimator):
 class GroupMeanStd(AdvantageEstimator):
     """A = (R - mean) / (std + eps) of the group. GRPO, arXiv:2402.03300.
 
-    The standard deviation is the population's, sqrt(sum (R - mean)^2 / N), as in VCPO and M2PO; verl and TRL divide by
-    N - 1, which makes every advantage of the group smaller by sqrt((N - 1) / N).
+    The standard deviation is sqrt(sum (R - mean)^2 / (N - ddof)): the population's by default, as in VCPO and M2PO;
+    verl and TRL divide by N - 1, which makes every advantage of the group smaller by sqrt((N - 1) / N).
 
     Args:
         eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
+        ddof: 1 divides by N - 1.
+        std_of_step: divide by the standard deviation of all rewards of the step (arXiv:2508.08221; TRL's
+            `scale_rewards: batch`), which is that between prompts, too.
 
     Raises:
-        ValueError: eps is negative.
+        ValueError: a setting is out of range.
     """
 
     eps: float = 1e-6
+    ddof: int = 0
+    std_of_step: bool = False
 
     def __post_init__(self) -> None:
         check_range("GroupMeanStd", ">= 0", eps=self.eps)
+        check_range("GroupMeanStd", "integer in [0, 1]", ddof=self.ddof)
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards standardized within the group."""
-        return [standardized(group, self.eps) for group in rewards]
+        if not self.std_of_step:
+            return [standardized(group, self.eps, self.ddof) for group in rewards]
+        scale = _std(centered(list(chain.from_iterable(rewards))), self.ddof) + self.eps
+        return [[a / scale if a else 0.0 for a in centered(group)] for group in rewards]
 
 
 @dataclass(frozen=True)
@@ -157,16 +166,19 @@ class GDPO(AdvantageEstimator):
     Args:
         weights: weight of each part by name; 1 by default, 0 excludes a part.
         eps: added to the standard deviations, which bounds advantages of nearly equal rewards.
+        ddof: see `GroupMeanStd`; of both standard deviations.
 
     Raises:
-        ValueError: eps is negative, or a weight is not finite.
+        ValueError: a setting is out of range, or a weight is not finite.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
     eps: float = 1e-6
+    ddof: int = 0
 
     def __post_init__(self) -> None:
         check_range("GDPO", ">= 0", eps=self.eps)
+        check_range("GDPO", "integer in [0, 1]", ddof=self.ddof)
         check_range("GDPO.weights", "finite", **self.weights)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
@@ -189,20 +201,20 @@ class GDPO(AdvantageEstimator):
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards without parts: normalised within the group, and then over the step."""
-        return self._over_step([standardized(group, self.eps) for group in rewards])
+        return self._over_step([standardized(group, self.eps, self.ddof) for group in rewards])
 
     def _of_group(self, parts: Sequence[Mapping[str, float]]) -> list[float]:
         totals = [0.0] * len(parts)
         for name in dict.fromkeys(name for row in parts for name in row):
             rows = [n for n, row in enumerate(parts) if name in row]
-            values = standardized([parts[n][name] for n in rows], self.eps)
+            values = standardized([parts[n][name] for n in rows], self.eps, self.ddof)
             for n, value in zip(rows, values, strict=True):
                 totals[n] += self.weights.get(name, 1.0) * value
         return totals
 
     def _over_step(self, advantages: list[list[float]]) -> list[list[float]]:
         flat = list(chain.from_iterable(advantages))
-        rest = iter(standardized(flat, self.eps))
+        rest = iter(standardized(flat, self.eps, self.ddof))
         # a rollout without signal keeps exactly 0: the mean differs from 0 only by rounding
         return [[value if a else 0.0 for a, value in ((a, next(rest)) for a in group)] for group in advantages]
 
@@ -287,11 +299,15 @@ def centered(values: Sequence[float]) -> list[float]:
     return [value - mean for value in values]
 
 
-def standardized(values: Sequence[float], eps: float) -> list[float]:
-    """Centered values divided by (population standard deviation + eps)."""
+def standardized(values: Sequence[float], eps: float, ddof: int = 0) -> list[float]:
+    """Centered values divided by (standard deviation + eps)."""
     differences = centered(values)
-    std = math.sqrt(math.fsum(a * a for a in differences) / max(1, len(values)))
+    std = _std(differences, ddof)
     return [a / (std + eps) if a else 0.0 for a in differences]
+
+
+def _std(differences: Sequence[float], ddof: int) -> float:
+    return math.sqrt(math.fsum(a * a for a in differences) / max(1, len(differences) - ddof))
 
 
 # -- Turn-level advantage estimators for multi-turn rollouts: each turn has its own advantage -------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.secrets import check_address, key_of_variable
 
 MISSING = 'environments of OpenEnv servers need the package openenv: pip install "lit-async-rl[openenv]"'
 RESET = "openenv_reset"  # metadata of a prompt: arguments of the reset that it is the observation of
@@ -30,19 +30,12 @@ class OpenEnvServer:
 
     def __init__(self, url: str, text_field: str, api_key_env: str | None, timeout_s: float) -> None:
         check_range("OpenEnvEnvironment", "positive", timeout_s=timeout_s)
+        check_address("OpenEnvEnvironment.url", url, "OpenEnvEnvironment.api_key_env")
         self.url = url
         self.text_field = text_field
         self.api_key_env = api_key_env
         self.timeout_s = timeout_s
-        self._key()
-
-    def _key(self) -> str | None:
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env)
-        if not key:
-            raise ValueError(f"api_key_env={self.api_key_env!r} is not set in the environment: it must hold the key")
-        return key
+        key_of_variable("OpenEnvEnvironment.api_key_env", api_key_env)
 
     def client(self) -> Any:
         """A client of an environment of its own, not connected.
@@ -55,12 +48,12 @@ class OpenEnvServer:
             from openenv.core.generic_client import GenericEnvClient
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
-        key = self._key()
+        key = key_of_variable("OpenEnvEnvironment.api_key_env", self.api_key_env)
         return GenericEnvClient(
             base_url=self.url,
             connect_timeout_s=self.timeout_s,
             message_timeout_s=self.timeout_s,
-            headers=None if key is None else {"Authorization": f"Bearer {key}"},
+            headers=None if not key else {"Authorization": f"Bearer {key}"},
         )
 
     def text(self, observation: Any) -> str:

@@ -72,6 +72,11 @@ def answer_texts(value: Any) -> tuple[str, ...]:
     return tuple(map(field_text, value))
 
 
+def kept_value(field: str, answer: Any) -> dict[str, Any]:
+    """Metadata for an answer that is no text, as its record has it: rewards in TRL's form get it so."""
+    return {} if answer is None or isinstance(answer, str) else {field: answer}
+
+
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
     """Fills the placeholders of a template: `{prompt}`, and fields of the record by name; `{{name}}` is `{name}`.
 
@@ -359,6 +364,8 @@ class RecordPrompts(PromptSource):
         if self.answer_field is not None:
             answers = self._texts(record, "answer_field", self.answer_field, index=index)
         metadata = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
+        if self.answer_field is not None:
+            metadata |= kept_value(self.answer_field, _field(record, self.answer_field))
         metadata = with_template_kwargs(metadata, self.chat_template_kwargs)
         given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
         if isinstance(_field_or_none(record, self.prompt_field), list):
@@ -776,6 +783,7 @@ class InMemoryPrompts(RecordPrompts):
         except ValueError as error:
             wanted = "a text, a number or a list of them"
             raise ValueError(f"{self.where(index)}['answer'] must be {wanted}, got {error}") from None
+        fields |= kept_value("answer", record.get("answer"))
         metadata = with_template_kwargs(fields, self.chat_template_kwargs)
         given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
         if found == ["prompt"] and isinstance(content, str):

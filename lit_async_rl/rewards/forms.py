@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.elsewhere import Elsewhere
 
 if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` does not need
     from lit_async_rl.types import Prompt
 
 MAX_BATCH_SIZE = 16
+NAMES = ("prompt", "completion")
+BATCH_NAMES = ("prompts", "completions")
 
 
 def wants(reward: Callable[..., Any], parameter: str) -> bool:
@@ -31,21 +34,49 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
     | parameters | form |
     |---|---|
     | `(prompt, completion)` | one completion; returned as it is |
+    | `(completion, prompt)`, of a function | the same, called by keyword |
     | `(prompts, completions)` | a batch: lists of `Prompt` and text, see `BatchedReward` |
     | `(completions, **columns)`, `(prompts, completions, answer, **kwargs)` and so on | TRL's, see `TRLReward` |
 
     Args:
         reward: function or callable object.
         answer_field: parameter for the reference answer of a reward in TRL's form, in addition to `answer`.
+
+    Raises:
+        ValueError: a callable object has the completion first.
     """
     parameters = _parameters(reward)
     if "completions" not in parameters:
-        return reward
+        if not _in_other_order(parameters, NAMES):
+            return reward
+        if not inspect.isroutine(reward):
+            raise ValueError(
+                f"{type(reward).__name__} has the parameters {inspect.signature(reward)}, and is called with the "
+                "prompt first, reward(prompt, completion): change their order"
+            )
+        return _ByKeyword(reward)
     takes_columns = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     required = {name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    if takes_columns or not required <= {"prompts", "completions"}:
+    if takes_columns or "prompts" not in parameters or not required <= set(BATCH_NAMES):
         return TRLReward(reward, answer_field)
     return BatchedReward(reward)
+
+
+class _ByKeyword(Elsewhere):
+    """Stands for a function `(completion, prompt)`, by its name and identity."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, prompt: Prompt, completion: str, **others: Any) -> Any:
+        return self.original(prompt=prompt, completion=completion, **others)
+
+
+def _in_other_order(parameters: dict[str, inspect.Parameter], names: tuple[str, str]) -> bool:
+    """Whether two parameters are there by name, and not where a call by position would put them."""
+    named = {name for name, one in parameters.items() if one.kind is not one.POSITIONAL_ONLY}
+    return set(names) <= named and tuple(parameters)[:2] != names
 
 
 class BatchedReward:
@@ -114,6 +145,8 @@ class BatchedReward:
         return values
 
     def _call(self, prompts: list[Prompt], completions: list[str]) -> Any:
+        if _in_other_order(_parameters(self.reward), BATCH_NAMES):
+            return self.reward(prompts=prompts, completions=completions)
         return self.reward(prompts, completions)
 
 
@@ -122,8 +155,8 @@ class TRLReward(BatchedReward):
 
     It is called with keyword arguments, each a list with one entry per completion, if it has parameters of these names
     (or `**kwargs`): `prompts` and `completions` (texts, or lists of messages if the prompts are conversations),
-    `answer`, and the other fields of the prompts' records. TRL's `completion_ids`, `trainer_state`, `log_extra` and
-    `log_metric` are not supported.
+    `answer`, and the other fields of the prompts' records, each as its record has it: a number stays one. TRL's
+    `completion_ids`, `trainer_state`, `log_extra` and `log_metric` are not supported.
 
     Args:
         reward: reward function.
@@ -151,7 +184,8 @@ class TRLReward(BatchedReward):
         columns: dict[str, list[Any]] = {}
         for name in sorted({name for prompt in prompts for name in prompt.metadata}):
             columns[str(name)] = [prompt.metadata.get(name) for prompt in prompts]
-        columns["answer"] = [prompt.answer for prompt in prompts]
+        raw = self.answer_field or "answer"  # in the metadata if it is no text
+        columns["answer"] = [prompt.metadata.get(raw, prompt.answer) for prompt in prompts]
         if self.answer_field is not None:
             columns[self.answer_field] = columns["answer"]
         columns["prompts"] = [_messages(prompt) if is_chat else prompt.text for prompt in prompts]

@@ -31,6 +31,7 @@ from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.secrets import check_address, key_of_variable
 from lit_async_rl.utils.spans import unrecorded
 
 MAX_ANSWER_BYTES = 4 * 2**20
@@ -239,20 +240,12 @@ class Endpoint:
             raise ModuleNotFoundError(
                 'a judge behind an address needs: pip install "lit-async-rl[judge]"', name=error.name
             ) from error
+        check_address("JudgeReward.base_url", base_url, "JudgeReward.api_key_env")
         parts = urlsplit(base_url)
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError(
-                "JudgeReward.base_url must hold no user, password or query, because it stands in configurations and "
-                "messages: name an environment variable with the key in JudgeReward.api_key_env"
-            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"JudgeReward.base_url must be an address such as http://localhost:8000/v1, got {base_url!r}"
-            )
-        if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(
-                f"JudgeReward.api_key_env={api_key_env!r} is not set in the environment: it must hold the key"
-            )
+            shown = repr(base_url) if re.search(r"[.:/]", base_url) else "a word without a dot (not shown)"
+            raise ValueError(f"JudgeReward.base_url must be an address such as http://localhost:8000/v1, got {shown}")
+        key_of_variable("JudgeReward.api_key_env", api_key_env)
         self._httpx = httpx
         self._tenacity = tenacity
         self._url = base_url.rstrip("/") + "/chat/completions"

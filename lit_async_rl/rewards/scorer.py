@@ -148,6 +148,8 @@ def check_reward(reward: Any) -> None:
     except TypeError as error:
         raise ValueError(f"{shown}, and must be a function, {form}: {_misfit(signature, error)}") from None
     names = [name for name, value in bound.arguments.items() if value in ("prompt", "completion")]
+    if names == ["completion", "prompt"] and inspect.isroutine(reward):
+        return  # called by keyword, see `as_reward_function`
     if len(names) == 2 and names[0].startswith(("completion", "response")) and names[1].startswith("prompt"):
         raise ValueError(f"{shown}, and is called with the prompt first, {form}: change their order")
 

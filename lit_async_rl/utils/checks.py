@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import inspect
 import math
 import os
 import re
@@ -50,6 +51,54 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         if value is not None and rule and not all(_holds(part, value) for part in rule.split(" and ")):
             also = " and finite" if value == math.inf and "finite" not in rule else ""
             raise ValueError(f"{setting} must be {rule}{also}, got {value}")
+
+
+NO_VALUE = "must have a value, got"
+SECTIONS = {  # of a configuration file, whose settings messages name in its place
+    "Limits": "data.limits",
+    "PolicyModule": "model",
+    "RayCluster": "cluster",
+    "RolloutDataModule": "data",
+    "Scoring": "data.scoring",
+    "Trainer": "trainer",
+    "Validation": "data.validation",
+}
+_PLAIN_TYPES = re.compile(r"[a-z][a-z_\[\], .|]*")  # numbers, texts, lists of them: nothing with None or a class
+
+
+def refuse_none(kind: type) -> None:
+    """Makes the constructor of a class refuse None for each setting whose annotation is a plain type without it.
+
+    Example: `PPOClip(clip_low=None)` raises `PPOClip.clip_low must have a value, got None: leave it out for its
+    default`. Comparisons would raise a `TypeError` later, or `check_range` take it for a setting left unset.
+
+    Args:
+        kind: the class; one that has such a constructor already stays as it is.
+    """
+    init = kind.__init__
+    if isinstance(kind, type) and issubclass(kind, BaseException) or getattr(init, "refuses_none", False):
+        return
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    refused = {one.name: one.default for one in parameters if one.default is not None and _is_plain(one.annotation)}
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if value is None and name in refused:
+                owner = SECTIONS.get(kind.__name__, kind.__name__)
+                hint = "" if refused[name] is inspect.Parameter.empty else ": leave it out for its default"
+                raise ValueError(f"{owner}.{name} {NO_VALUE} None{hint}")
+        init(self, *args, **kwargs)
+
+    checked.refuses_none = True  # type: ignore[attr-defined]
+    if refused:
+        kind.__init__ = checked  # type: ignore[misc]
+
+
+def _is_plain(annotation: Any) -> bool:
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return annotation is not inspect.Parameter.empty and bool(_PLAIN_TYPES.fullmatch(text))
 
 
 def as_reward(value: Any) -> float:

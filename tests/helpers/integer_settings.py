@@ -1,5 +1,7 @@
 """Every public setting that is an integer, given as a float in Python: prints what each says, as JSON.
 
+With `none` every setting that is a number and not optional, given as None.
+
 Run in a process of its own: the tests' type checks would refuse the float before the code under test sees it.
 """
 
@@ -81,7 +83,22 @@ def integers() -> list[tuple[str, str]]:
     return found
 
 
-def answer(name: str, setting: str, value: float) -> str:
+def required_numbers() -> list[tuple[str, str]]:
+    """Public class, and its parameter that is a number, and not optional; of values and of Lightning's classes, too."""
+    found = []
+    for name in rl.__all__:
+        kind = getattr(rl, name)
+        if not inspect.isclass(kind) or issubclass(kind, Exception):
+            continue
+        hints = typing.get_type_hints(kind.__init__)
+        for setting, parameter in inspect.signature(kind).parameters.items():
+            parts = typing.get_args(hints.get(setting)) or (hints.get(setting),)
+            if all(part in (int, float) for part in parts) and parameter.default is not None:
+                found.append((name, setting))
+    return found
+
+
+def answer(name: str, setting: str, value: float | None) -> str:
     """Type and message of what the class raises with this value; empty if it takes it."""
     try:
         getattr(rl, name)(**(NEEDED.get(name, {}) | {setting: value}))
@@ -91,5 +108,6 @@ def answer(name: str, setting: str, value: float) -> str:
 
 
 if __name__ == "__main__":
-    value = float(sys.argv[1])
-    json.dump({f"{name}.{setting}": answer(name, setting, value) for name, setting in integers()}, sys.stdout)
+    value = None if sys.argv[1] == "none" else float(sys.argv[1])
+    settings = required_numbers() if value is None else integers()
+    json.dump({f"{name}.{setting}": answer(name, setting, value) for name, setting in settings}, sys.stdout)

@@ -372,6 +372,60 @@ def test_rewards_in_the_form_of_trl_get_texts_messages_and_columns():
     assert both(PROMPT, "5").parts == {"digits": 1.0}
 
 
+def test_a_reward_in_the_form_of_trl_gets_an_answer_as_the_record_has_it(tmp_path):
+    def right(completions, answer, **kwargs):
+        return [1.0 if int(text) == one else 0.0 for text, one in zip(completions, answer, strict=True)]
+
+    records = [{"prompt": "2+2=", "answer": 4, "n": 1}, {"prompt": "1+1=", "answer": 2, "n": 2}]
+    lines = "".join(json.dumps({"question": one["prompt"], "solution": one["answer"]}) + "\n" for one in records)
+    (tmp_path / "sums.jsonl").write_text(lines)
+    in_file = rl.JsonlPrompts(str(tmp_path / "sums.jsonl"), prompt_field="question", answer_field="solution")
+    for source, field in ((rl.InMemoryPrompts(records), None), (in_file, "solution")):
+        reward = rl.TRLReward(right, answer_field=field)
+        assert [score(reward, source[n], text) for n, text in ((0, "4"), (1, "2"), (0, "5"))] == [1.0, 1.0, 0.0]
+        assert [source[n].answer for n in range(2)] == ["4", "2"]  # of graders and other forms: text
+    several = rl.InMemoryPrompts([{"prompt": "half", "answer": ["1/2", 0.5]}])[0]
+    assert score(as_reward_function(lambda completions, answer: [float(answer[0][1] == 0.5)]), several, "x") == 1.0
+
+
+def single_turned(completion, prompt):
+    return float(completion.startswith("yes") and prompt.text.endswith("?"))
+
+
+async def awaited_turned(completion, prompt, token_ids):
+    return float(completion.startswith("yes") and prompt.text.endswith("?") and token_ids == (7,))
+
+
+def batch_turned(completions, prompts):
+    return [
+        float(text.startswith("yes") and one.text.endswith("?")) for text, one in zip(completions, prompts, strict=True)
+    ]
+
+
+class Turned:
+    def __call__(self, completion, prompt):
+        return 1.0
+
+
+@pytest.mark.parametrize("function", [single_turned, awaited_turned, batch_turned])
+def test_parameters_that_are_recognized_by_name_may_stand_in_any_order(function):
+    prompt = rl.Prompt(text="no or yes?")
+    reward = as_reward_function(function)
+    assert score(reward, prompt, "yes", token_ids=(7,)) == 1.0
+    assert score(reward, prompt, "no", token_ids=(7,)) == 0.0
+    assert score(rl.CombinedReward({"it": function}), prompt, "yes", token_ids=(7,)).parts == {"it": 1.0}
+    assert reward_name(reward).endswith(function.__name__)
+    assert make_data(reward=function).reward is not None  # not refused
+    with pytest.raises(ValueError, match=r"Turned has the parameters \(completion, prompt\).*change their order"):
+        as_reward_function(Turned())
+
+
+def test_a_batch_that_wants_completions_only_is_of_trls_form():
+    assert (
+        score(as_reward_function(lambda completions: [float(text == "4") for text in completions]), PROMPT, "4") == 1.0
+    )
+
+
 def test_the_answer_field_of_the_prompts_names_the_column_of_a_trl_reward(tmp_path):
     def right(completions, solution, **kwargs):
         return [float(text.strip() == one) for text, one in zip(completions, solution, strict=True)]

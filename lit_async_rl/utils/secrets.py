@@ -1,0 +1,90 @@
+"""Keys and passwords, which no message, log or file of a run may show."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+CONCEALED = "***"
+SECRET_NAME = re.compile(r"(?i)(api_?key|token|secret|password|authorization)$")  # of a setting that holds one
+VARIABLE_NAME = re.compile(r"[A-Z]{1,16}(_[A-Z0-9]{1,16})*")  # as variables are called, and no key is
+CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # of an address, `https://user:password@host`
+_KEYS = re.compile(  # by their form: OpenAI and others, Hugging Face, GitHub, Slack, Google, AWS, a JSON Web Token
+    r"\b(sk-[\w-]{8,}|hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w+|xox[abpr]-[\w-]+|AIza[\w-]{30,}|AKIA[A-Z0-9]{12,}"
+    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)"
+)
+_NAMED = re.compile(  # `api_key_env: '...'`
+    r"(?i)((?:api_?key|(?:access|api|auth|hf|hub)_?token|secret|password|authorization)(?:_env|_var)?['\"]?\s*[:=]\s*)"
+    r"(['\"]?)((?:bearer )?[^'\"\s,;)}\]]+)"
+)
+
+
+def without_secrets(text: str) -> str:
+    """A text without what looks like a key: by its form, by the name before it, or as the password of an address."""
+    text = CREDENTIALS.sub(CONCEALED, _KEYS.sub(CONCEALED, text))
+    return _NAMED.sub(lambda found: found[0] if _may_be_shown(found[3]) else f"{found[1]}{found[2]}{CONCEALED}", text)
+
+
+def _may_be_shown(value: str) -> bool:
+    return value in ("None", "null", CONCEALED) or bool(VARIABLE_NAME.fullmatch(value))
+
+
+def variable(setting: str, name: str) -> str:
+    """The name of an environment variable after a setting, for a message; the setting alone if it may be a key.
+
+    Args:
+        setting: that names the variable.
+        name: as it was given.
+    """
+    return f"{setting}={name!r}" if VARIABLE_NAME.fullmatch(str(name)) else f"{setting} (not shown, it may be a key)"
+
+
+def key_of_variable(setting: str, name: str | None) -> str:
+    """The key in an environment variable; an empty text where none is named.
+
+    Args:
+        setting: that names the variable.
+        name: of the variable.
+
+    Raises:
+        ValueError: there is no such variable, see `variable`.
+    """
+    if name is None:
+        return ""
+    key = os.environ.get(name, "")
+    if not key:
+        raise ValueError(
+            f"{variable(setting, name)} is not set in the environment: it must be the name of the variable that holds "
+            "the key"
+        )
+    return key
+
+
+def check_address(setting: str, url: str, key_setting: str) -> None:
+    """Refuses an address that holds a password or a query, for it stands in configurations and messages.
+
+    Args:
+        setting: that holds it.
+        url: the address.
+        key_setting: names an environment variable with the key.
+
+    Raises:
+        ValueError: it does; names the setting, and does not repeat the address.
+    """
+    if any(sign in url for sign in "?#@"):
+        raise ValueError(
+            f"{setting} must hold no user, password or query, because it stands in configurations and messages: name "
+            f"an environment variable with the key in {key_setting}"
+        )
+
+
+def concealed(settings: Any) -> Any:
+    """Settings with `***` for each text under the name of a key or password, for trackers and files."""
+    if isinstance(settings, Mapping):
+        return {
+            name: CONCEALED if isinstance(value, str) and SECRET_NAME.search(str(name)) else concealed(value)
+            for name, value in settings.items()
+        }
+    return [concealed(item) for item in settings] if isinstance(settings, list) else settings
