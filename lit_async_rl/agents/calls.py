@@ -10,6 +10,8 @@ from lit_async_rl.types import SamplerHead
 from lit_async_rl.utils.checks import as_reward, check_range
 
 ReplyReason = Literal["stop", "length", "tool_calls"]
+MAX_STOPS = 4  # as in OpenAI's API; the engine of all agents looks for each of them
+MAX_STOP_CHARS = 256
 
 
 class AgentCallError(RuntimeError):
@@ -38,7 +40,7 @@ class CallSampling:
     Args:
         temperature, top_p, top_k, min_p: not followed, see above; a difference is logged.
         max_tokens: at most this many tokens; never more than `data.sampling.max_tokens`.
-        stop: strings that end the reply, beside those of the run.
+        stop: strings that end the reply, beside those of the run: at most `MAX_STOPS` of `MAX_STOP_CHARS` characters.
         seed: makes the reply repeatable with the embedded engine. Samples of a group differ nevertheless.
 
     Raises:
@@ -57,6 +59,11 @@ class CallSampling:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
+        if len(self.stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in self.stop):
+            raise ValueError(
+                f"stop must have at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters, got "
+                f"{len(self.stop)}, the longest of {max(map(len, self.stop))}"
+            )
         check_range("call", "integer >= 1", max_tokens=self.max_tokens)
         check_range("call", "integer", seed=self.seed, top_k=self.top_k)
 

@@ -1,7 +1,9 @@
 """One running agent: its calls to the policy, and the graph of what was said.
 
 Calls may come from any event loop and thread: from the agent itself, or from a server that agents in other processes
-call. The state is guarded by the lock of the engine, and replies come through futures.
+call. The state is guarded by the lock of the engine, and replies come through futures. What a call costs (its template,
+its tokens, a rule of the user) is done without that lock, for which the engine would wait: the calls of one episode
+begin one after the other under a lock of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import itertools
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -133,7 +136,9 @@ class AgentEpisode:
         self._first: tuple[Messages, Messages] | None = None
         self._ids = itertools.count()
         self._num_pending = 0  # calls in the engine
-        self._texts: dict[SampledTurn, str] = {}  # of text completions: prompt and reply
+        self._beginning = threading.Lock()  # taken before `_lock`
+        # of text completions: prompt and reply, and the rest of the reply, which begins with a stop string
+        self._texts: dict[SampledTurn, tuple[str, str]] = {}
 
     def __repr__(self) -> str:
         return f"AgentEpisode(request {self.request.id}, sample {self.sample_index})"  # without its key
@@ -212,9 +217,9 @@ class AgentEpisode:
             checked = checked_call_messages(messages)
             given = _checked_tools(tools)
             options = dict(chat_template_kwargs or {})
-            call = self._begin_chat(checked, given, options, sampling=sampling, n=n, call_id=call_id)
-            call.parses_tools = parses_tools  # the lock is held, so no reply has come yet
-            return call
+            return self._begin_chat(
+                checked, given, options, sampling=sampling, n=n, call_id=call_id, parses_tools=parses_tools
+            )
 
         return await self._answer(call_id, begin)
 
@@ -229,7 +234,8 @@ class AgentEpisode:
         """Completions of a text, or of token ids.
 
         A text that begins with an earlier prompt and its completion continues that: what the policy wrote is not
-        tokenised again, and keeps the token that ended it, which texts do not show. Arguments as in `complete`.
+        tokenised again, and keeps the token that ended it, which texts do not show. The same holds for a stop string
+        with which the text goes on. Arguments as in `complete`.
 
         Raises:
             AgentCallError: the call cannot be answered.
@@ -237,12 +243,17 @@ class AgentEpisode:
         return await self._answer(call_id, lambda: self._begin_text(prompt, sampling, n=n, call_id=call_id))
 
     async def _answer(self, call_id: str | None, begin: Callable[[], _Call]) -> list[Reply]:
-        with self._lock:
-            self._check_open()
-            call = self._by_id.get(call_id) if call_id is not None else None
-            if call is None:
-                call = begin()
-            call.num_waiting += 1
+        with self._beginning:
+            with self._lock:
+                self._check_open()
+                call = self._by_id.get(call_id) if call_id is not None else None
+                if call is None and self.num_calls >= self._rules.max_calls:
+                    raise AgentCallError(
+                        f"the episode has made max_calls={self._rules.max_calls} calls", "max_calls", status=429
+                    )
+            call = call or begin()
+            with self._lock:
+                call.num_waiting += 1
         try:
             replies = await _result(call.replies)
         except asyncio.CancelledError:
@@ -285,7 +296,7 @@ class AgentEpisode:
         if self.is_over:
             raise AgentCallError("the episode of this key is over", "episode_over", status=401)
 
-    # -- beginning of a call, with the lock held ----------------------------------------------------------------------
+    # -- beginning of a call, one after the other ---------------------------------------------------------------------
 
     def _begin_chat(
         self,
@@ -296,9 +307,11 @@ class AgentEpisode:
         sampling: CallSampling | None,
         n: int,
         call_id: str | None,
+        parses_tools: bool,
     ) -> _Call:
         kind = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
-        match = self.graph.match(kind, messages)
+        with self._lock:
+            match = self.graph.match(kind, messages)
         renderer = self._rules.renderer
         drift = self.graph.drift
         drift.other += match.is_edited
@@ -324,6 +337,7 @@ class AgentEpisode:
             messages=messages,
             tools=tools,
             match=match,
+            parses_tools=parses_tools,
         )
 
     def _continuation(
@@ -365,22 +379,36 @@ class AgentEpisode:
         return self._submit(parent, given_ids, sampling, n=n, call_id=call_id, given_text=text)
 
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
-        """The turn that a text continues, and the text behind it."""
-        begun = [turn for turn in self.graph.turns if self._begins(prompt, turn)]
-        turn = max(begun, key=lambda one: (len(self._texts[one]), one.is_kept, one.call), default=None)
-        return (None, prompt) if turn is None else (turn, prompt[len(self._texts[turn]) :])
+        """The turn that a text continues, and the text behind it.
 
-    def _begins(self, prompt: str, turn: SampledTurn) -> bool:
-        """Whether a text begins with a turn; what has ended is not continued by the same prompt, asked again."""
-        text = self._texts.get(turn, "")
+        The policy has written the stop string that ended a turn, and reads it: a text that goes on with it continues
+        behind it. One that does not has changed the turn, which is a drift.
+        """
+        with self._lock:
+            texts = dict(self._texts)
+        begun = [turn for turn, (text, _) in texts.items() if self._begins(prompt, text, turn)]
+        begun.sort(key=lambda one: (len(texts[one][0]), one.is_kept, one.call), reverse=True)
+        for turn in begun:
+            text, hidden = texts[turn]
+            if prompt.startswith(hidden, len(text)):
+                self.graph.drift.other += len(text) < len(texts[begun[0]][0])
+                return turn, prompt[len(text) + len(hidden) :]
+        self.graph.drift.other += bool(begun)
+        return None, prompt
+
+    @staticmethod
+    def _begins(prompt: str, text: str, turn: SampledTurn) -> bool:
+        """Whether a prompt begins with a turn; what has ended is not continued by the same prompt, asked again."""
         goes_on = len(prompt) > len(text) or turn.completion.finish_reason == "length"
         return bool(text) and goes_on and prompt.startswith(text)
 
     def _continued_ids(self, ids: tuple[int, ...]) -> tuple[SampledTurn | None, tuple[int, ...]]:
         """The turn that token ids continue, with or without its end token, and the ids behind it."""
         ends = self.request.sampling.ends(self._rules.renderer.codec.ends.ids)
+        with self._lock:
+            turns = list(self.graph.turns)
         best: tuple[SampledTurn | None, tuple[int, ...]] = (None, ids)
-        for turn in self.graph.turns:
+        for turn in turns:
             whole = turn.ids
             bare = whole[:-1] if whole[-1] in ends else whole
             for known in (whole, bare):
@@ -389,9 +417,9 @@ class AgentEpisode:
                     if best[0] is None or len(ids) - len(known) <= len(best[1]):
                         best = (turn, ids[len(known) :])
                     break
-        if best[0] is None and self.graph.turns:
+        if best[0] is None and turns:
             text = self._spelled(ids)
-            spelled = [self._spelled(turn.ids) for turn in self.graph.turns]
+            spelled = [self._spelled(turn.ids) for turn in turns]
             self.graph.drift.tokens += any(text != known and text.startswith(known) for known in spelled)
         return best
 
@@ -410,34 +438,35 @@ class AgentEpisode:
         messages: Messages = (),
         tools: Messages = (),
         match: Match | None = None,
+        parses_tools: bool = True,
     ) -> _Call:
         if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
             raise AgentCallError(f"n must be an integer from 1 to {MAX_SAMPLES}, got {n!r}", "invalid_n", param="n")
-        if self.num_calls >= self._rules.max_calls:
-            raise AgentCallError(
-                f"the episode has made max_calls={self._rules.max_calls} calls", "max_calls", status=429
-            )
         sampling = sampling or CallSampling()
         self._warn_of(sampling)
         before = () if parent is None else parent.ids
-        tokens = self._session.sample(before, given_ids, sampling, num_samples=n)
-        call = _Call(
-            number=len(self._calls),
-            tokens=tokens,
-            parent=parent,
-            given_ids=given_ids,
-            given_text=given_text,
-            stop=(*self.request.sampling.stop, *sampling.stop),
-            is_side=parent.is_side if parent is not None else self._is_side(messages, tools),
-            is_repeatable=call_id is not None,
-            messages=messages,
-            tools=tools,
-            match=match,
-        )
-        self._calls.append(call)
-        self._num_pending += 1
-        if call_id is not None:
-            self._by_id[call_id] = call
+        is_side = parent.is_side if parent is not None else self._is_side(messages, tools)
+        with self._lock:
+            self._check_open()  # it may have ended meanwhile
+            tokens = self._session.sample(before, given_ids, sampling, num_samples=n)
+            call = _Call(
+                number=len(self._calls),
+                tokens=tokens,
+                parent=parent,
+                given_ids=given_ids,
+                given_text=given_text,
+                stop=(*self.request.sampling.stop, *sampling.stop),
+                is_side=is_side,
+                is_repeatable=call_id is not None,
+                messages=messages,
+                tools=tools,
+                match=match,
+                parses_tools=parses_tools,
+            )
+            self._calls.append(call)
+            self._num_pending += 1
+            if call_id is not None:
+                self._by_id[call_id] = call
         return call
 
     def _warn_of(self, sampling: CallSampling) -> None:
@@ -488,7 +517,9 @@ class AgentEpisode:
         if call.match is None:
             message = ReplyMessage(content=text)
             self.graph.record(turn)
-            self._texts[turn] = call.given_text + text if call.given_text else ""
+            if call.given_text:
+                whole = codec.decode(completion.token_ids, (), self.request.sampling.stop_token_ids)
+                self._texts[turn] = (call.given_text + text, whole[len(text) :] if call.stop else "")
         else:
             message = self._rules.parser.parse(text, call.tools if call.parses_tools else (), self._new_tool_id)
             (recorded,) = checked_call_messages([message.as_message()])

@@ -10,7 +10,7 @@ A call that cannot continue a path although its messages do is a *drift*, counte
 |---|---|
 | `template` | the chat template wrote earlier messages differently than before |
 | `tokens` | the agent sent token ids that spell what was sampled, in other tokens |
-| `other` | the agent has changed a turn of the policy |
+| `other` | the agent has changed a turn of the policy, or left out the stop string that ended it |
 
 A message of the assistant that differs from the sampled turn in reasoning, whitespace or the form of its JSON alone is
 no drift: the sampled tokens are kept (`healed`).

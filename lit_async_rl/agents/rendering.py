@@ -24,6 +24,7 @@ from lit_async_rl.types import ROLES
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
+MAX_OPENINGS = 256  # that are kept: agents may send other tools in each call
 UNSTABLE = "unstable_template"  # code of the error of a template whose turns cannot be found again
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id"}
@@ -124,7 +125,7 @@ class ChatRenderer:
         self._mark = f"turn{secrets.token_hex(6)}n"
         self._problem: str | None = None
         self._is_checked = False
-        self._known_openings: dict[str, tuple[str, str] | None] = {}
+        self._known_openings: dict[str, tuple[tuple[str, str] | None]] = {}
 
     def segments(
         self,
@@ -262,14 +263,18 @@ class ChatRenderer:
     def _openings(self, tools: Messages, options: Mapping[str, Any]) -> tuple[str, str] | None:
         """How the template opens the turn that it asks for, and an earlier one; None if that is unclear."""
         key = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
-        if key not in self._known_openings:
+        known = self._known_openings.get(key)
+        if known is None:
             user = {"role": "user", "content": "question"}
             closed = self._render([user], tools, {**options, "add_generation_prompt": False})
             asked = self.segments([user], tools, options)[0]
             written = self.segments([user, {"role": "assistant", "content": ""}, user], tools, options, sampled=(1,))[0]
-            known = asked.startswith(closed) and written.startswith(closed)
-            self._known_openings[key] = (asked[len(closed) :], written[len(closed) :]) if known else None
-        return self._known_openings[key]
+            is_clear = asked.startswith(closed) and written.startswith(closed)
+            known = ((asked[len(closed) :], written[len(closed) :]) if is_clear else None,)
+            if len(self._known_openings) >= MAX_OPENINGS:
+                self._known_openings.clear()
+            self._known_openings[key] = known
+        return known[0]
 
     # -- check of a template, once a model ----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -24,13 +25,14 @@ from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt, is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------
 # Decoding the text after every token would cost more than sampling it, so two cheaper filters come first: a table,
-# built once per tokenizer, of the tokens that can complete a stop string, then the text of the last few tokens. All
-# tokens are decoded only if that text contains a stop string.
+# kept for the stop strings last asked for, of the tokens that can complete one, then the text of the last few tokens.
+# All tokens are decoded only if that text contains a stop string.
 
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for bytes that are no complete character
 MAX_CHARACTER_BYTES = 4  # in UTF-8; each byte may be a token of its own
 EXTRA_TAIL_TOKENS = 8  # decoded in addition, because decoders may treat the first token differently
+MAX_TABLES = 64  # of stop strings: agents may name others in each call
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -50,7 +52,6 @@ class StopStrings:
     def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size or len(tokenizer)
-        self._tables: dict[tuple[str, ...], Tensor] = {}
 
     @classmethod
     def of_model(cls, model: str | None, vocab_size: int | None = None) -> StopStrings:
@@ -66,12 +67,7 @@ class StopStrings:
 
     def may_end(self, stops: tuple[str, ...]) -> Bool[Tensor, " V"]:
         """Mask of the tokens that can complete a stop string, with false positives and without false negatives."""
-        if stops not in self._tables:
-            table = torch.zeros(self._vocab_size, dtype=torch.bool)
-            pieces = self._pieces[: self._vocab_size]
-            table[: len(pieces)] = torch.tensor([_may_end(piece, stops) for piece in pieces])
-            self._tables[stops] = table
-        return self._tables[stops]
+        return _may_end(self.tokenizer, stops, self._vocab_size)
 
     def is_at_end(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether the last token completes a stop string; the text of the tokens before it must contain none."""
@@ -126,17 +122,33 @@ def _pieces(tokenizer: Any) -> list[str | None]:
     return [text[len(before) :] if text.startswith(before) else None for text in pairs]
 
 
-def _may_end(piece: str | None, stops: tuple[str, ...]) -> bool:
-    if piece is None:
-        return True
+@lru_cache(maxsize=4)
+def _ordered(tokenizer: Any) -> tuple[list[str], list[int], list[int]]:
+    """Texts of `_pieces` in order, their tokens, and the tokens without a text; common beginnings stand together."""
+    known = sorted((piece, token) for token, piece in enumerate(_pieces(tokenizer)) if piece)
+    unclear = [token for token, piece in enumerate(_pieces(tokenizer)) if piece is None]
+    return [piece for piece, _ in known], [token for _, token in known], unclear
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def _may_end(tokenizer: Any, stops: tuple[str, ...], vocab_size: int) -> Bool[Tensor, " V"]:
+    """See `StopStrings.may_end`. Takes some milliseconds a string, whatever its length: the engine waits for it."""
+    texts, tokens, unclear = _ordered(tokenizer)
+    found = set(unclear)
+    longest = max(map(len, texts), default=0)
     # incomplete bytes may belong to a character of a stop string
-    if REPLACEMENT_CHARACTER in piece and not all(stop.isascii() for stop in stops):
-        return True
-    return any(stop in piece or _begins_with_end(piece, stop) for stop in stops)
-
-
-def _begins_with_end(piece: str, stop: str) -> bool:
-    return any(piece.startswith(stop[begin:]) for begin in range(1, len(stop)))
+    parts = [*stops, *([] if all(stop.isascii() for stop in stops) else [REPLACEMENT_CHARACTER])]
+    for part in parts:
+        if len(part) <= longest:
+            found.update(token for text, token in zip(texts, tokens, strict=True) if part in text)
+    for stop in stops:
+        for begin in range(max(1, len(stop) - longest), len(stop)):  # no token begins with a longer end of it
+            end = stop[begin:]
+            first = bisect_left(texts, end)
+            found.update(tokens[first : bisect_right(texts, end, lo=first, key=lambda piece: piece[: len(end)])])
+    table = torch.zeros(max(vocab_size, len(tokenizer)), dtype=torch.bool)
+    table[torch.tensor(sorted(found), dtype=torch.long)] = True
+    return table[:vocab_size]
 
 
 SpecialTokens = Literal["tags", "none", "all"]

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # sys/prctl.h
+PR_SET_CHILD_SUBREAPER = 36
+CANNOT_START = 127  # as a shell has it
+END_S = 3.0  # in which killed processes are gone
 
 
 def die_with_parent(parent: int) -> bool:
     """Makes the kernel kill this process, also after an `exec`, as soon as its parent ends, even by SIGKILL.
 
-    The kernel means the thread that has started it: see `exit_with_parent` where that may end earlier. Linux only; has
+    The kernel means the thread that has started it: see `guarded` where that may end earlier. Linux only; has
     no effect elsewhere.
 
     Args:
@@ -26,7 +33,7 @@ def die_with_parent(parent: int) -> bool:
     return _signal_at_end_of(parent, signal.SIGKILL)
 
 
-def exit_with_parent(parent: int) -> bool:
+def _end_with_parent(parent: int, end: Callable[[], NoReturn]) -> bool:
     """Ends this process as soon as its parent ends, whatever becomes of the thread that has started it.
 
     The kernel's signal is one that does nothing else, and its handler looks whose child this is. It comes late where a
@@ -34,6 +41,7 @@ def exit_with_parent(parent: int) -> bool:
 
     Args:
         parent: process id of the parent.
+        end: ends this process.
 
     Returns:
         Whether the parent is still alive.
@@ -41,7 +49,7 @@ def exit_with_parent(parent: int) -> bool:
 
     def look(*_: object) -> None:
         if os.getppid() != parent:
-            os._exit(1)
+            end()
 
     signal.signal(signal.SIGURG, look)
     return _signal_at_end_of(parent, signal.SIGURG)
@@ -58,3 +66,76 @@ def kill_group(pid: int) -> None:
     """Kills the process group of a process that leads one, with children that outlive it; ignores one that is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+# -- a command that leaves no process behind --------------------------------------------------------------------------
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command under a guard: a process that starts it, waits for it, and ends all that it has started.
+
+    The guard ends as the command has ended. It ends the command at SIGTERM, and when this process ends, even by
+    SIGKILL. On Linux that includes processes that have left the command's group; elsewhere it is the group, and this
+    process's end is not noticed.
+    """
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
+
+
+def _guard(parent: int, command: list[str]) -> NoReturn:
+    """Program of the guard, see `guarded`."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
+    guard = os.getpid()
+    child = 0
+
+    def end(*_: object) -> NoReturn:
+        _end_children(child)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    if not _end_with_parent(parent, end):
+        os._exit(1)
+    child = os.fork()
+    if not child:
+        os.setsid()  # what it says to its process group is not for the guard
+        if die_with_parent(guard):
+            try:
+                os.execvp(command[0], command)
+            except OSError as error:
+                print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
+        os._exit(CANNOT_START)
+    status = 0
+    ended = 0
+    while ended != child:
+        ended, status = os.waitpid(-1, 0)
+    _end_children(child)
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the same signal ends the guard, which leaves no core
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(guard, -code)
+    os._exit(1)
+
+
+def _end_children(child: int) -> None:
+    """Kills and reaps the group of a child, and on Linux all descendants: those of the dead become children."""
+    if child:
+        kill_group(child)
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+            for pid in file.read().split():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(int(pid), signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]), sys.argv[2:])

@@ -1,6 +1,7 @@
 """Agents that are programs: what they get, what they say, and how they die."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "agent-key-of-a-test"
+LINUX = sys.platform.startswith("linux")
 PROMPT = Prompt(text="8312=", answer="1238", metadata={"level": 3})
 pytestmark = pytest.mark.timeout(240)
 
@@ -54,6 +56,10 @@ def script(folder: Path, text: str, name: str = "agent.py") -> list[str]:
 def run(command, prompt=PROMPT, **settings) -> AgentResult:
     client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
     return asyncio.run(CommandAgent(command, **settings)(prompt, client))
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
 def python(text: str) -> list[str]:
@@ -145,9 +151,30 @@ def test_a_process_that_leaves_another_with_its_output_is_not_waited_for():
         began = time.monotonic()
         pid = int(run(python(text)).reward)
         assert time.monotonic() - began < 50
-        if own_session:
+        if own_session and not LINUX:
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+        wait_for(lambda pid=pid: is_gone(pid))
+
+
+def test_a_program_ends_as_it_did_without_a_guard():
+    """Its group, its exit status and its signal are its own; the guard is not hit by what it says to its group."""
+    assert run(["bash", "-c", "trap 'exit 0' TERM; kill -TERM 0; sleep 60 & wait"], reward="exit_status").reward == 1.0
+    with pytest.raises(CommandAgentError, match="SIGTERM"):
+        run(["bash", "-c", "kill -TERM $$"])
+
+
+def test_no_run_ends_with_tracebacks_of_asyncio(caplog):
+    async def cancelled():
+        client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(CommandAgent(["sleep", "3600"])(PROMPT, client), 0.5)
+        await CommandAgent(["echo", "1"])(PROMPT, client)
+        with pytest.raises(CommandAgentError):
+            await CommandAgent(["false"])(PROMPT, client)
+
+    asyncio.run(cancelled())
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"], caplog.text
 
 
 def test_arguments_are_not_read_by_a_shell(tmp_path):
@@ -178,23 +205,25 @@ def test_what_a_process_leaves_behind_is_killed(tmp_path):
     assert not samples
     pids = [int(pid) for pid in place.read_text().split()]
     assert len(pids) == 2
-    wait_for(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
+    wait_for(lambda: all(map(is_gone, pids)))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux kills with the parent")
+@pytest.mark.skipif(not LINUX, reason="the kernel of Linux tells of the trainer's end")
 def test_a_trainer_that_is_killed_takes_its_agents_with_it(tmp_path):
-    place = tmp_path / "pid"
-    text = f"import os, time; open({str(place)!r}, 'w').write(str(os.getpid()) + '\\\\n'); time.sleep(3600)"
+    """And what they have started: behind a shell, in a group and a session of its own, without a parent."""
+    place = tmp_path / "pids"
+    sleeps = f"sh -c 'echo $$ >> {place}; exec sleep 3600'"
+    shell = f"{sleeps} & setsid {sleeps} & timeout 3600 {sleeps} & (setsid {sleeps} & ) ; echo $$ >> {place}; wait"
     trainer = "import asyncio; from types import SimpleNamespace; from lit_async_rl.agents import CommandAgent\n"
-    trainer += "from lit_async_rl.types import Prompt\nimport sys\n"
-    trainer += f"agent = CommandAgent([sys.executable, '-c', '''{text}'''])\n"
+    trainer += "from lit_async_rl.types import Prompt\n"
+    trainer += f"agent = CommandAgent(['bash', '-c', {shell!r}])\n"
     trainer += "asyncio.run(agent(Prompt(text='a'), SimpleNamespace(base_url='http://127.0.0.1:9/v1', api_key='k')))"
     process = subprocess.Popen([sys.executable, "-c", trainer], env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
-        wait_for(lambda: place.exists() and place.read_text().endswith("\n"))
+        wait_for(lambda: place.exists() and place.read_text().count("\n") == 5)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(WAIT_S)
-    pid = int(place.read_text())
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    pids = [int(pid) for pid in place.read_text().split()]
+    wait_for(lambda: all(map(is_gone, pids)))

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -350,6 +351,51 @@ def test_calls_may_come_from_another_event_loop():
 
     ((completion,), _) = play(elsewhere)
     assert completion.reward == 1.0
+
+
+def test_the_engine_does_not_wait_for_what_a_call_costs(monkeypatch):
+    """Templates, tokens and rules of the user: with the engine's lock held, all other episodes would stand still."""
+    found = []
+
+    def is_free() -> bool:
+        free = engine._lock.acquire(timeout=10.0)
+        if free:
+            engine._lock.release()
+        return free
+
+    def probing(name, function):
+        def probed(*args, **settings):
+            with ThreadPoolExecutor(1) as pool:
+                found.append((name, pool.submit(is_free).result()))
+            return function(*args, **settings)
+
+        return probed
+
+    async def agent(prompt, client):
+        episode = client.episode
+        (reply,) = await episode.complete([user("1+1=")])
+        await episode.complete([user("1+1="), reply.message.as_message(), user("2:")])
+        (reply,) = await episode.complete_text("1+2=")
+        await episode.complete_text(f"1+2={reply.text}3:")
+        await episode.complete([{"role": "system", "content": "title"}, user("5")])
+        return 1.0
+
+    engine = playing(agent, Numbered(), side_calls=probing("rule", lambda call: False))
+    renderer = engine._rules.renderer
+    for owner, name in (
+        (renderer, "_render"),
+        (renderer, "encode"),
+        (renderer, "encode_after"),
+        (CODEC, "encode"),
+        (CODEC, "encode_continuation"),
+    ):
+        monkeypatch.setattr(owner, name, probing(name, getattr(owner, name)))
+    ((completion,),) = run_requests(engine, [request()], timeout_s=120.0)
+    engine.close()
+    engine.end()
+    assert completion.reward == 1.0
+    assert {name for name, _ in found} == {"_render", "encode", "encode_after", "encode_continuation", "rule"}
+    assert all(free for _, free in found), found
 
 
 # -- agents that fail -------------------------------------------------------------------------------------------------

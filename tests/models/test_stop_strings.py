@@ -17,7 +17,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.requests import end_at_stop
 from lit_async_rl.models.loading import load_policy, load_tokenizer
-from lit_async_rl.models.tokenizer import StopStrings, TextCodec, cut_at_stop
+from lit_async_rl.models.tokenizer import MAX_TABLES, StopStrings, TextCodec, _may_end, cut_at_stop
 from lit_async_rl.prompts.sources import InMemoryPrompts
 from lit_async_rl.rollouts.group_book import SampleRequests
 from lit_async_rl.types import Prompt
@@ -47,6 +47,36 @@ def test_the_end_is_where_decoding_every_prefix_finds_it(kind, data):
     if end is not None:
         after = data.draw(st.integers(0, end - 1))
         assert finder.first_end(ids, stops, after) == end
+
+
+class Counted(str):
+    """A text that counts how often it is cut."""
+
+    num_cuts = 0
+
+    def __getitem__(self, place):
+        self.num_cuts += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("kind", FINDERS)
+def test_the_cost_of_a_stop_string_does_not_grow_with_its_length(kind):
+    """An agent orders it with a call, and the engine of all agents waits."""
+    finder = FINDERS[kind]
+    longest = max(len(finder.tokenizer.decode([token])) for token in range(len(finder.tokenizer)))
+    for text in ("x" * 20_000 + "1", "größe 日本" * 2000 + " a", " " * 20_000):
+        stop = Counted(text)
+        table = finder.may_end((stop,))
+        assert stop.num_cuts <= longest + 2
+        # a token ends it as it ends the last characters of it, which no token is longer than
+        assert torch.equal(table, finder.may_end((text[-longest - 2 :],)))
+
+
+def test_tables_of_stop_strings_are_not_kept_for_ever():
+    finder = FINDERS["words"]
+    for number in range(2 * MAX_TABLES):
+        finder.may_end((f"stop {number}",))
+    assert _may_end.cache_info().currsize == MAX_TABLES
 
 
 @pytest.mark.parametrize(

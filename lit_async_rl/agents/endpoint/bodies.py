@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS
 from lit_async_rl.agents.endpoint.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.types import ROLES, SamplingParams
 
@@ -20,7 +21,6 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MAX_CHOICES = 128
 MAX_TOOLS = 128
-MAX_STOPS = 16
 MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -350,6 +350,12 @@ def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise invalid(
             "stop", f"stop must have at most {MAX_STOPS} strings, got {len(stops)}", code="array_above_max_length"
+        )
+    if too_long := [len(text) for text in stops if len(text) > MAX_STOP_CHARS]:
+        raise invalid(
+            "stop",
+            f"a string of stop must have at most {MAX_STOP_CHARS} characters, got {too_long[0]}",
+            code="string_above_max_length",
         )
     return tuple(stops)
 

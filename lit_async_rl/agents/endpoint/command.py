@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import file_contents
-from lit_async_rl.utils.processes import PR_SET_PDEATHSIG, kill_group
+from lit_async_rl.utils.processes import guarded, kill_group
 
 MAX_LINE_BYTES = 2**16
 MAX_ERROR_CHARS = 2000
@@ -27,19 +26,6 @@ READ_TIMEOUT_S = 2.0  # from the end of a process to that of its output
 POLL_INTERVAL_S = 0.25  # until a process is noticed that has ended while others hold its output
 MAX_NAME_CHARS = 200
 CONCEALED = "(the episode's key)"
-CANNOT_START = 127  # as a shell has it
-# becomes the command; the kernel kills it when this process is killed
-_START = f"""
-import ctypes, os, signal, sys
-if sys.platform.startswith("linux"):
-    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    try:
-        os.execvp(sys.argv[2], sys.argv[2:])
-    except OSError as error:
-        print(f"{{sys.argv[2]}}: {{error}}", file=sys.stderr)
-        sys.exit({CANNOT_START})
-"""
 RewardFrom = Literal["stdout", "exit_status"]
 
 
@@ -62,8 +48,8 @@ class CommandAgent:
     What it writes to stderr is not shown, unless it fails.
 
     A process that ends with another exit status than 0, by a signal, or without a reward has failed, as an agent in
-    Python that raises. Its whole process group is killed when its episode is over, and on Linux it is killed with the
-    trainer.
+    Python that raises. When its episode is over its process group is killed, and on Linux every process that it has
+    started, also when the trainer is killed.
 
     Example:
         ```yaml
@@ -118,7 +104,7 @@ class CommandAgent:
         """
         api_key = str(client.api_key)
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *self.command],
+            *guarded(self.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -127,12 +113,13 @@ class CommandAgent:
         )
         output = _Tail(process.stdout)
         errors = _Tail(process.stderr)
-        work = asyncio.gather(_write(process, prompt), output.read(), errors.read())
+        work = [asyncio.ensure_future(one) for one in (_write(process, prompt), output.read(), errors.read())]
         try:
             await _ended(process, work)
         finally:
-            work.cancel()
-            await _kill(process)
+            for one in work:
+                one.cancel()
+            await end_guarded(process)
         status = process.returncode
         if status is None:
             raise CommandAgentError(f"the agent {' '.join(self.command)[:MAX_NAME_CHARS]!r} cannot be killed")
@@ -218,25 +205,25 @@ class _Tail:
         return self._kept.decode(errors="replace")
 
 
-async def _ended(process: asyncio.subprocess.Process, work: asyncio.Future[Any]) -> None:
-    """Waits until a process has ended and its output was read.
-
-    Processes that it leaves behind may hold its output open: they are killed, and those that have left its group are
-    not waited for.
-    """
-    while not (await asyncio.wait({work}, timeout=POLL_INTERVAL_S))[0]:
+async def _ended(process: asyncio.subprocess.Process, work: Sequence[asyncio.Future[None]]) -> None:
+    """Waits until a process has ended and its output was read, unless others hold that open, which its guard missed."""
+    while (await asyncio.wait(work, timeout=POLL_INTERVAL_S))[1]:
         if process.returncode is not None:
-            kill_group(process.pid)
-            await asyncio.wait({work}, timeout=READ_TIMEOUT_S)
+            await asyncio.wait(work, timeout=READ_TIMEOUT_S)
             return
-    work.result()
+    for one in work:
+        one.result()
     await process.wait()  # it may have closed its output before its end
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kills what is left of a process and its group, and reaps it."""
-    kill_group(process.pid)  # also children that outlive it
+async def end_guarded(process: asyncio.subprocess.Process) -> None:
+    """Ends a guard, and with it what it has started, and reaps it."""
     if process.returncode is not None:
         return
-    with contextlib.suppress(asyncio.TimeoutError):
+    with contextlib.suppress(asyncio.TimeoutError, ProcessLookupError):
+        process.terminate()
         await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)
+    if process.returncode is None:
+        kill_group(process.pid)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)

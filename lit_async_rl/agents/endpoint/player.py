@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any, BinaryIO
 from lit_async_rl.agents.calls import result_of
 from lit_async_rl.agents.endpoint.openai_clients import OpenAIClients, import_openai
 from lit_async_rl.agents.endpoint.transport import HEADER_BYTES, Answered, Cancel, PipeCalls, Play, transport_to
-from lit_async_rl.utils.processes import exit_with_parent
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
 
@@ -89,10 +87,7 @@ def _read_message(messages: BinaryIO) -> Any:
     return pickle.loads(messages.read(int.from_bytes(header, "big"))) if len(header) == HEADER_BYTES else None
 
 
-def _main(parent: int) -> None:
-    # the thread that has started this process ends with a validation, and another goes on with its event loop
-    if not exit_with_parent(parent):
-        return
+def _main() -> None:
     messages = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -120,4 +115,4 @@ async def _serve(player: _Player, messages: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main()

@@ -28,7 +28,7 @@ from typing import Any
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
-from lit_async_rl.agents.endpoint.command import CONCEALED
+from lit_async_rl.agents.endpoint.command import CONCEALED, end_guarded
 from lit_async_rl.agents.endpoint.exchange import ApiRequest
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
@@ -39,7 +39,7 @@ from lit_async_rl.agents.held import Held
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import Elsewhere
-from lit_async_rl.utils.processes import kill_group
+from lit_async_rl.utils.processes import guarded
 
 START_TIMEOUT_S = 300.0  # imports of the child
 ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block
@@ -163,7 +163,7 @@ class _Place:
 async def _started(name: str, agent: bytes) -> AsyncIterator[_Worker]:
     """A process that has imported the agent; killed at the end."""
     process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", _PLAYER, str(os.getpid())],
+        *guarded([sys.executable, "-m", _PLAYER]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
@@ -244,8 +244,7 @@ class _Worker:
         self._kill("was ended")
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=REAP_TIMEOUT_S)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
+        await end_guarded(self._process)
 
     def _write(self, message: bytes) -> None:
         if self._messages.is_closing():  # it has ended, as the task that reads is about to notice
@@ -263,7 +262,8 @@ class _Worker:
 
     def _kill(self, reason: str) -> None:
         self._reason = self._reason or reason
-        kill_group(self._process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()  # its guard kills it
 
     async def _read(self) -> None:
         """Gives replies to those that wait for them, until the process has ended."""
