@@ -10,6 +10,7 @@ from lit_async_rl.types import SamplerHead
 from lit_async_rl.utils.checks import as_reward, check_range
 
 ReplyReason = Literal["stop", "length", "tool_calls"]
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning in a message
 
 
 class AgentCallError(RuntimeError):
