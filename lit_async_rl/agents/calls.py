@@ -12,6 +12,7 @@ from lit_async_rl.utils.checks import as_reward, check_range
 ReplyReason = Literal["stop", "length", "tool_calls"]
 MAX_STOPS = 4  # as in OpenAI's API; the engine of all agents looks for each of them
 MAX_STOP_CHARS = 256
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning in a message
 
 
 class AgentCallError(RuntimeError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.tries import TryPolicy, Work
 
+log = logging.getLogger(__name__)
 Agent = Callable[[Any, Any], Any]
 CLEANUP_TIMEOUT_S = 5.0  # for an agent that was cancelled; less than the time that its engine has to close
 
@@ -187,6 +189,13 @@ class AgentEngine(MultiRequestEngine):
                 f"data.engine.forks=false with the chat template of {codec.model!r}: {renderer.problem}. Conversations "
                 "could not be continued token by token. Set data.engine.chat_template to one that only appends, or "
                 "data.engine.forks=true, which trains each call as a row of its own"
+            )
+        if renderer.has_template and renderer.tool_problem and not self.forks:
+            log.warning(
+                "data.engine.forks=false with the chat template of %r: with tools, %s. Calls behind such a place train "
+                "as rows of their own (agent/drift_template)",
+                codec.model,
+                renderer.tool_problem,
             )
         self._rules = EpisodeRules(
             renderer=renderer,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import secrets
 import threading
@@ -25,7 +24,7 @@ from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, Reply
 from lit_async_rl.agents.credit import BranchCredit
 from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
 from lit_async_rl.agents.parsing import ReplyParser
-from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages
+from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.models.tokenizer import TextCodec
@@ -309,9 +308,8 @@ class AgentEpisode:
         call_id: str | None,
         parses_tools: bool,
     ) -> _Call:
-        kind = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
         with self._lock:
-            match = self.graph.match(kind, messages)
+            match = self.graph.match(kind_of(tools, options), messages)
         renderer = self._rules.renderer
         drift = self.graph.drift
         drift.other += match.is_edited
@@ -356,7 +354,8 @@ class AgentEpisode:
                 raise
             return None
         before = [turn.given_text for _, turn in match.turns]
-        is_continued = renderer.is_continued(before, segments[:-1], tools=tools, options=options)
+        roles = [messages[place - 1]["role"] for place, _ in match.turns]
+        is_continued = renderer.is_continued(before, segments[:-1], roles=roles, tools=tools, options=options)
         return segments[-1] if is_continued else None
 
     def _begin_text(
@@ -538,7 +537,7 @@ class AgentEpisode:
         )
 
     def _new_tool_id(self) -> str:
-        return f"call_{next(self._ids)}_{secrets.token_hex(4)}"
+        return f"call{next(self._ids):05d}"  # nine letters and digits, which Mistral's templates want
 
     @property
     def is_in_engine(self) -> bool:

@@ -9,23 +9,26 @@ turn the same way wherever it stands, which is checked once a model; what they s
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from lit_async_rl.agents.calls import AgentCallError
+from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import ROLES
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
-MAX_OPENINGS = 256  # that are kept: agents may send other tools in each call
+MAX_KINDS = 256  # of tools and arguments of the template that are remembered: an agent may change them in each call
 UNSTABLE = "unstable_template"  # code of the error of a template whose turns cannot be found again
+REWRITES = "its chat template writes earlier messages differently when a conversation goes on"
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id"}
 )  # others are of clients, not of chat
@@ -35,7 +38,8 @@ def checked_call_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     """Messages of a call in the form that chat templates read.
 
     Contents of parts become their texts; a content that is missing becomes empty; arguments of tool calls become
-    objects where they are JSON, because most templates write them as such.
+    objects where they are JSON, because most templates write them as such; an assistant's reasoning gets every name
+    that a template may read it by.
 
     Raises:
         AgentCallError: they are malformed.
@@ -64,6 +68,9 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
         raise _invalid(f"messages[{number}].content must be text: {str(content)[:80]!r}")
     checked = {key: value for key, value in message.items() if key in MESSAGE_KEYS and value is not None}
     checked["content"] = content
+    reasoning = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
+    if reasoning and message["role"] == "assistant":
+        checked |= dict.fromkeys(REASONING_KEYS, reasoning)
     if "tool_calls" in checked:
         calls = checked.pop("tool_calls")
         if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -100,15 +107,68 @@ def message_key(message: Message) -> str:
     return json.dumps(["assistant", words, calls], ensure_ascii=False)
 
 
+def kind_of(tools: Messages, options: Mapping[str, Any]) -> str:
+    """Tools and arguments of the template as JSON, equal for calls that may continue each other."""
+    return json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
+
+
+# -- messages of the checks ------------------------------------------------------------------------------------------
+
+_USER = {"role": "user", "content": "question"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "Place."}}},
+    },
+}
+
+
+def _call(*names: str) -> dict[str, Any]:
+    """Assistant's message with a tool call of each name, which has one letter."""
+    calls = [
+        {"id": f"call0000{name}", "type": "function", "function": {"name": "look", "arguments": {"at": name}}}
+        for name in names
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _answer(content: str, name: str) -> dict[str, Any]:
+    """A tool's answer to the call of a name."""
+    return {"role": "tool", "content": content, "tool_call_id": f"call0000{name}"}
+
+
 def _marked_text(mark: str) -> dict[str, Any]:
     return {"role": "assistant", "content": mark}
 
 
 def _marked_call(message: Message, mark: str) -> dict[str, Any]:
-    """A message with the mark as the name of its first tool call."""
-    first, *others = message["tool_calls"]
-    function = {"name": mark, "arguments": {}}
-    return {"role": "assistant", "content": "", "tool_calls": [{**first, "function": function}, *others]}
+    """A message with the mark in its tool calls, whose names stay, because answers of tools may repeat them."""
+    calls = [
+        {**call, "function": {"name": call["function"]["name"], "arguments": {"mark": mark}}}
+        for call in message["tool_calls"]
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
+    """Messages in the forms that templates read: the usual one, and those that some families want instead."""
+    yield [dict(message) for message in messages]
+    if any(message.get("tool_calls") for message in messages):
+        yield [_with_text_arguments(message) for message in messages]  # DeepSeek's join them to other texts
+    if any(message.get(REASONING_KEYS[0]) for message in messages):  # gpt-oss: beside a call either this or content
+        yield [{key: value for key, value in message.items() if key not in REASONING_KEYS} for message in messages]
+
+
+def _with_text_arguments(message: Message) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 class ChatRenderer:
@@ -125,7 +185,8 @@ class ChatRenderer:
         self._mark = f"turn{secrets.token_hex(6)}n"
         self._problem: str | None = None
         self._is_checked = False
-        self._known_openings: dict[str, tuple[tuple[str, str] | None]] = {}
+        self._tail = functools.lru_cache(MAX_KINDS)(self._find_tail)
+        self._form_of_calls = functools.lru_cache(MAX_KINDS)(self._find_form_of_calls)
 
     def segments(
         self,
@@ -152,14 +213,40 @@ class ChatRenderer:
                 "or set data.engine.chat_template",
                 "no_template",
             )
+        form = "text"
+        if any(message["role"] == "tool" for message in messages):
+            form = self._form_of_calls(kind_of(tools, options))
+        if form == "lost":
+            raise _invalid(f"the chat template of {self.codec.model!r} leaves out what tools return")
+        calls = frozenset(place for place in sampled if messages[place].get("tool_calls"))
+        if calls and form == "unclear":
+            raise AgentCallError("it is unclear what the chat template writes after a tool call", UNSTABLE)
+        kept = calls if form == "call" else frozenset[int]()
+        return self._cut(messages, tools, options, sampled=sampled, kept=kept)
+
+    def _find_form_of_calls(self, kind: str) -> Literal["text", "call", "unclear", "lost"]:
+        """How a turn with tool calls is marked: by a `text` in its place, or in its `call`; `lost` if its answers are.
+
+        Most templates take the text. Some write an answer of a tool only behind its call (Mistral, gpt-oss, Gemma 4),
+        or with the number of its call (Command A).
+        """
+        tools, options = json.loads(kind)
+        answers = [_answer(f"{self._mark}{name}", name) for name in "ab"]
+        talk = [_USER, _call("a"), answers[0], _call("b"), answers[1]]
         try:
-            return self._cut(messages, tools, options, sampled=sampled, kept=frozenset())
-        except AgentCallError:
-            kept = frozenset(place for place in sampled if messages[place].get("tool_calls"))
-            if not kept:
-                raise
-            # a template that wants a call before each answer of a tool, as Mistral's
-            return self._cut(messages, tools, options, sampled=sampled, kept=kept)
+            whole = self._render(talk, tools, options)
+        except AgentCallError:  # it refuses answers of tools, or just these
+            return "text"
+        if not all(answer["content"] in whole for answer in answers):
+            return "lost"
+        for form, kept in (("text", frozenset[int]()), ("call", frozenset([1, 3]))):
+            with contextlib.suppress(AgentCallError):
+                _, *after = self._cut(talk, tools, options, sampled=(1, 3), kept=kept)
+                if whole.endswith(after[1]) and all(
+                    one["content"] in text for one, text in zip(answers, after, strict=True)
+                ):
+                    return form
+        return "unclear"
 
     def _cut(
         self,
@@ -186,12 +273,13 @@ class ChatRenderer:
                 found.append(whole[cursor:at])
                 cursor = at + len(mark)
                 continue
-            closed = self._render(marked[:place], tools, {**options, "add_generation_prompt": False})
-            openings = self._openings(tools, options)
-            end = self._end_of_turn(whole, at)
-            if openings is None or end is None or not whole.startswith(closed) or len(closed) < cursor:
+            asked = self._render(marked[:place], tools, options)
+            end = self._end_of_turn(whole, whole.rfind(mark))
+            if end is None or len(asked) < cursor:
                 raise AgentCallError("it is unclear where the chat template writes a tool call", UNSTABLE)
-            found.append(whole[cursor : len(closed)] + openings[0])
+            if not self._goes_on(asked, whole, messages[place - 1]["role"], tools=tools, options=options):
+                raise AgentCallError(REWRITES, UNSTABLE)
+            found.append(asked[cursor:])
             cursor = end
         return [*found, whole[cursor:]]
 
@@ -200,26 +288,30 @@ class ChatRenderer:
         ends = [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
         return min((place for end in ends if (place := text.find(end, begin)) >= 0), default=None)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Messages, options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> str:
         continues = messages[-1]["role"] == "assistant" and bool(options.get("continue_final_message"))
-        try:
-            return str(
-                self.codec.tokenizer.apply_chat_template(
-                    messages,
-                    tools=[dict(tool) for tool in tools] or None,
-                    chat_template=self._template,
-                    tokenize=False,
-                    **({"add_generation_prompt": not continues} | clock_options(self._template) | dict(options)),
+        refusal: Exception | None = None
+        clock = clock_options(self._template)
+        for form in _forms(messages):
+            try:
+                return str(
+                    self.codec.tokenizer.apply_chat_template(
+                        form,
+                        tools=[dict(tool) for tool in tools] or None,
+                        chat_template=self._template,
+                        tokenize=False,
+                        **({"add_generation_prompt": not continues} | clock | dict(options)),
+                    )
                 )
-            )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            roles = ", ".join(message["role"] for message in messages[-8:])
-            raise AgentCallError(
-                f"the chat template of {self.codec.model!r} refuses a conversation that ends with the roles {roles}: "
-                f"{type(error).__name__}: {error}",
-                "invalid_messages",
-                param="messages",
-            ) from error
+            except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+                refusal = refusal or error
+        roles = ", ".join(message["role"] for message in messages[-8:])
+        raise AgentCallError(
+            f"the chat template of {self.codec.model!r} refuses a conversation that ends with the roles {roles}: "
+            f"{type(refusal).__name__}: {refusal}",
+            "invalid_messages",
+            param="messages",
+        ) from refusal
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a conversation's beginning; the template has written the tokenizer's prefix."""
@@ -229,9 +321,20 @@ class ChatRenderer:
         """Tokens of the text that follows a turn, without the end of turn that the turn has written itself."""
         if token_ids and token_ids[-1] in self.codec.ends.ids:
             end = str(self.codec.tokenizer.convert_ids_to_tokens(token_ids[-1]))
-            if text.lstrip().startswith(end):  # Llama 2 writes a space before it
-                text = text.lstrip().removeprefix(end)
+            before, found, rest = text.partition(end)
+            # Llama 2 writes a space before it, and Command A the end of its response
+            if found and (not before.strip() or before == self._before_end):
+                text = rest
         return self.codec.encode_continuation(text) if text else ()
+
+    @functools.cached_property
+    def _before_end(self) -> str:
+        """Text that the template writes between an answer and the token that ends the turn."""
+        answer = {"role": "assistant", "content": self._mark}
+        after = ""
+        with contextlib.suppress(AgentCallError):
+            after = self._render([_USER, answer, _USER], (), {}).partition(self._mark)[2]
+        return after[: self._end_of_turn(after, 0) or 0]
 
     # -- whether earlier segments stay as they were -------------------------------------------------------------------
 
@@ -240,6 +343,7 @@ class ChatRenderer:
         before: Sequence[str],
         now: Sequence[str],
         *,
+        roles: Sequence[str] = (),
         tools: Messages = (),
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> bool:
@@ -247,34 +351,36 @@ class ChatRenderer:
 
         The opening of a turn may differ, because many templates open an answer otherwise (with an empty reasoning, say)
         than they write it later: what the policy has read stays in the conversation.
+
+        Args:
+            before: segments as they were rendered when the turns behind them were asked for.
+            now: the same segments in a rendering of the longer conversation.
+            roles: role of the last message in each segment; empty if all are of the user.
+            tools: JSON schemas of the tools.
+            options: further arguments of the template.
         """
-        if list(before) == list(now):
-            return True
-        openings = self._openings(tools, options)
-        if openings is None:
-            return False
-        asked, written = openings
         return all(
-            old == new
-            or (old.endswith(asked) and new.endswith(written) and _without(old, asked) == _without(new, written))
-            for old, new in zip(before, now, strict=True)
+            self._goes_on(old, new, role, tools=tools, options=options)
+            for old, new, role in zip(before, now, roles or repeat("user", len(before)), strict=True)
         )
 
-    def _openings(self, tools: Messages, options: Mapping[str, Any]) -> tuple[str, str] | None:
-        """How the template opens the turn that it asks for, and an earlier one; None if that is unclear."""
-        key = json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
-        known = self._known_openings.get(key)
-        if known is None:
-            user = {"role": "user", "content": "question"}
-            closed = self._render([user], tools, {**options, "add_generation_prompt": False})
-            asked = self.segments([user], tools, options)[0]
-            written = self.segments([user, {"role": "assistant", "content": ""}, user], tools, options, sampled=(1,))[0]
-            is_clear = asked.startswith(closed) and written.startswith(closed)
-            known = ((asked[len(closed) :], written[len(closed) :]) if is_clear else None,)
-            if len(self._known_openings) >= MAX_OPENINGS:
-                self._known_openings.clear()
-            self._known_openings[key] = known
-        return known[0]
+    def _goes_on(self, old: str, new: str, role: str, *, tools: Messages, options: Mapping[str, Any]) -> bool:
+        """Whether two texts differ only in the opening of a turn, which follows a message of this role."""
+        if new.startswith(old):
+            return True
+        tail = self._tail(role, kind_of(tools, options))
+        return tail is not None and old.endswith(tail) and new.startswith(old.removesuffix(tail))
+
+    def _find_tail(self, role: str, kind: str) -> str | None:
+        """Text between a message's content and the turn that is asked for after it; None if that is unclear."""
+        tools, options = json.loads(kind)
+        last = _answer(self._mark, "a") if role == "tool" else {"role": role, "content": self._mark}
+        before = {"tool": [_USER, _call("a")], "assistant": [_USER]}.get(role, [])
+        try:
+            _, found, tail = self._render([*before, last], tools, options).rpartition(self._mark)
+        except AgentCallError:
+            return None
+        return tail if found else None
 
     # -- check of a template, once a model ----------------------------------------------------------------------------
 
@@ -293,22 +399,46 @@ class ChatRenderer:
 
     def _find_problem(self) -> str | None:
         """Renders a conversation that grows, and looks whether what was rendered before stays."""
-        user = {"role": "user", "content": "first"}
         turn = {"role": "assistant", "content": "answer"}
-        grown = [user, turn, {"role": "user", "content": "second"}, turn, {"role": "user", "content": "third"}]
-        before: list[str] = []
-        for length, sampled in ((1, ()), (3, (1,)), (5, (1, 3))):
+        user = [{"role": "user", "content": f"{self._mark}q{n}"} for n in range(3)]
+        try:
+            return self._growth_problem([user[0], turn, user[1], turn, user[2]])
+        except AgentCallError as error:
+            return str(error)
+
+    @functools.cached_property
+    def tool_problem(self) -> str | None:
+        """Why conversations with tools cannot be continued; None if they can, or if the template refuses them."""
+        user = [{"role": "user", "content": f"{self._mark}q{n}"} for n in range(2)]
+        said = {name: _answer(f"{self._mark}{name}", name) for name in "abc"}
+        turn = {"role": "assistant", "content": "answer"}
+        one_by_one = [user[0], _call("a"), said["a"], _call("b"), said["b"], turn, user[1]]
+        both_at_once = [user[0], _call("a", "b"), said["a"], said["b"], _call("c"), said["c"], turn, user[1]]
+        for talk in (one_by_one, both_at_once):
             try:
-                now = self.segments(grown[:length], sampled=sampled)
+                problem = self._growth_problem(talk, [_TOOL])
             except AgentCallError as error:
-                return str(error)
-            if not self.is_continued(before, now[: len(before)]):
-                return "its chat template writes earlier messages differently when a conversation goes on"
-            before = now
-        if len({segment.strip() for segment in before}) < len(before):
-            return "its chat template leaves out messages of the user"
+                problem = str(error) if error.code == UNSTABLE else None
+            if problem is not None:
+                return problem
         return None
 
+    def _growth_problem(self, talk: Messages, tools: Messages = ()) -> str | None:
+        """Why a conversation that grows by one turn after the other cannot be continued; None if it can.
 
-def _without(text: str, end: str) -> str:
-    return text[: len(text) - len(end)]
+        Raises:
+            AgentCallError: the template refuses it.
+        """
+        before: list[str] = []
+        roles: list[str] = []
+        turns = [n for n, message in enumerate(talk) if message["role"] == "assistant"]
+        for number, end in enumerate([*turns, len(talk)]):
+            now = self.segments(talk[:end], tools, sampled=turns[:number])
+            if not self.is_continued(before, now[: len(before)], roles=roles, tools=tools):
+                return REWRITES
+            before.append(now[-1])
+            roles.append(talk[end - 1]["role"])
+        whole = "".join(before)
+        given = [message for message in talk if message["role"] != "assistant"]
+        left_out = next((message["role"] for message in given if message["content"] not in whole), None)
+        return None if left_out is None else f"its chat template leaves out messages of the {left_out}"

@@ -16,13 +16,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lit_async_rl.agents.calls import ReplyMessage, ToolCall
+from lit_async_rl.agents.calls import REASONING_KEYS, ReplyMessage, ToolCall
 from lit_async_rl.agents.parsing import NewId, ReplyParser, TaggedParser
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.utils.files import LimitedLog
 
 XML_MARK = "<function="  # in chat templates of models that write calls as XML
-REASONING = ("reasoning", "reasoning_content", "thinking")
 XML_CALLS: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -132,7 +131,7 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
     content = found.get("content") or ""
     if not isinstance(content, str):
         raise TypeError(f"the content is no text: {str(content)[:100]}")
-    reasoning = next((str(found[name]) for name in REASONING if found.get(name)), None)
+    reasoning = next((str(found[name]) for name in REASONING_KEYS if found.get(name)), None)
     return ReplyMessage(content=content, tool_calls=tuple(calls), reasoning=reasoning)
 
 

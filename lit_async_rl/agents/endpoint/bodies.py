@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS
+from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS, REASONING_KEYS
 from lit_async_rl.agents.endpoint.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.types import ROLES, SamplingParams
 
@@ -443,6 +443,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                     f"{where}.{name}", f"{where}.{name} must be text, got {quoted(text)}", code="invalid_type"
                 )
             found[name] = text
+    found |= {name: message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
     if role == "tool" and "tool_call_id" not in found:
         raise invalid(f"{where}.tool_call_id", f"{where}: a message of a tool needs a tool_call_id")
     return found
