@@ -570,7 +570,7 @@ class JudgeReward(Remade):
             raise
         finally:
             turn.give_back()
-        verdict = question.read(answer.text, mark)
+        verdict = question.read(answer.text, mark, answer.is_cut)
         if verdict is None:
             self._account.counts["unreadable"] += 1
             self._log.warning("%s: no verdict in the answer %.200r", self._name, answer.text)
