@@ -19,13 +19,13 @@ import re
 import textwrap
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
-from lit_async_rl.errors import InvariantError, RewardError, SetupError, StalledError
+from lit_async_rl.errors import InvariantError, ProducerError, RewardError, SetupError, StalledError, describe
 from lit_async_rl.rewards.async_calls import ANSWER_S, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.types import Prompt, Score
@@ -252,21 +252,42 @@ def _identity(value: Any) -> Any:
     return None
 
 
-@contextmanager
-def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> Iterator[None]:
+class NamedErrors:
+    """Context in which every error of a reward is a `RewardError` that names where it comes from.
+
+    All of them: in a thread an exit of the process or a cancellation would end the run in silence. It is a class, since
+    the context of a generator takes an error that `StopIteration` leads to for that `StopIteration`, and raises it.
+
+    Args:
+        where: completes "... raised", asked for after an error.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, StalledError):
+            return
+        if isinstance(error, _NotANumber):
+            raise RewardError(f"{self._where()} returned {error}") from None
+        if isinstance(error, RewardError):  # keeps its class: one says that no other try helps, another ends the run
+            raise type(error)(f"{self._where()}: {error}") from error
+        raise RewardError(f"{self._where()} raised {type(error).__name__}: {error}") from error
+
+
+def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> NamedErrors:
     """Context in which errors name reward, prompt and completion."""
-    which = f"completion {completions[0][:200]!r}" if len(completions) == 1 else f"{len(completions)} completions"
-    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, {which}"
-    try:
-        yield
-    except StalledError:
-        raise
-    except _NotANumber as error:
-        raise RewardError(f"{where} returned {error}") from None
-    except RewardError as error:
-        raise type(error)(f"{where}: {error}") from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+
+    def where() -> str:
+        which = f"completion {completions[0][:200]!r}" if len(completions) == 1 else f"{len(completions)} completions"
+        return f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, {which}"
+
+    return NamedErrors(where)
 
 
 class _NotANumber(Exception):
@@ -674,6 +695,9 @@ class Scorer:
         Raises:
             RewardError: a call timed out in its last attempt.
         """
+        if isinstance(self._error, StopIteration) or not isinstance(self._error, Exception | None):
+            # of a filter, say; it would end the run as if that were over
+            raise ProducerError(f"rollout generation failed: {describe(self._error)}") from self._error
         if self._error is not None:
             raise self._error
         for entry in list(self._pausing):

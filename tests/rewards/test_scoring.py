@@ -1,13 +1,19 @@
 """Reward workers: what waits at the end is not scored any more, and no thread is left but one that hangs."""
 
+import asyncio
 import logging
 import threading
 import time
 
 import pytest
+from flow import fit, make_data, make_module
 
-from lit_async_rl.errors import RewardError, SetupError
+from lit_async_rl.advantages.group import GroupMeanStd
+from lit_async_rl.errors import ProducerError, RewardError, SetupError
+from lit_async_rl.rewards.combined import CombinedReward
+from lit_async_rl.rewards.forms import BatchedReward
 from lit_async_rl.rewards.scorer import CLOSE_TIMEOUT_S, Scorer, score_all
+from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils import files as log_limit
 from lit_async_rl.utils.files import LimitedLog
@@ -124,6 +130,103 @@ def test_warnings_are_limited_and_counted(caplog, monkeypatch):
     lines = [record.getMessage() for record in caplog.records]
     assert lines[:10] == [f"line {n}" for n in range(10)]
     assert lines[10:] == ["line 1000 (990 more such lines were left out before)", "line 1001"]
+
+
+class OutcomeError(BaseException):
+    """As pytest's, which a test harness in a reward lets through."""
+
+
+FATAL = [StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
+FATAL.append(OutcomeError)
+
+
+class OfGroups:
+    """Scores groups with a function of one completion."""
+
+    def __init__(self, reward):
+        self.score_group = lambda prompt, completions: [reward(prompt, one) for one in completions]
+
+    def __call__(self, prompt, completion):
+        raise AssertionError
+
+
+def in_form(form, reward):
+    """A plain reward in another form."""
+
+    async def awaited(prompt, completion):
+        await asyncio.sleep(0)
+        return reward(prompt, completion)
+
+    forms = {
+        "plain": lambda: reward,
+        "async": lambda: awaited,
+        "batch": lambda: BatchedReward(
+            lambda prompts, texts: [reward(*one) for one in zip(prompts, texts, strict=True)]
+        ),
+        "part": lambda: CombinedReward({"a": reward, "b": lambda prompt, completion: 0.0}),
+        "async part": lambda: CombinedReward({"a": awaited, "b": lambda prompt, completion: 0.0}),
+        "group": lambda: OfGroups(reward),
+    }
+    return forms[form]()
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "batch", "part", "async part", "group"])
+@pytest.mark.parametrize("kind", FATAL)
+def test_whatever_a_reward_raises_is_a_failed_try_that_names_it(form, kind, caplog):
+    tried = []
+
+    def reward(prompt, completion):
+        tried.append(1)
+        if len(tried) == 1:
+            raise kind
+        return 1.0
+
+    scorer = Scorer(in_form(form, reward), max_tries=2, timeout_s=60.0)
+    filed, is_filed = [], threading.Event()
+    submit, asked = (scorer.submit_group, ["x"]) if form == "group" else (scorer.submit, "x")
+    submit(PROMPT, asked, done=lambda value: (filed.append(value), is_filed.set()), give_up=is_filed.set)
+    while not is_filed.wait(0.01):
+        scorer.check()
+    scorer.close()
+    assert filed in ([1.0], [[1.0]])
+    text = next(one.getMessage() for one in caplog.records if "try 1 of data.scoring.tries=2" in one.getMessage())
+    assert "reward " in text
+    assert ("its part 'a'" in text) is ("part" in form)
+    inner = (
+        "RuntimeError: coroutine raised StopIteration" if "async" in form and kind is StopIteration else kind.__name__
+    )
+    assert f"raised {inner}" in text
+
+
+class RaisingFilter(GroupFilter):
+    """Raises in place of filtering."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, group):
+        raise self.kind
+
+
+class RaisingEstimator(GroupMeanStd):
+    """Raises in place of estimating."""
+
+    def __call__(self, *args, **kwargs):
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"filters": [RaisingFilter(StopIteration)]},
+        {"filters": [RaisingFilter(SystemExit)]},
+        {"advantage": RaisingEstimator()},
+    ],
+)
+def test_a_run_does_not_end_in_silence_where_a_filter_or_an_estimator_raises_what_would(part):
+    """Lightning takes `StopIteration` for the end of the data."""
+    with pytest.raises(ProducerError, match=r"StopIteration|SystemExit"):
+        fit(make_module(), make_data(**part), 2)
 
 
 @pytest.mark.timeout(20)
