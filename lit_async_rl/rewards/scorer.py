@@ -49,10 +49,14 @@ class Awaiter:
 
     Args:
         timeout_s: time limit of one awaitable, in seconds.
+
+    Attributes:
+        num_blocked: loops that were replaced; each is a thread that cannot be ended.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self.num_blocked = 0
         self._lock = threading.Lock()  # of `_loop`: several workers may start or replace it
         self._loop: LoopThread | None = None
 
@@ -65,11 +69,13 @@ class Awaiter:
         with self._lock:
             loop = self._loop = self._loop or LoopThread("async-reward")
         try:
-            return loop.call(_result(awaitable), self._timeout_s, "it")
+            return loop.call(_result(awaitable), self._timeout_s, "an async reward")
         except StalledError:
             if not loop.answers(ANSWER_S):
                 with self._lock:
-                    self._loop = None if self._loop is loop else self._loop
+                    if self._loop is loop:
+                        self._loop = None
+                        self.num_blocked += 1
             raise
 
     @staticmethod
@@ -386,6 +392,7 @@ class ScoreSpans:
 
 CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
+MAX_ABANDONED = 32  # threads of calls that hang; each keeps what it holds, and may keep a core
 MAX_QUEUED = 1024  # calls under way of a reward that has a queue of its own
 log = logging.getLogger(__name__)
 
@@ -430,6 +437,7 @@ class Scorer:
             times out is abandoned, and its worker replaced.
         backoff_s: seconds before the second attempt, see `TryPolicy`.
         records_spans: whether the workers appear in the timeline.
+        policy: in place of the three limits, of a function that is not `data.reward`.
 
     Attributes:
         keeps_rewards: whether a resumed run keeps rewards of another reward function, environment or answers.
@@ -444,13 +452,16 @@ class Scorer:
         max_tries: int | None = None,
         backoff_s: float = 0.0,
         records_spans: bool = True,
+        policy: TryPolicy | None = None,
     ) -> None:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
-        self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
+        self.policy = policy or TryPolicy(
+            owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s
+        )
         self.reward = reward
         self.identity = None if reward is None else reward_identity(reward)
         self.keeps_rewards = False
-        self.timeout_s = timeout_s
+        self.timeout_s = self.policy.timeout_s
         self.num_workers = num_workers
         self._jobs: queue.SimpleQueue[_Job | None] | AsyncCalls[_Job, Outcome] = queue.SimpleQueue()
         # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops an entry of
@@ -459,9 +470,10 @@ class Scorer:
         self._error: BaseException | None = None
         self._retries = Retries(self.policy)
         self._pausing: list[tuple[float, _Job]] = []  # earliest time of the next attempt, and job; see `check`
-        self._awaiter = Awaiter(timeout_s)
+        self._awaiter = Awaiter(self.timeout_s)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without abandoned ones
+        self._abandoned: list[threading.Thread] = []  # that have not ended since
         self._busy_s = 0.0
         self._cpu_s = 0.0
         self._is_closed = False
@@ -693,7 +705,7 @@ class Scorer:
         """Raises errors of the workers, replaces those that timed out, and queues jobs whose pause is over.
 
         Raises:
-            RewardError: a call timed out in its last attempt.
+            RewardError: a call timed out in its last attempt, or too many calls hang.
         """
         if isinstance(self._error, StopIteration) or not isinstance(self._error, Exception | None):
             # of a filter, say; it would end the run as if that were over
@@ -717,9 +729,25 @@ class Scorer:
                 if isinstance(calls, AsyncCalls):
                     calls.abandon(number)
             else:
-                del self._workers[number]
+                self._abandoned.append(self._workers.pop(number))
                 self._add_worker()
             self._fail(job, self._too_late(job))
+            self._check_abandoned()
+
+    def _check_abandoned(self) -> None:
+        """Ends what leaks a thread with each call that hangs.
+
+        Raises:
+            RewardError: too many calls hang.
+        """
+        self._abandoned = [worker for worker in self._abandoned if worker.is_alive()]
+        loops = [calls.num_blocked for calls in (self._jobs, self._rest) if isinstance(calls, AsyncCalls)]
+        number = len(self._abandoned) + self._awaiter.num_blocked + sum(loops)
+        if number >= MAX_ABANDONED:
+            raise RewardError(
+                f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and still run, "
+                "each in a thread that cannot be ended; IsolatedReward calls a reward in a process, which is killed"
+            )
 
     def work(self) -> Work | None:
         """Running calls, and those that wait for another attempt; None if there are none."""

@@ -26,6 +26,13 @@ def workers(since: set[threading.Thread]) -> list[threading.Thread]:
     return [t for t in set(threading.enumerate()) - since if t.name.startswith("reward")]
 
 
+def check_while(scorer, is_running):
+    """As who waits for rewards."""
+    while is_running():
+        scorer.check()
+        time.sleep(0.01)
+
+
 def test_after_closing_nothing_is_scored_and_no_worker_lives():
     before, scored, running = set(threading.enumerate()), [], threading.Event()
 
@@ -61,6 +68,50 @@ def test_closing_waits_for_a_hanging_reward_no_longer_than_it_says():
     scorer.close()
     assert CLOSE_TIMEOUT_S - 0.5 < time.monotonic() - began < CLOSE_TIMEOUT_S + 5.0
     release.set()
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "awaitable"])
+def test_calls_that_hang_end_the_run_before_they_are_too_many(form, monkeypatch):
+    """Of those that return after their limit none is counted."""
+    monkeypatch.setattr("lit_async_rl.rewards.scorer.MAX_ABANDONED", 3)
+    monkeypatch.setattr("lit_async_rl.rewards.scorer.ANSWER_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.rewards.async_calls.ANSWER_S", 0.1)
+    release, begun = threading.Event(), []
+
+    def hang(prompt, completion):
+        begun.append(completion)
+        release.wait(60.0)
+        return 1.0
+
+    async def blocked(prompt, completion):
+        return hang(prompt, completion)
+
+    rewards = {"plain": hang, "async": blocked, "awaitable": lambda prompt, completion: blocked(prompt, completion)}
+    scorer = Scorer(rewards[form], timeout_s=0.2, max_tries=1)
+    for prompt, text in prompts(8):
+        scorer.submit(prompt, text, done=lambda reward: None)
+    with pytest.raises(RewardError, match=r"\d calls of reward .* within data\.scoring\.timeout_s=0\.2 and still run"):
+        check_while(scorer, lambda: len(begun) < 8)
+    assert 2 <= len(begun) < 8
+    release.set()
+    scorer.close()
+
+
+def test_calls_that_return_after_their_limit_are_not_counted_as_hanging(monkeypatch):
+    monkeypatch.setattr("lit_async_rl.rewards.scorer.MAX_ABANDONED", 1)
+    late = [threading.Event() for _ in range(3)]
+    scorer = Scorer(lambda prompt, completion: float(late[int(completion)].wait(60.0)), timeout_s=0.2, max_tries=1)
+    scorer._check_abandoned = lambda: None
+    for number, event in enumerate(late):
+        given_up = threading.Event()
+        scorer.submit(PROMPT, str(number), done=lambda reward: None, give_up=given_up.set)
+        while not given_up.wait(0.01):
+            scorer.check()
+        event.set()
+        scorer._abandoned[-1].join(30.0)
+    del scorer._check_abandoned
+    scorer._check_abandoned()
+    scorer.close()
 
 
 def test_rewards_come_back_in_order_with_none_for_what_could_not_be_scored():
