@@ -15,6 +15,7 @@ import numpy as np
 
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.references import references_of
 from lit_async_rl.rewards.scorer import Scorer, check_reward
@@ -22,10 +23,11 @@ from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.tries import TryPolicy
 
 MAX_COMPLETIONS = 64  # of a step, whose repetition is counted
 MAX_WAITING = 256  # completions for the second grader; a slower one gets fewer
-CHECK_TIMEOUT_S = 60.0
+CHECK_POLICY = TryPolicy(owner="RewardHackingMonitor.check", timeout_name="", timeout_s=60.0, tries=1, ends_run=False)
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +54,8 @@ class RewardHackingMonitor(pl.Callback):
 
     Args:
         check: second grader, `check(prompt, completion) -> float`, called in a thread of its own on completions that
-            the reward calls right; such as a stricter grader or a judge. Failed calls are left out.
+            the reward calls right; such as a stricter grader or a judge. Failed calls (each has 60 s) are left out, and
+            where none can succeed it is not called any more.
         num_checked: completions of a step that it is called on.
         check_success: its reward from which it calls a completion right; None is full marks of a grader, else 0.5.
         length_growth: see `HackingWatch`; likewise the other thresholds, `window` and `patience`. None disables a sign.
@@ -97,8 +100,8 @@ class RewardHackingMonitor(pl.Callback):
         self.begun: dict[str, int] = {}
         self._success = Success.by(check_success, check)
         self._scorer: Scorer | None = None
-        self._verdicts: deque[bool] = deque()  # of the second grader, from its thread
-        self._num_waiting = 0
+        self._verdicts: deque[bool | None] = deque()  # of the second grader, from its threads; None if a call failed
+        self._num_waiting = 0  # of the trainer's thread
         self._step = -1
 
     @property
@@ -114,7 +117,7 @@ class RewardHackingMonitor(pl.Callback):
         self._verdicts.clear()
         self._num_waiting = 0
         if self.check is not None and trainer.is_global_zero:
-            self._scorer = Scorer(self.check, timeout_s=CHECK_TIMEOUT_S, max_tries=1, records_spans=False)
+            self._scorer = Scorer(as_reward_function(self.check), records_spans=False, policy=CHECK_POLICY)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -147,10 +150,16 @@ class RewardHackingMonitor(pl.Callback):
         """Takes what the second grader has found, and gives it some more completions."""
         if self._scorer is None:
             return
-        self._scorer.check()
+        try:
+            self._scorer.check()
+        except Exception as error:  # such as a judge whose key is refused
+            log.warning("RewardHackingMonitor.check is not called any more in this run: %s", error)
+            self._close()
+            return
         while self._verdicts:
-            self.watch.compare(self._verdicts.popleft())
             self._num_waiting -= 1
+            if (verdict := self._verdicts.popleft()) is not None:
+                self.watch.compare(verdict)
         success = data.held_out.success
         right = [(group.prompt, one) for group in groups for one in group.rollouts if success.is_reached(one.score)]
         chosen = random.Random(self._step).sample(right, min(self.num_checked, len(right)))
@@ -162,7 +171,7 @@ class RewardHackingMonitor(pl.Callback):
         self._verdicts.append(self._success.is_reached(reward))
 
     def _fail(self) -> None:
-        self._num_waiting -= 1
+        self._verdicts.append(None)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._close()

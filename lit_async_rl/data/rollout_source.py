@@ -104,6 +104,8 @@ class RolloutFeed:
                             made = RELOAD
                         except ProbeWanted:
                             made = PROBE
+                        except StopIteration as error:  # of an estimator, say: Lightning would end the run in silence
+                            raise ProducerError("a step could not be made: StopIteration was raised") from error
                 # The first collective of the step: only here the other ranks learn what the leading one has made.
                 received = ranks.exchange(made)
                 if received == RELOAD:

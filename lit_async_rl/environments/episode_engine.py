@@ -498,7 +498,9 @@ class EpisodeEngine(MultiRequestEngine):
             return None if observation.done else self._tokenizer.encode_continuation(observation.text)
         except EnvironmentFailure as error:  # of an episode in another process
             raise conversation.failure(self.environment, text, str(error), cause=error) from error
-        except Exception as error:  # includes the environment's own TimeoutError, which is not our limit
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # its own TimeoutError, too, which is not our limit; sys.exit would end the loop
             raise conversation.failure(self.environment, text, f"raised {type(error).__name__}: {error}") from error
 
     def _continue(self, conversation: Conversation, ids: tuple[int, ...] | None, is_cut: bool) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.guarded_calls import in_thread, without_exit
 
 
 class GymnasiumEpisode(Episode):
@@ -30,7 +32,7 @@ class GymnasiumEpisode(Episode):
         self._call_lock = threading.Lock()  # a cancelled call continues in its thread, and must end before the next
 
     async def step(self, completion: str) -> Observation:
-        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._step, completion)
+        answer = await in_thread(self._threads, partial(self._step, completion))
         text, reward, terminated, truncated, _ = answer
         return Observation(text=str(text), reward=float(reward), done=bool(terminated or truncated))
 
@@ -40,7 +42,7 @@ class GymnasiumEpisode(Episode):
 
     async def close(self) -> None:
         """Closes the environment, if it has a `close`, after a step that still runs."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._close)
+        await in_thread(self._threads, self._close)
 
     def _close(self) -> None:
         with self._call_lock:
@@ -71,7 +73,7 @@ class GymnasiumEnvironment(Environment):
     async def start(self, prompt: Prompt) -> GymnasiumEpisode:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.max_threads, thread_name_prefix="gymnasium")
-        making = self._threads.submit(self._make, prompt)
+        making = self._threads.submit(without_exit, partial(self._make, prompt))
         try:
             env = await asyncio.wrap_future(making)
         except asyncio.CancelledError:  # a running thread continues, and its environment has no episode to close it

@@ -17,6 +17,7 @@ from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, 
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.guarded_calls import in_thread
 
 CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
 
@@ -125,7 +126,7 @@ class PythonTool(Environment):
         return await self._in_thread(functools.partial(score, self.reward, prompt, completion, wait=self._awaiter.wait))
 
     async def _in_thread(self, call: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await in_thread(self._threads, call)
 
     async def close(self) -> None:
         """Ends the processes of the sandbox; a later episode starts new ones."""

@@ -25,6 +25,7 @@ from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
+from lit_async_rl.utils.guarded_calls import in_thread
 
 METRICS_S = 0.5  # between two answers with metrics, if calls of the part are under way
 BEGUN_S = 5.0  # for which `begun` waits
@@ -153,7 +154,7 @@ class RewardWorker(PoolWorker):
         return [await value if inspect.isawaitable(value) else value]
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _without_exit, call)
+        return await in_thread(self._threads, call)
 
     def _note_begun(self, number: int) -> None:
         self._begun.append(number)
@@ -186,14 +187,6 @@ class RewardWorker(PoolWorker):
                 except Exception as error:
                     return {"warning": f"raised {type(error).__name__}: {error}"}
         return {}
-
-
-def _without_exit(call: Callable[[], Any]) -> Any:
-    """What a reward returns; an exit of the process, which a future would pass on to the event loop, is an error."""
-    try:
-        return call()
-    except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _packed(value: Any) -> Any:

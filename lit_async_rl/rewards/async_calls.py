@@ -101,6 +101,11 @@ class AsyncCalls(Generic[J, R]):
         return sum(list(self._cpu.values()), start=0.0)
 
     @property
+    def num_blocked(self) -> int:
+        """Event loops that a call has blocked, and whose threads cannot be ended."""
+        return len(self._blocked)
+
+    @property
     def has_waiting(self) -> bool:
         """Whether a job waits for its turn."""
         return bool(self._waiting)

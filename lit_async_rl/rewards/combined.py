@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from lit_async_rl.errors import RewardError, StalledError
+from lit_async_rl.errors import RewardError
 from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wants, wants_token_ids
-from lit_async_rl.rewards.scorer import MAX_QUEUED, is_async, reward_name
+from lit_async_rl.rewards.scorer import MAX_QUEUED, NamedErrors, is_async, reward_name
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 
@@ -228,17 +228,9 @@ class UnfinishedReward:
         return self._reward.combined_score(dict(zip(names, values, strict=True)))
 
 
-@contextmanager
-def _errors_of(part: str) -> Iterator[None]:
+def _errors_of(part: str) -> NamedErrors:
     """Context that converts an exception to a `RewardError` with the name of the part."""
-    try:
-        yield
-    except StalledError:
-        raise
-    except RewardError as error:  # keeps its class: one says that no other try helps, another ends the run
-        raise type(error)(f"its part {part!r}: {error}") from error
-    except Exception as error:
-        raise RewardError(f"its part {part!r} raised {type(error).__name__}: {error}") from error
+    return NamedErrors(lambda: f"its part {part!r}")
 
 
 def named_parts(reward: Any) -> list[tuple[str, Any]]:

@@ -36,7 +36,7 @@ from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import Remade
 from lit_async_rl.utils.files import LimitedLog, append, tolerate_full_disk
-from lit_async_rl.utils.guarded_calls import LoopThread
+from lit_async_rl.utils.guarded_calls import LoopThread, in_thread
 
 Substitute = Literal["error", "none", "fallback"] | float
 CHOICES = ("error", "none", "fallback")
@@ -570,7 +570,7 @@ class JudgeReward(Remade):
             raise
         finally:
             turn.give_back()
-        verdict = question.read(answer.text, mark)
+        verdict = question.read(answer.text, mark, answer.is_cut)
         if verdict is None:
             self._account.counts["unreadable"] += 1
             self._log.warning("%s: no verdict in the answer %.200r", self._name, answer.text)
@@ -615,7 +615,7 @@ class JudgeReward(Remade):
         if self.fallback is None:
             raise RewardSetupError("JudgeReward.fallback is not set")
         # A plain function may take its time, in which all other questions would stand still.
-        value: Any = await asyncio.to_thread(self.fallback, prompt, completion)
+        value: Any = await in_thread(None, partial(self.fallback, prompt, completion))
         return await value if inspect.isawaitable(value) else value
 
 

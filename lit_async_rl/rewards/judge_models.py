@@ -44,6 +44,7 @@ JOIN_S = 10.0
 POLL_S = 0.1
 CONNECTIONS_PER_POOL = 4
 LIMITED = 429
+MAX_TAG_TOKENS = 16  # of the tag that opens reasoning, and of the space behind it
 REFUSALS = 4  # in a row, by 429: the endpoint refuses everything, and not one of ten requests
 
 
@@ -87,11 +88,13 @@ class Answer:
     Attributes:
         text: None if it has no text, such as a refusal in a field of its own.
         prompt_tokens: that were read; None where the endpoint does not say. Likewise `completion_tokens`.
+        is_cut: whether it ends at the limit of tokens, and it is not known if it begins within reasoning.
     """
 
     text: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
+    is_cut: bool = False
 
 
 # -- Places of requests under way -------------------------------------------------------------------------------------
@@ -425,7 +428,9 @@ def _read_answer(content: bytes) -> Answer:
     """
     try:
         found = json.loads(content)
-        text = found["choices"][0]["message"].get("content")
+        choice = found["choices"][0]
+        text = choice["message"].get("content")
+        is_cut = choice.get("finish_reason") == "length"
         usage = found.get("usage") or {}
         prompt_tokens = usage.get("prompt_tokens")
         completion_tokens = usage.get("completion_tokens")
@@ -435,9 +440,21 @@ def _read_answer(content: bytes) -> Answer:
         text = "".join(part["text"] for part in text if isinstance(part, dict) and isinstance(part.get("text"), str))
     return Answer(
         text=text if isinstance(text, str) else None,
-        prompt_tokens=prompt_tokens if isinstance(prompt_tokens, int) else None,
-        completion_tokens=completion_tokens if isinstance(completion_tokens, int) else None,
+        prompt_tokens=_number(prompt_tokens),
+        completion_tokens=_number(completion_tokens),
+        is_cut=is_cut,
     )
+
+
+def _number(value: Any) -> int | None:
+    """A number of tokens; None for what is none: a negative one would give a part of the budget back."""
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def opened_reasoning(codec: TextCodec, prompt_ids: Sequence[int]) -> str:
+    """The opening tag of reasoning that a prompt ends with, which belongs to the answer; empty without one."""
+    end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
+    return found[0] if (found := re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)) is not None else ""
 
 
 # -- A model that runs here -------------------------------------------------------------------------------------------
@@ -549,7 +566,8 @@ class LocalModel:
                     self._submit(engine, next(numbers), asked, waiting=waiting)
                 for completion in engine.poll(POLL_S) if waiting else ():
                     done = waiting.pop(completion.request_id)
-                    text = codec.decode(completion.token_ids, self._sampling.stop)
+                    text = opened_reasoning(codec, done.token_ids)
+                    text += codec.decode(completion.token_ids, self._sampling.stop)
                     _resolve(
                         done.future,
                         Answer(

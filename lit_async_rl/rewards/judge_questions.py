@@ -26,6 +26,9 @@ VERDICT = re.compile(  # once: to compile it for each mark would take as long as
     r"^[ \t*_>`#]*VERDICT[ \t]+(?P<mark>[0-9A-Za-z]+)[*_`]*[ \t]*:[ \t*_`]*(?P<value>[^\s*_`]+)[ \t*_`]*\r?$",
     re.IGNORECASE | re.MULTILINE,
 )
+# The chat template may have opened the reasoning, so that an answer has the closing tag alone.
+OPENED = re.compile(r"\s*(?:<(?:\w+:)?think(?:ing)?>|\[THINK\]|◁think▷)")
+CLOSED = re.compile(r".*(?:</(?:\w+:)?think(?:ing)?>|\[/THINK\]|◁/think▷)", re.DOTALL)
 RUBRIC = "How good is the response? Judge whether it does what the task asks, and is correct, complete and clear."
 REFERENCE = (
     "Is the response correct? Its final answer must agree with the reference answer; another form of the same answer "
@@ -93,23 +96,33 @@ class Question:
         )
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "\n\n".join(parts)}]
 
-    def read(self, answer: str | None, mark: str) -> float | None:
+    def read(self, answer: str | None, mark: str, is_cut: bool = False) -> float | None:
         """The verdict, between 0 and 1: the grade within the scale, or 1, 0.5 or 0 for A, a tie or B.
 
-        The last line of the stated form counts. None without one, or if its value is not of the stated kind.
+        The last line of the stated form behind the reasoning counts. None without one, or if its value is not of the
+        stated kind. An answer that `is_cut` must end with it, unless its reasoning has ended: it may be nothing else.
         """
-        lines = VERDICT.finditer(answer or "")
-        found = [line["value"].rstrip(".") for line in lines if line["mark"].lower() == mark.lower()]
-        if not found:
+        answer = answer or ""
+        said = without_reasoning(answer)
+        lines = [line for line in VERDICT.finditer(said) if line["mark"].lower() == mark.lower()]
+        if not lines or (is_cut and said == answer and said[lines[-1].end() :].strip()):
             return None
+        found = lines[-1]["value"].rstrip(".")
         if len(self.responses) == 2:
-            return {"A": 1.0, "TIE": 0.5, "B": 0.0}.get(found[-1].upper())
+            return {"A": 1.0, "TIE": 0.5, "B": 0.0}.get(found.upper())
         low, high = self.scale
-        number = re.fullmatch(r"([-+]?\d{1,9}(?:\.\d{1,9})?)(?:/(\d{1,9}(?:\.\d{1,9})?))?", found[-1])
+        number = re.fullmatch(r"([-+]?\d{1,9}(?:\.\d{1,9})?)(?:/(\d{1,9}(?:\.\d{1,9})?))?", found)
         if number is None or (number[2] is not None and float(number[2]) != high):
             return None
         grade = float(number[1])
         return (grade - low) / (high - low) if low <= grade <= high else None
+
+
+def without_reasoning(answer: str) -> str:
+    """Text behind the reasoning of an answer; empty where that has no end."""
+    if closed := CLOSED.match(answer):
+        return answer[closed.end() :]
+    return "" if OPENED.match(answer) else answer
 
 
 def defused(text: str, special_tokens: Sequence[str] = ()) -> str:

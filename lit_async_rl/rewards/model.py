@@ -312,20 +312,25 @@ def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
 def _logits(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
     """The logit of each row of token ids, padded on the right to the longest.
 
-    Decoders score the last token that is not the padding token. Where the configuration names none, one that is in no
-    row takes its place for this batch, so that a row has the same logit as alone.
+    Decoders score the last token that is not the padding token. Where the levels of the configuration (a composite one
+    has one of its text model) name none, or not the same, one that is in no row takes its place for this batch, so that
+    a row has the same logit as alone.
     """
     width = max(map(len, rows))
-    given = model.config.pad_token_id
+    levels = (model.config, model.config.get_text_config())  # of which classifiers read either; often the same
+    given = [getattr(level, "pad_token_id", None) for level in levels]
+    named = set(given) - {None}
     used = {token for row in rows for token in row}
-    padding = given if given is not None else next(token for token in range(len(used) + 1) if token not in used)
+    padding = named.pop() if len(named) == 1 else next(token for token in range(len(used) + 1) if token not in used)
     ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device=model.device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
     try:
-        model.config.pad_token_id = padding
+        for level in levels:
+            level.pad_token_id = padding
         found = model(input_ids=ids, attention_mask=mask).logits
     finally:
-        model.config.pad_token_id = given
+        for level, token in zip(levels, given, strict=True):
+            level.pad_token_id = token
     if found.shape != (len(rows), 1):
         raise ValueError(f"logits have shape {tuple(found.shape)}, expected {(len(rows), 1)}")
     return [float(logit) for logit in found[:, 0].float().cpu()]

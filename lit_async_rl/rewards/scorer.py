@@ -15,13 +15,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
-from lit_async_rl.errors import InvariantError, RewardError, SetupError, StalledError
+from lit_async_rl.errors import InvariantError, ProducerError, RewardError, SetupError, StalledError, describe
 from lit_async_rl.rewards.async_calls import ANSWER_S, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.types import Prompt, Score
@@ -46,10 +46,14 @@ class Awaiter:
 
     Args:
         timeout_s: time limit of one awaitable, in seconds.
+
+    Attributes:
+        num_blocked: loops that were replaced; each is a thread that cannot be ended.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self.num_blocked = 0
         self._lock = threading.Lock()  # of `_loop`: several workers may start or replace it
         self._loop: LoopThread | None = None
 
@@ -62,11 +66,13 @@ class Awaiter:
         with self._lock:
             loop = self._loop = self._loop or LoopThread("async-reward")
         try:
-            return loop.call(_result(awaitable), self._timeout_s, "it")
+            return loop.call(_result(awaitable), self._timeout_s, "an async reward")
         except StalledError:
             if not loop.answers(ANSWER_S):
                 with self._lock:
-                    self._loop = None if self._loop is loop else self._loop
+                    if self._loop is loop:
+                        self._loop = None
+                        self.num_blocked += 1
             raise
 
     @staticmethod
@@ -169,21 +175,42 @@ def _misfit(signature: inspect.Signature, error: TypeError) -> str:
     return f"nothing gives it {', '.join(extra)}; what belongs to a prompt is in prompt.answer and prompt.metadata"
 
 
-@contextmanager
-def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> Iterator[None]:
+class NamedErrors:
+    """Context in which every error of a reward is a `RewardError` that names where it comes from.
+
+    All of them: in a thread an exit of the process or a cancellation would end the run in silence. It is a class, since
+    the context of a generator takes an error that `StopIteration` leads to for that `StopIteration`, and raises it.
+
+    Args:
+        where: completes "... raised", asked for after an error.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, StalledError):
+            return
+        if isinstance(error, _NotANumber):
+            raise RewardError(f"{self._where()} returned {error}") from None
+        if isinstance(error, RewardError):  # keeps its class: one says that no other try helps, another ends the run
+            raise type(error)(f"{self._where()}: {error}") from error
+        raise RewardError(f"{self._where()} raised {type(error).__name__}: {error}") from error
+
+
+def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> NamedErrors:
     """Context in which errors name reward, prompt and completion."""
-    which = f"completion {completions[0][:200]!r}" if len(completions) == 1 else f"{len(completions)} completions"
-    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, {which}"
-    try:
-        yield
-    except StalledError:
-        raise
-    except _NotANumber as error:
-        raise RewardError(f"{where} returned {error}") from None
-    except RewardError as error:
-        raise type(error)(f"{where}: {error}") from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+
+    def where() -> str:
+        which = f"completion {completions[0][:200]!r}" if len(completions) == 1 else f"{len(completions)} completions"
+        return f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, {which}"
+
+    return NamedErrors(where)
 
 
 class _NotANumber(Exception):
@@ -282,6 +309,7 @@ class ScoreSpans:
 
 CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
+MAX_ABANDONED = 32  # threads of calls that hang; each keeps what it holds, and may keep a core
 MAX_QUEUED = 1024  # calls under way of a reward that has a queue of its own
 log = logging.getLogger(__name__)
 
@@ -326,6 +354,7 @@ class Scorer:
             times out is abandoned, and its worker replaced.
         backoff_s: seconds before the second attempt, see `TryPolicy`.
         records_spans: whether the workers appear in the timeline.
+        policy: in place of the three limits, of a function that is not `data.reward`.
 
     Attributes:
         keeps_rewards: whether a resumed run keeps rewards of another reward function, environment or answers.
@@ -340,13 +369,16 @@ class Scorer:
         max_tries: int | None = None,
         backoff_s: float = 0.0,
         records_spans: bool = True,
+        policy: TryPolicy | None = None,
     ) -> None:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
-        self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
+        self.policy = policy or TryPolicy(
+            owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s
+        )
         self.reward = reward
         self.identity = None if reward is None else reward_identity(reward)
         self.keeps_rewards = False
-        self.timeout_s = timeout_s
+        self.timeout_s = self.policy.timeout_s
         self.num_workers = num_workers
         self._jobs: queue.SimpleQueue[_Job | None] | AsyncCalls[_Job, Outcome] = queue.SimpleQueue()
         # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops an entry of
@@ -355,9 +387,10 @@ class Scorer:
         self._error: BaseException | None = None
         self._retries = Retries(self.policy)
         self._pausing: list[tuple[float, _Job]] = []  # earliest time of the next attempt, and job; see `check`
-        self._awaiter = Awaiter(timeout_s)
+        self._awaiter = Awaiter(self.timeout_s)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without abandoned ones
+        self._abandoned: list[threading.Thread] = []  # that have not ended since
         self._busy_s = 0.0
         self._cpu_s = 0.0
         self._is_closed = False
@@ -589,8 +622,11 @@ class Scorer:
         """Raises errors of the workers, replaces those that timed out, and queues jobs whose pause is over.
 
         Raises:
-            RewardError: a call timed out in its last attempt.
+            RewardError: a call timed out in its last attempt, or too many calls hang.
         """
+        if isinstance(self._error, StopIteration) or not isinstance(self._error, Exception | None):
+            # of a filter, say; it would end the run as if that were over
+            raise ProducerError(f"rollout generation failed: {describe(self._error)}") from self._error
         if self._error is not None:
             raise self._error
         for entry in list(self._pausing):
@@ -610,9 +646,25 @@ class Scorer:
                 if isinstance(calls, AsyncCalls):
                     calls.abandon(number)
             else:
-                del self._workers[number]
+                self._abandoned.append(self._workers.pop(number))
                 self._add_worker()
             self._fail(job, self._too_late(job))
+            self._check_abandoned()
+
+    def _check_abandoned(self) -> None:
+        """Ends what leaks a thread with each call that hangs.
+
+        Raises:
+            RewardError: too many calls hang.
+        """
+        self._abandoned = [worker for worker in self._abandoned if worker.is_alive()]
+        loops = [calls.num_blocked for calls in (self._jobs, self._rest) if isinstance(calls, AsyncCalls)]
+        number = len(self._abandoned) + self._awaiter.num_blocked + sum(loops)
+        if number >= MAX_ABANDONED:
+            raise RewardError(
+                f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and still run, "
+                "each in a thread that cannot be ended; IsolatedReward calls a reward in a process, which is killed"
+            )
 
     def work(self) -> Work | None:
         """Running calls, and those that wait for another attempt; None if there are none."""

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from lit_async_rl.errors import FinalRewardError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rewards.judge_models import Answer
+from lit_async_rl.rewards.judge_models import Answer, opened_reasoning
 from lit_async_rl.rewards.judge_policy import NoPolicyError
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, PRIORITY
@@ -107,7 +107,7 @@ class PolicyQuestions:
         request, future = self._open.pop(completion.request_id, (None, None))
         if request is not None and future is not None:
             answer = Answer(
-                text=self._codec.decode(completion.token_ids),
+                text=opened_reasoning(self._codec, request.prompt_ids) + self._codec.decode(completion.token_ids),
                 prompt_tokens=len(request.prompt_ids),
                 completion_tokens=len(completion.token_ids),
             )

@@ -76,7 +76,7 @@ def refuse_none(kind: type) -> None:
         kind: the class; one that has such a constructor already stays as it is.
     """
     init = kind.__init__
-    if isinstance(kind, type) and issubclass(kind, BaseException) or getattr(init, "refuses_none", False):
+    if (isinstance(kind, type) and issubclass(kind, BaseException)) or getattr(init, "refuses_none", False):
         return
     parameters = list(inspect.signature(init).parameters.values())[1:]
     refused = {one.name: one.default for one in parameters if one.default is not None and _is_plain(one.annotation)}

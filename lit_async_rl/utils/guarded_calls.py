@@ -203,6 +203,27 @@ class LastKnown(Generic[T]):
         return self._value
 
 
+# -- Calls of user code in threads, for coroutines --------------------------------------------------------------------
+
+
+async def in_thread(threads: concurrent.futures.Executor | None, function: Callable[[], T]) -> T:
+    """Result of a call of user code in a thread of an executor; None is that of the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(threads, without_exit, function)
+
+
+def without_exit(function: Callable[[], T]) -> T:
+    """Result of a call whose future is awaited.
+
+    Raises:
+        RuntimeError: in place of `StopIteration`, for which asyncio would wait for ever, and of an exit of the process,
+            which the future would pass on to the event loop.
+    """
+    try:
+        return function()
+    except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
 # -- An asyncio event loop in its own thread, with thread-safe calls --------------------------------------------------
 
 

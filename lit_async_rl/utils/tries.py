@@ -26,8 +26,9 @@ class TryPolicy:
         timeout_s: time limit of one try, in seconds.
         tries: number of tries before the prompt is left out; None ends the run at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
-        timeout_name: name of the setting of `timeout_s`.
+        timeout_name: name of the setting of `timeout_s`; empty if it is none.
         done: participle for a successful call in messages (`could not be scored`).
+        ends_run: whether failures may end the run; False leaves a call that has failed out, whatever the others do.
 
     Raises:
         ValueError: a setting is out of range.
@@ -39,15 +40,18 @@ class TryPolicy:
     backoff_s: float = 0.0
     timeout_name: str = "timeout_s"
     done: str = "scored"
+    ends_run: bool = True
 
     def __post_init__(self) -> None:
-        check_range(self.owner, "positive", **{self.timeout_name: self.timeout_s})
+        check_range(self.owner, "positive", **{self.timeout_name or "timeout_s": self.timeout_s})
         check_range(self.owner, "integer positive", tries=self.tries)
         check_range(self.owner, ">= 0 and finite", backoff_s=self.backoff_s)
 
     @property
     def limit(self) -> str:
         """The time limit with its setting: `data.scoring.timeout_s=60`."""
+        if not self.timeout_name:
+            return f"the {self.timeout_s:g} s of {self.owner}"
         return f"{self.owner}.{self.timeout_name}={self.timeout_s:g}"
 
     def pause_s(self, num_failed: int) -> float:
@@ -129,8 +133,12 @@ class Retries:
         if keeps_prompt:
             self._log.warning("a sample of a prompt is left out after %s=%s: %s", setting, tries, error)
             return False
-        if not any(prompt is other for other in self._left_out):
+        is_new = not any(prompt is other for other in self._left_out)
+        if is_new and len(self._left_out) <= MAX_CONSECUTIVE_FAILURES:
             self._left_out.append(prompt)
+        if not self.policy.ends_run:
+            self._note_left_out(error, is_new)
+            return False
         if len(self._left_out) >= MAX_CONSECUTIVE_FAILURES:
             raise type(error)(
                 f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done} in {setting}={tries} "
@@ -139,3 +147,12 @@ class Retries:
         after = "a failure that no other try mends" if is_final else f"{setting}={tries}"
         self._log.warning("a prompt is left out after %s: %s", after, error)
         return False
+
+    def _note_left_out(self, error: Exception, is_new: bool) -> None:
+        """Logs a call that is left out, and no more of them once nothing else happens."""
+        owner = self.policy.owner
+        number = len(self._left_out)
+        if number < MAX_CONSECUTIVE_FAILURES:
+            self._log.warning("%s: a call has failed, and is left out: %s", owner, error)
+        elif number == MAX_CONSECUTIVE_FAILURES and is_new:
+            log.warning("%s: %d in a row have failed, further ones are not logged; the last: %s", owner, number, error)

@@ -4,7 +4,9 @@ import inspect
 import itertools
 import json
 import random
+import time
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from flow import fit, make_data, make_module
@@ -13,9 +15,11 @@ import lit_async_rl as rl
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, means_of
 from lit_async_rl.callbacks.parts import signs_of
+from lit_async_rl.errors import RewardSetupError
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.utils.tries import MAX_CONSECUTIVE_FAILURES
 
 STEPS = 150
 RNG = random.Random(0)
@@ -220,10 +224,49 @@ def broken(prompt, completion):
     raise RuntimeError("no")
 
 
-def test_a_second_grader_that_fails_ends_nothing():
-    monitor = rl.RewardHackingMonitor(check=broken, **QUICK)
-    hacked_run(sevens, monitor, steps=4, success_reward=0.0)
+def refused(prompt, completion):
+    raise RewardSetupError("the key is refused")
+
+
+class Settled(pl.Callback):
+    """Waits after each step until a second grader has done what it was given, or is not called any more."""
+
+    def __init__(self, monitor):
+        self.monitor = monitor
+
+    def on_train_batch_end(self, *_):
+        deadline = time.monotonic() + 60.0
+        scorer = self.monitor._scorer
+        while scorer is not None and scorer._error is None and time.monotonic() < deadline:
+            if len(self.monitor._verdicts) == self.monitor._num_waiting:
+                break
+            time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("check", "line"),
+    [
+        (broken, "RewardHackingMonitor.check: 10 in a row have failed, further ones are not logged"),
+        (refused, "RewardHackingMonitor.check is not called any more in this run: reward "),
+    ],
+)
+def test_a_second_grader_that_fails_ends_nothing(check, line, caplog):
+    monitor = rl.RewardHackingMonitor(check=check, num_checked=16, **QUICK)
+    data = make_data(reward=sevens, success_reward=0.0, groups_per_step=4, group_size=4)
+    trainer = fit(make_module(), data, 4, [monitor, Settled(monitor)])
+    assert trainer.global_step == 4
     assert monitor.watch.disagreement is None
+    lines = [record.getMessage() for record in caplog.records if "RewardHackingMonitor" in record.getMessage()]
+    assert sum(one.startswith(line) for one in lines) == 1
+    assert len(lines) <= MAX_CONSECUTIVE_FAILURES + 1
+    assert not any("data.scoring" in one for one in lines)
+
+
+def test_a_second_grader_may_be_called_in_batches():
+    monitor = rl.RewardHackingMonitor(check=lambda prompts, completions: [0.0 for _ in prompts], **QUICK)
+    data = make_data(reward=sevens, success_reward=0.0)
+    fit(make_module(), data, 3, [monitor, Settled(monitor)])
+    assert list(monitor.watch.state_dict()["compared"]) == [True] * 8
 
 
 def test_signs_go_on_after_a_resume(tmp_path):

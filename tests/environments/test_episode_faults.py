@@ -5,10 +5,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from instant_episodes import playing, poll_for, request
+from instant_episodes import CODEC, Instant, playing, poll_for, request
 
 from lit_async_rl.environments.base import Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
 from lit_async_rl.errors import EngineError, EnvironmentFailure, InvariantError, StalledError
 
 
@@ -83,6 +84,53 @@ def test_an_environment_that_is_cancelled_is_not_waited_for():
     assert type(error) is EnvironmentFailure
     assert str(error).endswith("was cancelled")
     assert time.monotonic() - began < 20.0
+
+
+class OutcomeError(BaseException):
+    """As pytest's, which a test harness in a tool lets through."""
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, OutcomeError])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["in its coroutine", "before its coroutine"])
+def test_whatever_an_environment_raises_is_a_failed_try_that_names_it(kind, is_plain, caplog):
+    tried = []
+
+    async def answer():
+        if len(tried) == 1 and not is_plain:
+            raise kind
+        return Observation(reward=1.0, done=True)
+
+    def counted():
+        tried.append(1)
+        if len(tried) == 1 and is_plain:
+            raise kind
+        return answer()
+
+    engine = playing(counted, tries=2, step_timeout_s=60.0)
+    engine.submit([request(0)])
+    assert [one.reward for one in poll_for(engine, 30.0, until=len)] == [1.0]
+    engine.close()
+    text = next(one.getMessage() for one in caplog.records if "try 1 of data.engine.tries=2" in one.getMessage())
+    assert "environment Tool on prompt" in text
+    assert kind.__name__ in text
+
+
+@pytest.mark.parametrize("kind", [StopIteration, SystemExit])
+@pytest.mark.parametrize("call", ["make", "step"])
+def test_what_a_gymnasium_environment_raises_in_its_thread_is_named_at_once(kind, call):
+    """asyncio would wait for ever for a future whose thread has raised `StopIteration`."""
+
+    class Env:
+        def reset(self, seed=None):
+            if call == "make":
+                raise kind
+            return "", {}
+
+        def step(self, text):
+            raise kind
+
+    engine = EpisodeEngine(Instant(), GymnasiumEnvironment(lambda prompt: Env()), step_timeout_s=600.0)
+    assert f"raised RuntimeError: {kind.__name__}" in str(failure_of(engine.around(Instant(), CODEC)))
 
 
 @pytest.mark.parametrize("kind", [StalledError, EngineError])

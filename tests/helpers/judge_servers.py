@@ -40,6 +40,8 @@ class JudgeServer:
         judge: text of the answer to a request; the default is grade 7.
         fault: status, headers and text of a failure, `drop` to close the connection, `hang`, or None for an answer.
         latency_s: seconds until an answer.
+        usage: numbers of tokens of each answer.
+        finish_reason: of each answer.
 
     Attributes:
         num_answers: by the first response.
@@ -53,11 +55,13 @@ class JudgeServer:
         fault: Callable[[Asked], tuple[int, dict[str, str], str] | str | None] = lambda asked: None,
         latency_s: Callable[[Asked], float] = lambda asked: 0.0,
         usage: dict[str, int] | None = None,
+        finish_reason: str = "stop",
     ) -> None:
         self.judge = judge
         self.fault = fault
         self.latency_s = latency_s
         self.usage = {"prompt_tokens": 100, "completion_tokens": 10} if usage is None else usage
+        self.finish_reason = finish_reason
         self.requests: list[Asked] = []
         self.num_answers: Counter[str] = Counter()
         self.busy_s = 0.0
@@ -95,7 +99,8 @@ class JudgeServer:
                 return web.Response(status=status, headers=headers, text=text)
             self.num_answers[asked.responses[0]] += 1
             message = {"role": "assistant", "content": self.judge(asked)}
-            return web.json_response({"choices": [{"message": message}], "usage": self.usage or None})
+            choice = {"message": message, "finish_reason": self.finish_reason}
+            return web.json_response({"choices": [choice], "usage": self.usage or None})
         finally:
             self._under_way -= 1
             self.busy_s += seconds

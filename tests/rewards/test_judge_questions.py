@@ -59,6 +59,27 @@ def test_a_grade_is_read_in_the_stated_form_only(answer, verdict):
     assert question("4").read(answer, MARK) == verdict
 
 
+THINKS = [("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), ("", "</think>")]
+
+
+@pytest.mark.parametrize(("begin", "end"), THINKS)
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_verdict_within_reasoning_counts(begin, end, number):
+    asked, draft, value = question(*["4", "5"][:number]), "0" if number == 1 else "B", "10" if number == 1 else "A"
+    drafted = f"{begin}\nPerhaps\nVERDICT {MARK}: {draft}\nBut no, "
+    assert asked.read(drafted, MARK, is_cut=not begin) is None
+    assert asked.read(f"{drafted}{end}", MARK) is None
+    assert asked.read(f"{drafted}{end}\nWell.\nVERDICT {MARK}: {value}\n", MARK) == 1.0
+    assert asked.read(f"{drafted}{end}\nVERDICT {MARK}: {value}\nAnd", MARK, is_cut=True) == 1.0
+
+
+def test_an_answer_that_quotes_a_tag_or_is_cut_behind_its_verdict_has_one():
+    assert question("4").read(f"Its `<think>` is empty.\nVERDICT {MARK}: 7", MARK) == 0.7
+    assert question("4").read(f"Its `</think>` is late.\nVERDICT {MARK}: 7", MARK) == 0.7
+    assert question("4").read(f"Well.\nVERDICT {MARK}: 7\n\n", MARK, is_cut=True) == 0.7
+    assert question("4").read(f"Well.\nVERDICT {MARK}: 7\nAnd so", MARK) == 0.7
+
+
 @pytest.mark.parametrize(
     ("value", "verdict"), [("A", 1.0), ("b", 0.0), ("tie", 0.5), ("C", None), ("AB", None), ("7", None)]
 )

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 from chat_models import chat_model
@@ -220,3 +221,22 @@ def test_a_model_on_an_engine_of_its_own_gives_the_verdict_that_it_ends_with(mod
     assert score_all(scorer, [(PROMPT, str(n)) for n in range(3)], lambda: None) == [0.7] * 3
     scorer.close()
     reward.close()
+
+
+def test_reasoning_that_the_chat_template_opens_must_end_before_a_verdict(model):
+    template = Path(model) / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant\n", "assistant\n<think>\n"))
+    unended = "VERDICT {mark}: 1\nBut"
+    ended = "VERDICT {mark}: 1\nNo.</think>\nVERDICT {mark}: 9"
+    JudgingEngine.judge = staticmethod(lambda mark, seen: (ended if seen == ["1"] else unended).format(mark=mark))
+    own = rl.JudgeReward(
+        model, engine=JudgingEngine(num_slots=4), max_tokens=60, criteria="Good?", cache=None, on_unreadable=0.25
+    )
+    scorer = Scorer(own)
+    assert score_all(scorer, [(PROMPT, str(n)) for n in range(2)], lambda: None) == [0.25, 0.9]
+    scorer.close()
+    own.close()
+    JudgingEngine.judge = staticmethod(lambda mark, seen: unended.format(mark=mark))
+    policy = policy_judge(on_unreadable=0.25)
+    run(model, policy, max_steps=1)
+    assert policy.metrics()["judge/num_unreadable"] >= 4

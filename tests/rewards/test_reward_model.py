@@ -8,7 +8,7 @@ import pytest
 import torch
 from chat_models import CHATML, byte_level
 from flow import fit, make_data, make_module
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import Gemma3Config, Gemma3ForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError, RewardSetupError
@@ -58,6 +58,28 @@ def test_rows_of_a_batch_have_the_logit_that_they_have_alone(tmp_path, padding):
     reward.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "reward-model"]
     assert scores(reward, [(Prompt(text="q: "), "a")]) == pytest.approx(found[1:2]), "it is loaded again"
+    reward.close()
+
+
+@pytest.mark.parametrize(("whole", "text"), [(3, 5), (3, None), ("absent", 5)])
+def test_levels_of_a_configuration_may_name_different_padding_tokens(tmp_path, whole, text):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+    sizes |= dict(num_key_value_heads=1, max_position_embeddings=256, vocab_size=330, pad_token_id=text)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=8)
+    config = Gemma3Config(text_config=sizes, vision_config=vision | {"patch_size": 8}, num_labels=1)
+    if whole != "absent":
+        config.pad_token_id = whole
+    torch.manual_seed(0)
+    lm = Gemma3ForSequenceClassification(config)
+    torch.nn.init.normal_(lm.score.weight, std=1.0)
+    lm.save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    reward = rl.RewardModel(str(tmp_path), max_wait_s=0.2)
+    asked = [(Prompt(text="q: "), end) for end in ("", "a", "the answer is 12", "x" * 60)]
+    together = scores(reward, asked)
+    assert reward.metrics()["reward_model/batch_size"] > 1
+    assert together == pytest.approx([asyncio.run(reward(*one)) for one in asked], abs=1e-4)
+    assert len({round(value, 3) for value in together}) == 4
     reward.close()
 
 

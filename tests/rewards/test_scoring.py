@@ -1,13 +1,19 @@
 """Reward workers: what waits at the end is not scored any more, and no thread is left but one that hangs."""
 
+import asyncio
 import logging
 import threading
 import time
 
 import pytest
+from flow import fit, make_data, make_module
 
-from lit_async_rl.errors import RewardError, SetupError
+from lit_async_rl.advantages.group import GroupMeanStd
+from lit_async_rl.errors import ProducerError, RewardError, SetupError
+from lit_async_rl.rewards.combined import CombinedReward
+from lit_async_rl.rewards.forms import BatchedReward
 from lit_async_rl.rewards.scorer import CLOSE_TIMEOUT_S, Scorer, score_all
+from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils import files as log_limit
 from lit_async_rl.utils.files import LimitedLog
@@ -18,6 +24,13 @@ PROMPT = Prompt(text="1+1=", answer="2")
 
 def workers(since: set[threading.Thread]) -> list[threading.Thread]:
     return [t for t in set(threading.enumerate()) - since if t.name.startswith("reward")]
+
+
+def check_while(scorer, is_running):
+    """As who waits for rewards."""
+    while is_running():
+        scorer.check()
+        time.sleep(0.01)
 
 
 def test_after_closing_nothing_is_scored_and_no_worker_lives():
@@ -55,6 +68,50 @@ def test_closing_waits_for_a_hanging_reward_no_longer_than_it_says():
     scorer.close()
     assert CLOSE_TIMEOUT_S - 0.5 < time.monotonic() - began < CLOSE_TIMEOUT_S + 5.0
     release.set()
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "awaitable"])
+def test_calls_that_hang_end_the_run_before_they_are_too_many(form, monkeypatch):
+    """Of those that return after their limit none is counted."""
+    monkeypatch.setattr("lit_async_rl.rewards.scorer.MAX_ABANDONED", 3)
+    monkeypatch.setattr("lit_async_rl.rewards.scorer.ANSWER_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.rewards.async_calls.ANSWER_S", 0.1)
+    release, begun = threading.Event(), []
+
+    def hang(prompt, completion):
+        begun.append(completion)
+        release.wait(60.0)
+        return 1.0
+
+    async def blocked(prompt, completion):
+        return hang(prompt, completion)
+
+    rewards = {"plain": hang, "async": blocked, "awaitable": lambda prompt, completion: blocked(prompt, completion)}
+    scorer = Scorer(rewards[form], timeout_s=0.2, max_tries=1)
+    for prompt, text in prompts(8):
+        scorer.submit(prompt, text, done=lambda reward: None)
+    with pytest.raises(RewardError, match=r"\d calls of reward .* within data\.scoring\.timeout_s=0\.2 and still run"):
+        check_while(scorer, lambda: len(begun) < 8)
+    assert 2 <= len(begun) < 8
+    release.set()
+    scorer.close()
+
+
+def test_calls_that_return_after_their_limit_are_not_counted_as_hanging(monkeypatch):
+    monkeypatch.setattr("lit_async_rl.rewards.scorer.MAX_ABANDONED", 1)
+    late = [threading.Event() for _ in range(3)]
+    scorer = Scorer(lambda prompt, completion: float(late[int(completion)].wait(60.0)), timeout_s=0.2, max_tries=1)
+    scorer._check_abandoned = lambda: None
+    for number, event in enumerate(late):
+        given_up = threading.Event()
+        scorer.submit(PROMPT, str(number), done=lambda reward: None, give_up=given_up.set)
+        while not given_up.wait(0.01):
+            scorer.check()
+        event.set()
+        scorer._abandoned[-1].join(30.0)
+    del scorer._check_abandoned
+    scorer._check_abandoned()
+    scorer.close()
 
 
 def test_rewards_come_back_in_order_with_none_for_what_could_not_be_scored():
@@ -124,6 +181,103 @@ def test_warnings_are_limited_and_counted(caplog, monkeypatch):
     lines = [record.getMessage() for record in caplog.records]
     assert lines[:10] == [f"line {n}" for n in range(10)]
     assert lines[10:] == ["line 1000 (990 more such lines were left out before)", "line 1001"]
+
+
+class OutcomeError(BaseException):
+    """As pytest's, which a test harness in a reward lets through."""
+
+
+FATAL = [StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
+FATAL.append(OutcomeError)
+
+
+class OfGroups:
+    """Scores groups with a function of one completion."""
+
+    def __init__(self, reward):
+        self.score_group = lambda prompt, completions: [reward(prompt, one) for one in completions]
+
+    def __call__(self, prompt, completion):
+        raise AssertionError
+
+
+def in_form(form, reward):
+    """A plain reward in another form."""
+
+    async def awaited(prompt, completion):
+        await asyncio.sleep(0)
+        return reward(prompt, completion)
+
+    forms = {
+        "plain": lambda: reward,
+        "async": lambda: awaited,
+        "batch": lambda: BatchedReward(
+            lambda prompts, texts: [reward(*one) for one in zip(prompts, texts, strict=True)]
+        ),
+        "part": lambda: CombinedReward({"a": reward, "b": lambda prompt, completion: 0.0}),
+        "async part": lambda: CombinedReward({"a": awaited, "b": lambda prompt, completion: 0.0}),
+        "group": lambda: OfGroups(reward),
+    }
+    return forms[form]()
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "batch", "part", "async part", "group"])
+@pytest.mark.parametrize("kind", FATAL)
+def test_whatever_a_reward_raises_is_a_failed_try_that_names_it(form, kind, caplog):
+    tried = []
+
+    def reward(prompt, completion):
+        tried.append(1)
+        if len(tried) == 1:
+            raise kind
+        return 1.0
+
+    scorer = Scorer(in_form(form, reward), max_tries=2, timeout_s=60.0)
+    filed, is_filed = [], threading.Event()
+    submit, asked = (scorer.submit_group, ["x"]) if form == "group" else (scorer.submit, "x")
+    submit(PROMPT, asked, done=lambda value: (filed.append(value), is_filed.set()), give_up=is_filed.set)
+    while not is_filed.wait(0.01):
+        scorer.check()
+    scorer.close()
+    assert filed in ([1.0], [[1.0]])
+    text = next(one.getMessage() for one in caplog.records if "try 1 of data.scoring.tries=2" in one.getMessage())
+    assert "reward " in text
+    assert ("its part 'a'" in text) is ("part" in form)
+    inner = (
+        "RuntimeError: coroutine raised StopIteration" if "async" in form and kind is StopIteration else kind.__name__
+    )
+    assert f"raised {inner}" in text
+
+
+class RaisingFilter(GroupFilter):
+    """Raises in place of filtering."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, group):
+        raise self.kind
+
+
+class RaisingEstimator(GroupMeanStd):
+    """Raises in place of estimating."""
+
+    def __call__(self, *args, **kwargs):
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"filters": [RaisingFilter(StopIteration)]},
+        {"filters": [RaisingFilter(SystemExit)]},
+        {"advantage": RaisingEstimator()},
+    ],
+)
+def test_a_run_does_not_end_in_silence_where_a_filter_or_an_estimator_raises_what_would(part):
+    """Lightning takes `StopIteration` for the end of the data."""
+    with pytest.raises(ProducerError, match=r"StopIteration|SystemExit"):
+        fit(make_module(), make_data(**part), 2)
 
 
 @pytest.mark.timeout(20)
