@@ -134,7 +134,7 @@ _ANNOUNCED_CHOICE = re.compile(
     rf"{_LETTER}({_JOINED})?"
 )
 _LAST_CHOICE = re.compile(
-    rf"(?<!not )(?<!n't )(?<!than ){_LETTER}(?!(?<=[AI])\s+(?!(?:is|because|since|as)\b)[a-z])"
+    rf"(?<!not )(?<!n't )(?<!than ){_LETTER}(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|nor)\b)[a-z])"
     rf"(?!\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)({_JOINED})?"
 )
 # Units that are not recognized as words: short, without a vowel, or named like a function. Single letters only if they

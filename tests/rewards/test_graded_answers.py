@@ -11,8 +11,9 @@ from lit_async_rl.rewards.json_answers import json_match
 from lit_async_rl.rewards.math_grading import math_grader
 from lit_async_rl.types import Prompt
 
-FILES = [Path(__file__).with_name(f"graded_answers{name}.jsonl") for name in ("", "_held_out")]
-MISSED = {  # right ones that fail: what was asked is not known, or radians are no table's factor of degrees
+FILES = [Path(__file__).with_name(f"graded_answers{name}.jsonl") for name in ("", "_held_out", "_third")]
+MISSED = {  # what was asked is not known, radians are no rational factor of degrees, and the library drops the x
+    ("8", "The answer is 8x."),
     ("$3.50", "The change is $3.50 from a $10 bill."),
     (r"\frac{\pi}{4}", r"\boxed{45^\circ}"),
     (r"60^\circ", r"\boxed{\frac{\pi}{3} \text{ radians}}"),
