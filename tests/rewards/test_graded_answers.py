@@ -62,6 +62,8 @@ def test_the_grades_of_json_match_are_the_labels() -> None:
         ("A", "A careful look shows A", "A careful look shows D"),
         ("A", "A", r"\boxed{A, B, C, D}"),
         ("I", "The answer is I.", "I think it is V."),
+        ("B", "answer: b", "answer: a bird"),
+        ("B", "(A) is too small. The answer is (B).", "Either A or B"),
         ("(2, 3]", r"\boxed{2 < x \le 3}", r"\boxed{2 \le x < 3}"),
         (r"(-\infty, 0) \cup (2, \infty)", r"\boxed{x < 0 \text{ or } x > 2}", r"\boxed{x < 0}"),
         ("2 hours 30 minutes", "It takes 150 minutes.", "It takes 2 hours 3 minutes."),
