@@ -48,7 +48,7 @@ def answer_of(source, index):
 def test_truth_has_one_spelling_through_all_loaders(tmp_path):
     frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": [True, False]})
     found = {name: [one[n].answer for n in range(2)] for name, one in of_files(frame, tmp_path).items()}
-    assert found == dict.fromkeys(found, ["True", "False"])
+    assert found == {name: ["True", "False"] for name in found}
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["integers", "floats too"])
