@@ -2,8 +2,8 @@
 
     pip download --no-deps --no-binary :all: math-verify==0.9.0 && tar xzf math_verify-0.9.0.tar.gz
     curl -O https://raw.githubusercontent.com/hendrycks/math/main/modeling/math_equivalence_test.py
-    python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py tests/rewards/graded_answers.jsonl \
-        tests/rewards/graded_answers_held_out.jsonl --out docs/measurements/graders.json
+    python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py tests/rewards/graded_answers*.jsonl \
+        --out docs/measurements/graders.json
 
 Reads cases out of the test files, without running them: lists of `pytest.mark.parametrize` whose arguments begin with
 gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which the second is put in a box, as a
@@ -41,6 +41,7 @@ NAMES_OF_SETS = {
     "math_equivalence_test.py": "Hendrycks et al., MATH",
     "graded_answers.jsonl": "labelled answers",
     "graded_answers_held_out.jsonl": "labelled answers, second set",
+    "graded_answers_third.jsonl": "labelled answers, third set",
 }
 # of answers that no grader had seen: commit, and numbers of right answers that passed and failed, and of wrong ones
 FIRST_RUNS = {
@@ -48,6 +49,7 @@ FIRST_RUNS = {
     ("graded_answers.jsonl", "json_match"): ("d6f93e9a", 16, 4, 6, 18),
     ("graded_answers_held_out.jsonl", "MathVerify"): ("0d93ed7b", 122, 5, 1, 93),
     ("graded_answers_held_out.jsonl", "json_match"): ("0d93ed7b", 8, 0, 0, 10),
+    ("graded_answers_third.jsonl", "MathVerify"): ("c760ddef", 61, 0, 2, 55),
 }
 NAMES = (["gold", "pred", "expected"], ["gold", "pred", "result"])
 
@@ -157,7 +159,9 @@ def rows_of(source: Path) -> Iterator[list[Any]]:
         yield row_of(name, "MathVerify", math_verify, triples=(case for path in paths for case in cases(path)))
         return
     for reward, grade in (("MathVerify", math_verify), ("json_match", rl.json_match)):
-        row = row_of(name, reward, grade, triples=labelled(source, reward))
+        if not (triples := list(labelled(source, reward))):
+            continue
+        row = row_of(name, reward, grade, triples=triples)
         if (first := FIRST_RUNS.get((source.name, reward))) is not None:
             commit, passed, missed, lax, refuted = first
             counts = [passed + refuted, 0, 0, 0, missed, lax]

@@ -56,7 +56,11 @@ def field_text(value: Any) -> str:
     if not math.isfinite(value):
         raise ValueError(f"{value}, which is not finite")
     text = str(value).removesuffix("" if isinstance(value, Decimal) else ".0")
-    return text if "e" not in text.lower() else np.format_float_positional(float(value), trim="-")
+    return (
+        text
+        if "e" not in text.lower() or isinstance(value, bool | np.bool_)
+        else np.format_float_positional(float(value), trim="-")
+    )
 
 
 def answer_texts(value: Any) -> tuple[str, ...]:

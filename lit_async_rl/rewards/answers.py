@@ -131,10 +131,10 @@ _LETTER = r"(?<![\w'’-])\(?([A-Z])\)?(?![\w'’-])"
 _JOINED = rf"(?:\s*(?:,|/|&|\band\b|\bor\b|\bnor\b)\s*)+{_LETTER}"
 _ANNOUNCED_CHOICE = re.compile(
     r"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|would be|should be|must be|option|choice))*\s*:?)\s*"
-    rf"{_LETTER}({_JOINED})?"
+    rf"(?<![\w'’-])\(?([A-Z]|[a-z](?=\)|[.,;:]?\s*(?:\n|$)))\)?(?![\w'’-])({_JOINED})?"
 )
 _LAST_CHOICE = re.compile(
-    rf"(?<!not )(?<!n't )(?<!than ){_LETTER}(?!(?<=[AI])\s+(?!(?:is|because|since|as)\b)[a-z])"
+    rf"(?<!not )(?<!n't )(?<!than ){_LETTER}(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|nor)\b)[a-z])"
     rf"(?!\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)({_JOINED})?"
 )
 # Units that are not recognized as words: short, without a vowel, or named like a function. Single letters only if they
@@ -344,7 +344,7 @@ def last_quantity(completion: str, unit: str | None) -> Answer | None:
         None if there is no number, or it is a part of a formula.
     """
     text = _MATH_IN_TEXT.sub(_without_dollars, completion[-MAX_TEXT_CHARS:].replace("**", ""))
-    *_, announced = _ANNOUNCED.split(text)
+    announced = _ANNOUNCED.split(text)[-1]
     parts = list(reversed(re.split(r"(?<=[.!?])\s+|\n", text)))
     if announced != text and re.match(rf"[-–−\d.]|{_CURRENCY}", announced):
         parts.insert(0, _END_OF_ANSWER.split(announced, maxsplit=1)[0])
@@ -458,19 +458,14 @@ def is_right_in_words(reference: str, completion: str) -> bool:
 def final_choice(completion: str) -> str:
     """The letter that a completion chooses, in lower case; empty without exactly one."""
     boxed = final_answer(completion)
-    text = _plain(bare_formula((completion if boxed is None else boxed).strip())).strip(" .*$")
-    if match := _CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.match(text):
-        return next(filter(None, match.groups())).casefold()
-    if boxed is not None:
-        return ""
     text = _TEXT.sub(r" \1 ", completion[-MAX_TEXT_CHARS:]).replace("*", "").replace("$", "")
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
-    *_, found = [None, *_ANNOUNCED_CHOICE.finditer(text)]
-    if found is None and (match := _CHOICE.fullmatch(last) or _CHOICE_WITH_TEXT.match(last)):
-        return next(filter(None, match.groups())).casefold()
-    if found is None:
-        *_, found = [None, *_LAST_CHOICE.finditer(last)]
-    return "" if found is None or found[2] is not None else found[1].casefold()
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    answer = _plain(bare_formula((last if boxed is None else boxed).strip())).strip(" .*$")
+    found = [_CHOICE.fullmatch(answer) or _CHOICE_WITH_TEXT.match(answer)]
+    if boxed is None:
+        found = [None, *_LAST_CHOICE.finditer(last), *filter(None, found), *_ANNOUNCED_CHOICE.finditer(text)]
+    letter = "" if found[-1] is None else found[-1][found[-1].lastindex or 0]
+    return letter.casefold() if len(letter) == 1 else ""  # longer behind `A or`
 
 
 def normal_words(text: str) -> str:

@@ -45,6 +45,12 @@ def answer_of(source, index):
         return None if "answer_field='answer': it must hold text, a number" in str(error) else str(error)
 
 
+def test_truth_has_one_spelling_through_all_loaders(tmp_path):
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": [True, False]})
+    found = {name: [one[n].answer for n in range(2)] for name, one in of_files(frame, tmp_path).items()}
+    assert found == {name: ["True", "False"] for name in found}
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["integers", "floats too"])
 def test_one_table_has_the_same_answers_through_all_loaders(tmp_path, whole):
     number = 3 if whole else 4

@@ -11,8 +11,9 @@ from lit_async_rl.rewards.json_answers import json_match
 from lit_async_rl.rewards.math_grading import math_grader
 from lit_async_rl.types import Prompt
 
-FILES = [Path(__file__).with_name(f"graded_answers{name}.jsonl") for name in ("", "_held_out")]
-MISSED = {  # right ones that fail: what was asked is not known, or radians are no table's factor of degrees
+FILES = [Path(__file__).with_name(f"graded_answers{name}.jsonl") for name in ("", "_held_out", "_third")]
+MISSED = {  # what was asked is not known, radians are no rational factor of degrees, and the library drops the x
+    ("8", "The answer is 8x."),
     ("$3.50", "The change is $3.50 from a $10 bill."),
     (r"\frac{\pi}{4}", r"\boxed{45^\circ}"),
     (r"60^\circ", r"\boxed{\frac{\pi}{3} \text{ radians}}"),
@@ -61,6 +62,8 @@ def test_the_grades_of_json_match_are_the_labels() -> None:
         ("A", "A careful look shows A", "A careful look shows D"),
         ("A", "A", r"\boxed{A, B, C, D}"),
         ("I", "The answer is I.", "I think it is V."),
+        ("B", "answer: b", "answer: a bird"),
+        ("B", "(A) is too small. The answer is (B).", "Either A or B"),
         ("(2, 3]", r"\boxed{2 < x \le 3}", r"\boxed{2 \le x < 3}"),
         (r"(-\infty, 0) \cup (2, \infty)", r"\boxed{x < 0 \text{ or } x > 2}", r"\boxed{x < 0}"),
         ("2 hours 30 minutes", "It takes 150 minutes.", "It takes 2 hours 3 minutes."),
