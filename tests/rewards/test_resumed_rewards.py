@@ -47,7 +47,9 @@ class Shift(rl.GroupFilter):
         self._by = by
 
     def __call__(self, group):
-        return dataclasses.replace(group, rollouts=tuple(one.add_reward(self._by, part="shift") for one in group.rollouts))
+        return dataclasses.replace(
+            group, rollouts=tuple(one.add_reward(self._by, part="shift") for one in group.rollouts)
+        )
 
 
 class Episode(rl.Episode):
