@@ -207,12 +207,14 @@ def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(found, str):
         return {"name": found}
-    make, args, state, items, entries, *_ = (*found, None, None, None, None)
-    is_plain = make is copyreg.__newobj__ and args == (kind,)  # type: ignore[attr-defined]
-    given: dict[str, Any] = {} if is_plain else {"made by": make, "of": args}
-    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+    parts = dict(zip(("made by", "of", "state", "items", "entries"), found, strict=False))
+    given: dict[str, Any] = {}
+    if parts["made by"] is not copyreg.__newobj__ or parts["of"] != (kind,):  # type: ignore[attr-defined]
+        given = {name: parts[name] for name in ("made by", "of")}
+    state = parts.get("state")
+    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):  # with slots
         given |= part if isinstance(part, dict) and all(isinstance(key, str) for key in part) else {"state": part}
-    return given | {"items": items and list(items), "entries": entries and dict(entries)}
+    return given | {name: list(parts[name]) for name in ("items", "entries") if parts.get(name) is not None}
 
 
 def _is_known(module: str) -> bool:
