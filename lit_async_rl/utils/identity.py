@@ -87,11 +87,9 @@ def name_of(value: Any) -> str:
 
 
 def _original(value: Any) -> Any:
-    """What another object stands for, or has wrapped (`functools.cache`)."""
+    """What another object stands for, or the function that `functools.cache` has wrapped."""
     value = original_of(value)
-    while hasattr(value, "__wrapped__") and not isinstance(value, FunctionType | MethodType | type):
-        value = value.__wrapped__
-    return value
+    return value.__wrapped__ if type(value).__module__ == "functools" and hasattr(value, "__wrapped__") else value
 
 
 def _described(value: Any, unknown: list[str]) -> str:
@@ -207,12 +205,14 @@ def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(found, str):
         return {"name": found}
-    make, args, state, items, entries, *_ = (*found, None, None, None, None)
-    is_plain = make is copyreg.__newobj__ and args == (kind,)  # type: ignore[attr-defined]
-    given: dict[str, Any] = {} if is_plain else {"made by": make, "of": args}
-    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+    parts = dict(zip(("made by", "of", "state", "items", "entries"), found, strict=False))
+    given: dict[str, Any] = {}
+    if parts["made by"] is not copyreg.__newobj__ or parts["of"] != (kind,):  # type: ignore[attr-defined]
+        given = {name: parts[name] for name in ("made by", "of")}
+    state = parts.get("state")
+    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):  # with slots
         given |= part if isinstance(part, dict) and all(isinstance(key, str) for key in part) else {"state": part}
-    return given | {"items": items and list(items), "entries": entries and dict(entries)}
+    return given | {name: list(parts[name]) for name in ("items", "entries") if parts.get(name) is not None}
 
 
 def _is_known(module: str) -> bool:
@@ -279,6 +279,8 @@ class _Walk:
                 self.add_code(value.__code__, value)
         elif isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type(None)):
             self._put(name_of(value))
+        elif inspect.isgetsetdescriptor(value) or inspect.ismemberdescriptor(value):
+            self._put(value.__qualname__)
         elif isinstance(value, functools.partial):
             self.add(value.func, path)
             self.add_named({str(n): part for n, part in enumerate(value.args)} | value.keywords, path)
@@ -332,13 +334,13 @@ class _Walk:
             value = vars(value).get(name)
         if isinstance(value, ModuleType) or value is None:
             return
-        is_value = type(value) in (*PLAIN, list, tuple, set, frozenset, dict, functools.partial, MethodType)
-        owner = value if isinstance(value, type | FunctionType) else type(value)
-        module = str(owner.__module__)
-        if is_value or not (_is_known(module) or _is_library(module)):
+        kind = type(value)
+        owner = value if isinstance(value, type | FunctionType) else kind
+        is_number = _is_tensor(value) or kind.__module__ == "numpy" or kind in copyreg.dispatch_table
+        if is_number or not _is_library(str(owner.__module__)):
             self.add(value, path)
         else:
-            self._put(name_of(value))  # an object of a library: large, or a client
+            self._put(name_of(value))  # of a library: its object may be large, or a client
 
     def _add_class(self, kind: type, path: str) -> None:
         """Adds the name of a class; of those that are no library's also what it consists of, and its bases."""

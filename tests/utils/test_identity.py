@@ -14,10 +14,15 @@ from lit_async_rl.utils.identity import UNKNOWN, file_contents, is_comparable, r
 
 REWARDS = """
 import collections, dataclasses, functools, random, re, threading
+import numpy as np
 import lit_async_rl as rl
 from rewards_helpers import shape
 
+PATTERN = re.compile("b+")
+ARRAY = np.arange(3) * 1.5
+CLIENT = np.random.default_rng
 def nested(prompt, completion): return LIMIT["most"][1] if completion else shape(completion)
+def matches(prompt, completion): return float(bool(PATTERN.search(completion))) * ARRAY.sum() + bool(CLIENT)
 
 class Base:
     share = 1.0
@@ -82,6 +87,7 @@ MADE = {
     "method": lambda: Scale(1.0).method,
     "cached": lambda: cached,
     "global": lambda: nested,
+    "objects": lambda: matches,
     "combined": lambda: rl.CombinedReward({"a": closure(1.0), "b": closure(2.0)}),
     "environment": lambda: Room(1.0),
     "filter": lambda: Shift(1.0),
@@ -100,6 +106,8 @@ EDITS = {
     "defaults(1.0)": ("defaults(2.0)", {"defaults"}),
     "keywords(1.0)": ("keywords(2.0)", {"keywords"}),
     "b=1.0": ("b=2.0", {"partial"}),
+    '"b+"': ('"c+"', {"objects"}),
+    "arange(3) * 1.5": ("arange(3) * 2.5", {"objects"}),
     "share = 1.0": ("share = 2.0", {"object", "method"}),
     "return self.share": ("return -self.share", {"object", "method"}),
     "[1.0, 2.0]": ("[1.0, 3.0]", {"cached", "global", "partial"}),
