@@ -157,7 +157,7 @@ class Evaluation(pl.Callback):
         length = data.engine.max_model_len
         max_tokens = sampling.max_tokens
         why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"
-        return make_questions(self.datasets, data.codec, length - max_tokens, why=why)
+        return make_questions(self.datasets, data.codec, length - max_tokens, why=why, reward=data.reward)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

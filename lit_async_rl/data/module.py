@@ -515,6 +515,7 @@ class HeldOut:
         self._sampling = sampling
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
+        self._grader = grader
         self.success = Success.by(settings.success_reward, grader)
         is_default = settings.success_reward is None
         self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
@@ -541,7 +542,8 @@ class HeldOut:
         max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
         # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation refuses it
-        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why=why)
+        encode = hooks.checking(codec.encode, self._grader)
+        usable = UsableSubset(source, encode, length - max_tokens if length > max_tokens else None, why=why)
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks=num_ranks)
 
     def score(

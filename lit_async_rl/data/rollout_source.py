@@ -26,6 +26,7 @@ from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.prompts.stream import UsablePrompts
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import TAPE, Replay
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.rollouts.resume import restore_producer, save_producer
@@ -304,7 +305,7 @@ class RolloutSource:
         length = self.engine.max_model_len
         usable = UsablePrompts(
             stream.source,
-            codec.encode,
+            hooks.checking(codec.encode, producer.scorer.reward),
             length - sampling.max_tokens,
             why=f"the engine's max_model_len={length} leaves besides sampling.max_tokens={sampling.max_tokens}",
         )

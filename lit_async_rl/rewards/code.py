@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import json
 import logging
@@ -12,11 +13,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lit_async_rl.errors import FinalRewardError, RewardError
-from lit_async_rl.rewards.code_cases import Block, Cases, agrees, last_block, read_cases
+from lit_async_rl.rewards.code_cases import Block, Cases, agrees, last_block, read_cases, solution_of
+from lit_async_rl.rewards.references import References
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
@@ -32,9 +34,16 @@ LANGUAGES = {
     "c": "gcc -O1 -o program main.c -lm && exec ./program",
     "cpp": "g++ -O1 -std=c++17 -o program main.cpp && exec ./program",
 }
+FENCE = "~" * 8
 RECENT = 1000  # completions whose time is logged
 OUTCOMES = ("right", "wrong", "no_code", "time", "memory", "output", "failed")
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Call:
+    began: float = field(default_factory=time.monotonic)
+    is_counted: bool = True
 
 
 class CodeReward(Remade):
@@ -150,7 +159,7 @@ class CodeReward(Remade):
         self._num_programs = 0
         self._cpu_s = 0.0
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._has_warned = False
+        self._warnings: set[str] = set()
         self._sandbox.announce("CodeReward")
 
     def _check_languages(self) -> None:
@@ -182,26 +191,43 @@ class CodeReward(Remade):
 
         Raises:
             RewardError: the sandbox failed.
-            FinalRewardError: the cases of the prompt cannot be read.
+            FinalRewardError: the cases of the prompt cannot be read, or test nothing.
         """
-        began = time.monotonic()
+        return self._reward(prompt, completion, _Call())
+
+    def _reward(self, prompt: Prompt, completion: str, call: _Call) -> float | None:
         try:
-            cases = read_cases(prompt)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise FinalRewardError(f"CodeReward cannot read the test cases of the prompt: {error}") from error
+            cases = self.check_prompt(prompt)
+        except ValueError as error:
+            raise FinalRewardError(str(error)) from error
         if not cases:
             return None
         block = Block("", completion) if self.extract == "whole" else last_block(completion)
         if block is None:
-            self._count("no_code", began)
+            self._count("no_code", call)
             return 0.0
         language = block.language or self.language
         try:
-            value, outcome = self._score(prompt, cases, replace(block, language=language), began=began)
+            value, outcome = self._score(prompt, cases, replace(block, language=language), call=call)
         except SandboxError as error:
             raise RewardError(str(error)) from error
-        self._count(outcome, began)
+        self._count(outcome, call)
         return value
+
+    def check_prompt(self, prompt: Prompt) -> Cases:
+        """Test cases of a prompt; a run calls it for each prompt at its start.
+
+        Raises:
+            ValueError: they cannot be read, or test nothing.
+        """
+        try:
+            return read_cases(prompt)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"CodeReward cannot use the test cases of the prompt: {error}") from error
+
+    def ask_references(self) -> References:
+        """Solutions of prompts whose records have one, and programs that do nothing: for the check at the start."""
+        return References(self._solution, partial_credit=True, wrong=self._nothing, reward=self._uncounted_reward)
 
     def metrics(self) -> dict[str, float]:
         """Totals so far, and times of recent completions."""
@@ -218,19 +244,50 @@ class CodeReward(Remade):
         """Ends the processes of the sandbox; a later call starts new ones."""
         self._sandbox.close()
 
+    # -- check at the start -------------------------------------------------------------------------------------------
+
+    def _uncounted_reward(self, prompt: Prompt, completion: str) -> float:
+        return self._reward(prompt, completion, _Call(is_counted=False)) or 0.0
+
+    def _solution(self, prompt: Prompt) -> str | None:
+        cases = self._checkable(prompt)
+        code = solution_of(prompt)
+        if cases is None or code is None:
+            return None
+        if (name := cases.function) is not None:
+            pattern = rf"^({re.escape(name)}\s*[:=]|\s*(async\s+)?(def|class)\s+({re.escape(name)}|Solution)\b)"
+            if not re.search(pattern, with_head(code, prompt, name)[1], re.MULTILINE):
+                return None  # the body of a function whose head the prompt has in another form than code
+        return self._completion(code)
+
+    def _nothing(self, prompt: Prompt) -> tuple[str, str] | None:
+        if (cases := self._checkable(prompt)) is None:
+            return None
+        code = "pass" if cases.function is None else f"def {cases.function}(*_, **__):\n    pass"
+        return self._completion(code), "a program that does nothing"
+
+    def _checkable(self, prompt: Prompt) -> Cases | None:
+        with contextlib.suppress(ValueError):  # refused, or left out
+            if self.language == PYTHON and (cases := self.check_prompt(prompt)):
+                return cases
+        return None
+
+    def _completion(self, code: str) -> str:
+        return code if self.extract == "whole" else f"{FENCE}{PYTHON}\n{code}\n{FENCE}\n"
+
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    def _score(self, prompt: Prompt, cases: Cases, block: Block, began: float) -> tuple[float, str]:
+    def _score(self, prompt: Prompt, cases: Cases, block: Block, call: _Call) -> tuple[float, str]:
         """Reward, and the outcome that is counted."""
         if cases.streams:
-            return self._score_streams(cases.streams[: self.max_cases], block, began)
+            return self._score_streams(cases.streams[: self.max_cases], block, call)
         if block.language != PYTHON:
             return 0.0, "failed"
         head, code = with_head(block.code, prompt, cases.function)
         # also before the tests: helpers of the problem that they use must not be the program's
-        return self._score_tests(replace(cases, setup=f"{head}\n{cases.setup}"), code, began)
+        return self._score_tests(replace(cases, setup=f"{head}\n{cases.setup}"), code, call)
 
-    def _score_streams(self, streams: Sequence[tuple[str, str]], block: Block, began: float) -> tuple[float, str]:
+    def _score_streams(self, streams: Sequence[tuple[str, str]], block: Block, call: _Call) -> tuple[float, str]:
         command = None
         file = "main.py"
         if block.language != PYTHON:
@@ -241,11 +298,11 @@ class CodeReward(Remade):
         num_passed = 0
         outcome = "right"
         for stdin, expected in streams:
-            if (limits := self._limits_now(began)) is None:
+            if (limits := self._limits_now(call)) is None:
                 outcome = "time"
                 break
             program = Program(source=block.code, stdin=stdin, command=command, file=file)
-            result = self._note(self._sandbox.run(program, limits))
+            result = self._note(self._sandbox.run(program, limits), call)
             if result.is_ok and agrees(result.stdout, expected, compare=self.compare, tolerance=self.tolerance):
                 num_passed += 1
                 continue
@@ -254,7 +311,7 @@ class CodeReward(Remade):
                 break
         return self._value(num_passed, len(streams)), outcome
 
-    def _score_tests(self, cases: Cases, code: str, began: float) -> tuple[float, str]:
+    def _score_tests(self, cases: Cases, code: str, call: _Call) -> tuple[float, str]:
         asserts = list(cases.asserts[: self.max_cases])
         calls = [[list(arguments), expected] for arguments, expected in cases.calls[: self.max_cases]]
         doc: dict[str, Any] = {
@@ -265,25 +322,30 @@ class CodeReward(Remade):
             "function": cases.function,
             "stops": not self.partial_credit,
         }
-        if (limits := self._limits_now(began)) is None:
+        if (limits := self._limits_now(call)) is None:
             return 0.0, "time"
         if self.tests == "together":
             mark = secrets.token_hex(16)
             source = json.dumps(doc | {"mark": mark, "program": code})
-            program = self._note(self._sandbox.run(Program(source=source, kind="together"), limits))
+            program = self._note(self._sandbox.run(Program(source=source, kind="together"), limits), call)
             said = program.channel.decode(errors="replace")
             verdict = _verdict(said)
             if verdict.get("mark") != mark:
                 verdict = {}
         else:
             pair = [Program(source=json.dumps(doc), kind="tests"), Program(source=code, kind="functions")]
-            tests, program = map(self._note, self._sandbox.run_together(pair, limits))
+            tests, program = (self._note(one, call) for one in self._sandbox.run_together(pair, limits))
             verdict = _verdict(tests.stdout) if tests.is_ok else {}
             if tests.verdict != "ended":
                 program = replace(program, verdict=tests.verdict)
         passed = verdict.get("passed", [])
+        failure = str(verdict.get("failure"))[:200]
         if verdict.get("num_not_plain"):
-            self._warn_of_objects(verdict)
+            hint = "CodeReward.tests=together runs both in one process"
+            self._warn_once("tests hand objects to the program that are no plain data, and fail", failure, hint)
+        elif "ModuleNotFoundError" in failure:
+            hint = "CodeReward.python_path names folders of packages"
+            self._warn_once("tests import a module that the sandbox does not have, and fail", failure, hint)
         number = max(len(passed), len(asserts) + len(calls), 1)
         num_passed = sum(one is True for one in passed)
         is_right = bool(passed) and num_passed == number
@@ -292,32 +354,30 @@ class CodeReward(Remade):
     def _value(self, num_passed: int, number: int) -> float:
         return num_passed / number if self.partial_credit else float(num_passed == number)
 
-    def _limits_now(self, began: float) -> SandboxLimits | None:
+    def _limits_now(self, call: _Call) -> SandboxLimits | None:
         """Limits of a program that starts now; None if the time of the completion is over."""
-        left_s = self._timeout_s - (time.monotonic() - began)
+        left_s = self._timeout_s - (time.monotonic() - call.began)
         return replace(self._limits, wall_s=min(self._limits.wall_s, left_s)) if left_s > 0 else None
 
-    def _note(self, result: ProgramResult) -> ProgramResult:
+    def _note(self, result: ProgramResult, call: _Call) -> ProgramResult:
         with self._lock:
-            self._num_programs += 1
-            self._cpu_s += result.cpu_s
+            self._num_programs += call.is_counted
+            self._cpu_s += result.cpu_s * call.is_counted
         return result
 
-    def _count(self, outcome: str, began: float) -> None:
+    def _count(self, outcome: str, call: _Call) -> None:
+        if not call.is_counted:
+            return
         with self._lock:
             self._counts[outcome] += 1
-            self._seconds.append(time.monotonic() - began)
+            self._seconds.append(time.monotonic() - call.began)
 
-    def _warn_of_objects(self, verdict: Mapping[str, Any]) -> None:
+    def _warn_once(self, problem: str, failure: str, hint: str) -> None:
         with self._lock:
-            has_warned = self._has_warned
-            self._has_warned = True
+            has_warned = problem in self._warnings
+            self._warnings.add(problem)
         if not has_warned:
-            log.warning(
-                "tests hand objects to the program that are no plain data, and fail (%s): CodeReward.tests=together "
-                "runs both in one process",
-                str(verdict.get("failure"))[:200],
-            )
+            log.warning("%s (%s): %s", problem, failure, hint)
 
 
 def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,8 +116,15 @@ def read_cases(prompt: Prompt) -> Cases:
     JSON of a list, and else as code of tests, if it has `assert` or `def check(`.
 
     Raises:
-        ValueError: the fields contradict each other, or are no cases.
+        ValueError: the fields contradict each other, are no cases, or their tests test nothing.
     """
+    cases = _cases_of(prompt)
+    if problem := problem_of_tests(tuple(cases.asserts), cases.check, cases.function):
+        raise ValueError(problem)
+    return cases
+
+
+def _cases_of(prompt: Prompt) -> Cases:
     fields = _Fields(prompt.metadata)
     cases = _from_fields(fields)
     if cases or prompt.answer is None:
@@ -207,6 +217,20 @@ def _parsed(value: Any) -> Any:
         return value
 
 
+def solution_of(prompt: Prompt) -> str | None:
+    """The solution that the record of a prompt has; None without one."""
+    fields = _Fields(prompt.metadata)
+    found = fields.get("canonical_solution", "code", "solution", "solutions")
+    if isinstance(found, list):
+        found = found[0]
+    if not isinstance(found, str):
+        return None
+    block = last_block(found)
+    code = found if block is None else block.code
+    start = fields.get("code_prompt")  # BigCodeBench's
+    return f"{start}{code}" if isinstance(start, str) and block is None else code
+
+
 def agrees(found: str, expected: str, compare: str, tolerance: float) -> bool:
     """Whether standard output is the expected one.
 
@@ -240,3 +264,136 @@ def _equal(found: str, expected: str, tolerance: float) -> bool:
     except ValueError:
         return False
     return difference <= tolerance * max(1.0, abs(number))
+
+
+# -- Tests that test nothing ------------------------------------------------------------------------------------------
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@functools.lru_cache(maxsize=256)
+def problem_of_tests(asserts: tuple[str, ...], check: str, function: str | None) -> str | None:
+    """The reason for which every program would pass some of these tests, or none could; None without one.
+
+    Args:
+        asserts: see `Cases`, likewise the others.
+        check: see `Cases`.
+        function: see `Cases`.
+    """
+    if not asserts and not check:
+        return None
+    body: list[ast.stmt] = []
+    try:
+        for code in (*asserts, check):
+            body += ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"its tests are not Python ({error})"
+    return _Tests(body, function, is_list=not check).problem()
+
+
+class _Tests:
+    """Unit tests: `sandbox.tests` runs their statements, and but in a list `check`, `test...` and the TestCases."""
+
+    def __init__(self, body: Sequence[ast.stmt], function: str | None, is_list: bool) -> None:
+        self._function = function
+        self._is_list = is_list
+        self._defined = {one.name: one for one in body if isinstance(one, (*_FUNCTIONS, ast.ClassDef))}
+        self._statements = [
+            one for one in body if not isinstance(one, (*_FUNCTIONS, ast.ClassDef)) and not _is_for_scripts(one)
+        ]
+        self._used: set[str] = set()
+        self._known = set(dir(builtins))
+        for node in (node for one in body for node in ast.walk(one)):
+            if isinstance(node, ast.Name):
+                (self._used if isinstance(node.ctx, ast.Load) else self._known).add(node.id)
+            elif isinstance(node, ast.alias):
+                self._known.add((node.asname or node.name).split(".")[0])
+
+    def problem(self) -> str | None:
+        """See `problem_of_tests`."""
+        if problem := next(self._never_run(), None):
+            return problem
+        if any(map(self._can_fail, self._statements)) or any(map(self._is_run, self._defined.values())):
+            return None
+        if "check" in self._defined and self._function is None:
+            return "check(...) needs the name of the program's function in entry_point"
+        return "nothing in its tests is run that can fail"
+
+    def _never_run(self) -> Iterator[str]:
+        """Tests that another tool would run."""
+        for name, one in self._defined.items():
+            if name in self._used or "globals" in self._used:
+                continue
+            if self._is_list:
+                if name.lower().startswith("test") or name == "check":
+                    yield f"a list of tests defines {name} without a call of it"
+            elif isinstance(one, ast.ClassDef):
+                bases = self._bases(one)
+                if name.startswith("Test") and not bases and _tests_of(one):
+                    yield f"the class {name} is no unittest.TestCase, and pytest is not used"
+                if bases == ["TestCase"] and any(isinstance(part, ast.AsyncFunctionDef) for part in _tests_of(one)):
+                    yield f"the class {name} has async tests, and is no unittest.IsolatedAsyncioTestCase"
+            elif name.startswith("test") and (missing := _required(one)):
+                yield f"{name} needs {', '.join(missing)}, and pytest, which gives arguments to tests, is not used"
+            elif (name.startswith("test") or name == "check") and _is_generator(one):
+                yield f"{name} is a generator, which nothing runs"
+
+    def _is_run(self, one: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+        """Whether a definition is run as a test, and can fail."""
+        if self._is_list or _is_skipped(one):
+            return False
+        if isinstance(one, ast.ClassDef):
+            own = _tests_of(one)
+            is_case = any("TestCase" in base for base in self._bases(one))
+            return is_case and (not own or any(not _is_skipped(part) and self._can_fail(part) for part in own))
+        is_check = one.name == "check" and self._function is not None
+        return (is_check or one.name.startswith("test")) and self._can_fail(one)
+
+    def _bases(self, one: ast.ClassDef) -> list[str]:
+        """Names of the classes outside of the tests that a class extends."""
+        found: list[str] = []
+        for base in one.bases:
+            name = ast.unparse(base).rpartition(".")[2]
+            inner = self._defined.get(name)
+            found += self._bases(inner) if isinstance(inner, ast.ClassDef) and inner is not one else [name]
+        return [name for name in found if name != "object"]
+
+    def _can_fail(self, node: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
+        """Whether code asserts or raises, or mentions names that are not its own, such as the program's function."""
+        for one in ast.walk(node):
+            if isinstance(one, (ast.Assert, ast.Raise)):
+                return True
+            if not isinstance(one, ast.Name) or one.id in self._known or one.id in seen or one.id.startswith("__"):
+                continue
+            inner = self._defined.get(one.id)
+            if inner is None or self._can_fail(inner, seen | {one.id}):
+                return True
+        return False
+
+
+def _tests_of(one: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [part for part in one.body if isinstance(part, _FUNCTIONS) and part.name.startswith("test")]
+
+
+def _is_for_scripts(node: ast.AST) -> bool:
+    """Whether it is `if __name__ == "__main__"`, which does not hold in tests."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def _is_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any(re.match(r"(unittest\.)?skip\b", ast.unparse(one)) for one in node.decorator_list)
+
+
+def _is_generator(node: ast.AST) -> bool:
+    inner = [one for one in ast.iter_child_nodes(node) if not isinstance(one, (*_FUNCTIONS, ast.Lambda))]
+    return isinstance(node, (ast.Yield, ast.YieldFrom)) or any(map(_is_generator, inner))
+
+
+def _required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Parameters that a call must give; decorators such as `unittest.mock.patch` give some."""
+    if not all(ast.unparse(one).startswith("pytest.") for one in node.decorator_list):
+        return []
+    given = [*node.args.posonlyargs, *node.args.args]
+    found = given[: len(given) - len(node.args.defaults)]
+    found += [one for one, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value is None]
+    return [one.arg for one in found]

@@ -4,6 +4,7 @@
 |---|---|
 | `close()` | at the end of the run; a later call of the reward may open again what it needs |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
+| `check_prompt(prompt)` | for each prompt at the start; raises ValueError for one that it cannot reward |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
 | `use_policy(policy)` | where `wants_policy` is true: at the start of a fit, by what samples; None at its end |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
@@ -11,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward
 from lit_async_rl.rewards.judge_policy import Policy
 from lit_async_rl.rewards.scorer import is_async
+from lit_async_rl.types import Prompt
 
 MAX_WAITING = 64  # threads that wait for one plain part of a combined reward
 
@@ -53,6 +55,18 @@ def metrics_of(reward: Any) -> dict[str, float]:
         if (metrics := getattr(owner, "metrics", None)) is not None:
             found |= metrics()
     return found
+
+
+def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable[[Prompt], Sequence[int]]:
+    """An encoding of prompts that refuses those that the reward or a part of it cannot reward."""
+    checks = [owner.check_prompt for owner in parts_of(reward) if hasattr(owner, "check_prompt")]
+
+    def checked(prompt: Prompt) -> Sequence[int]:
+        for check in checks:
+            check(prompt)
+        return encode(prompt)
+
+    return checked if checks else encode
 
 
 def wants_folder(reward: Any) -> bool:

@@ -38,11 +38,16 @@ class References:
             answer.
         full_marks: reward of a correct answer; also the default of `success_reward`.
         partial_credit: whether a wrong answer may have a reward between 0 and full marks.
+        wrong: function from a prompt to a completion that does not deserve full marks, and a word for it; without one
+            it is the completion for another prompt.
+        reward: called in place of the reward, which counts its calls.
     """
 
     completion: Callable[[Prompt], str | None]
     full_marks: float = 1.0
     partial_credit: bool = False
+    wrong: Callable[[Prompt], tuple[str, str] | None] | None = None
+    reward: Reward | None = None
 
 
 def grades(completion: Callable[[Prompt], str | None], full_marks: float = 1.0, partial_credit: bool = False) -> Any:
@@ -127,23 +132,33 @@ def check_references(
         is_wanted: called before each prompt; False ends the check.
     """
     known = [(prompt, text) for prompt in prompts if (text := references.completion(prompt)) is not None]
+    jobs = [(prompt, text, _other(known[n + 1 :] + known[:n], prompt)) for n, (prompt, text) in enumerate(known)]
+    if references.wrong is not None:
+        jobs = [(prompt, references.completion(prompt), references.wrong(prompt)) for prompt in prompts]
+    reward = references.reward or reward
     faults = []
-    for n, (prompt, own) in enumerate(known):
-        following = known[n + 1 :] + known[:n]
-        other = next((one for one in following if _differ(one[0].answer, prompt.answer)), None)
+    for prompt, own, other in jobs:
         if not is_wanted():
             break
         try:
-            marks = score(reward, prompt, own, wait=wait)
-            wrong = 0.0 if other is None else score(reward, prompt, other[1], wait=wait)
+            marks = references.full_marks if own is None else score(reward, prompt, own, wait=wait)
+            wrong = 0.0 if other is None else score(reward, prompt, other[0], wait=wait)
         except (RewardError, StalledError) as error:
             faults.append(Fault(prompt, f"cannot be graded ({_cause(error)})"))
             continue
         if marks < references.full_marks:
             faults.append(Fault(prompt, f"has {marks:g} of {references.full_marks:g} for itself"))
         elif other is not None and (wrong >= references.full_marks or (wrong > 0 and not references.partial_credit)):
-            faults.append(Fault(prompt, f"has {wrong:g} for the answer {_short(other[0].answer)}"))
+            faults.append(Fault(prompt, f"has {wrong:g} for {other[1]}"))
     return faults
+
+
+def _other(following: Sequence[tuple[Prompt, str]], prompt: Prompt) -> tuple[str, str] | None:
+    """The completion for the first prompt with another answer, and a word for it."""
+    for other, text in following:
+        if _differ(other.answer, prompt.answer):
+            return text, f"the answer {_short(other.answer)}"
+    return None
 
 
 def _differ(one: str | None, other: str | None) -> bool:
@@ -227,7 +242,8 @@ def _may_grade(reward: Any) -> bool:
 
 
 def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> None:
-    examples = "; ".join(f"{_short(fault.prompt.answer)} {fault.problem}" for fault in faults[:NUM_EXAMPLES])
+    named = [(fault, fault.prompt.text if fault.prompt.answer is None else fault.prompt.answer) for fault in faults]
+    examples = "; ".join(f"{_short(name)} {fault.problem}" for fault, name in named[:NUM_EXAMPLES])
     log.warning(
         "%s grades %d of %d sampled references of %s wrong: %s%s. Such prompts teach nothing, or what is wrong: "
         "rewrite these answers, leave them out, or use another reward",

@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import UsableSubset
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rewards.success import Success
@@ -111,10 +113,15 @@ class _Open:
 
 
 def make_questions(
-    datasets: dict[str, PromptSource], codec: TextCodec, max_tokens: int | None = None, why: str = ""
+    datasets: dict[str, PromptSource],
+    codec: TextCodec,
+    max_tokens: int | None = None,
+    why: str = "",
+    reward: Any = None,
 ) -> list[Question]:
     """All usable prompts of all data sets; `max_tokens` and `why` are those of `UsablePrompts`, which may raise."""
-    usable = [(name, UsableSubset(source, codec.encode, max_tokens, why=why)) for name, source in datasets.items()]
+    encode = hooks.checking(codec.encode, reward)
+    usable = [(name, UsableSubset(source, encode, max_tokens, why=why)) for name, source in datasets.items()]
     prompts = [(name, source[n]) for name, source in usable for n in range(len(source))]
     return [Question(dataset=name, prompt=prompt, prompt_ids=codec.encode(prompt)) for name, prompt in prompts]
 

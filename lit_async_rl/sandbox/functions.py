@@ -20,12 +20,15 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": lambda one, key: one[key],
     "str": str,
     "repr": repr,
+    "bool": bool,
     "eq": lambda one, other: bool(one == other),
+    "ne": lambda one, other: bool(one != other),
     "lt": lambda one, other: bool(one < other),
     "add": lambda one, other: one + other,
     "sub": lambda one, other: one - other,
     "mul": lambda one, other: one * other,
     "getattr": getattr,
+    "setattr": setattr,
     "call": lambda one, *args, **kwargs: one(*args, **kwargs),
     "isinstance": isinstance,
 }
@@ -94,7 +97,7 @@ def serve_functions(source: str, connection: socket.socket) -> int:
     """Runs the program, and then its functions as they are called. Returns the exit status."""
     channel = Channel(connection)
     main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["program"] = main  # dataclasses and pickle look classes up there
     main.__dict__["__name__"] = "program"  # tests import a program, they do not start it
     if status := execute(source, main.__dict__):
         channel.send(["failed", status])

@@ -23,7 +23,7 @@ def execute(text: str, names: dict[str, Any], shows_last: bool = False) -> int:
         if shows_last:
             _execute_showing(text, names)
         else:
-            exec(compile(text, MAIN, "exec"), names)
+            exec(compile(text, MAIN, "exec", dont_inherit=True), names)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
@@ -42,8 +42,8 @@ def execute(text: str, names: dict[str, Any], shows_last: bool = False) -> int:
 def _execute_showing(text: str, names: dict[str, Any]) -> None:
     tree = ast.parse(text, MAIN)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, MAIN, "exec"), names)
+    exec(compile(tree, MAIN, "exec", dont_inherit=True), names)
     if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), MAIN, "eval"), names)
+        value = eval(compile(ast.Expression(last.value), MAIN, "eval", dont_inherit=True), names)
         if value is not None:
             print(repr(value))

@@ -12,10 +12,12 @@ calls and reads attributes there, and is equal to no plain value.
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import math
 import socket
@@ -35,9 +37,11 @@ OFTEN_USED = (
     "import math, re, collections, itertools, functools, heapq, bisect, string, random, operator, copy, json\n"
     "import datetime\n"
     "from collections import *\nfrom itertools import *\nfrom functools import *\nfrom typing import *\n"
-    "from math import inf\nfrom heapq import *\nfrom bisect import *\nfrom fractions import Fraction\n"
-    "from decimal import Decimal\n"
+    "from math import ceil, floor, inf, isclose, nan, pi, sqrt\nfrom heapq import *\nfrom bisect import *\n"
+    "from fractions import Fraction\nfrom decimal import Decimal\nfrom copy import deepcopy\n"
 )
+ALIASES = {"np": "numpy", "pd": "pandas"}  # of modules that tests use without importing them
+PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
 
 class Tests:
@@ -155,8 +159,14 @@ class Remote:
         ask: Callable[..., Any] = object.__getattribute__(self, "_ask")
         return ask("call", object.__getattribute__(self, "_number"), args, kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._do("setattr", name, value)
+
     def __eq__(self, other: object) -> Any:
         return self._with("eq", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._with("ne", other)
 
     def __lt__(self, other: Any) -> Any:
         return self._with("lt", other)
@@ -177,7 +187,7 @@ class Remote:
         return int(self._do("len"))
 
     def __bool__(self) -> bool:
-        return True
+        return self._do("bool") is True
 
     def __iter__(self) -> Iterator[Any]:
         return iter(_Items(self._do("iter")))
@@ -211,10 +221,17 @@ class _Items:
 
 
 class _CountedAsserts(ast.NodeTransformer):
-    """Lets tests go on behind a failed assertion, and notes which ones held."""
+    """Notes which assertions are reached and hold.
 
-    def __init__(self) -> None:
+    Args:
+        goes_on: whether tests go on behind a failed assertion, which is noted, too; without it they run as they are.
+    """
+
+    def __init__(self, goes_on: bool) -> None:
         self.number = 0
+        self._form = "try:\n    assert 0\nexcept AssertionError:\n    __held__(N, False)\nelse:\n    __held__(N, True)"
+        if not goes_on:
+            self._form = "if 1:\n    assert 0\n    __held__(N, True)"
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """Leaves the tests of unittest as they are: each is a case by itself."""
@@ -225,14 +242,11 @@ class _CountedAsserts(ast.NodeTransformer):
         return node if node.name.startswith("test") else self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Replaces `assert` by a call that notes its number."""
-        source = (
-            "try:\n    assert 0\nexcept AssertionError as __error:\n    __failed__(N, __error)\nelse:\n    __held__(N)"
-        )
-        made = ast.parse(source.replace("N", str(self.number))).body[0]
+        """Notes its number."""
+        made = ast.parse(self._form.replace("N", str(self.number))).body[0]
         self.number += 1
-        if isinstance(made, ast.Try):
-            made.body = [node]
+        if isinstance(made, (ast.Try, ast.If)):
+            made.body[0] = node
         return ast.fix_missing_locations(ast.copy_location(made, node))
 
 
@@ -266,10 +280,12 @@ def run_together(doc: dict[str, Any], program: str) -> dict[str, Any]:
         doc: see `run_tests`.
         program: source of the program.
     """
-    names: dict[str, Any] = {"__name__": "program"}
-    if execute(program, names):
+    module = types.ModuleType("program")
+    sys.modules["program"] = module  # dataclasses and pickle look classes up there
+    if execute(program, vars(module)):
         return {"passed": [], "failure": "the program fails by itself", "num_not_plain": 0}
-    passed, failure = _run_cases(doc, names)
+    found = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    passed, failure = _run_cases(doc, _namespace(doc, found))
     return {"passed": passed, "failure": failure, "num_not_plain": 0}
 
 
@@ -277,36 +293,81 @@ def _passed(doc: dict[str, Any], tests: Tests) -> tuple[list[bool], str | None]:
     found = tests.names()
     if found is None:
         return [], "the program fails by itself"
-    names: dict[str, Any] = {"__name__": "tests"}
+    return _run_cases(doc, _namespace(doc, found))
+
+
+def _namespace(doc: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Global names of the tests: the library's, and those names of the program that the tests are about.
+
+    A program may define `abs`, `isclose`, `np` or `EPS`, too, and its tests must not be run with those.
+
+    Args:
+        doc: see `run_tests`.
+        found: global names of the program, or what stands for them.
+    """
+    module = types.ModuleType("tests")
+    sys.modules["tests"] = module  # dataclasses and pickle look classes up there
+    names = vars(module)
     exec(OFTEN_USED, names)
-    own = set(names) | set(dir(builtins))
-    code = "\n".join([doc["setup"], *doc["cases"], doc["check"]])
-    used, bound = _names_in(code)
-    tested = used - bound - own
-    if not tested and not doc["function"]:  # the function under test is called `sum`
-        tested = used - bound
-    # A program may define `all` or `abs`, too, and its tests must not be run with those
-    names |= {name: value for name, value in found.items() if name in tested or name not in own}
-    names = {name: value for name, value in names.items() if not name.startswith("__")} | {"__name__": "tests"}
+    trees = list(_trees([doc["setup"], *doc["cases"], doc["check"]]))
+    used, bound, modules = _names_in(trees)
+    needed = used - bound
+    for name in modules & needed - set(names):
+        with contextlib.suppress(ImportError):
+            names[name] = importlib.import_module(ALIASES.get(name, name))
+    own = {*names, *dir(builtins), *(modules & needed)}
+    tested = needed - own
+    if doc["function"]:
+        tested.add(doc["function"])
+    if not tested:  # the function under test is called `sum`
+        tested = _innermost(trees, needed & set(found))
+    taken = {name: value for name, value in found.items() if name in tested or name not in own}
+    if doc["function"] or any(name in taken and not isinstance(taken[name], PLAIN) for name in needed):
+        taken = {name: value for name, value in taken.items() if not isinstance(value, PLAIN)}
+    names |= taken
     names["__program__"] = found
-    return _run_cases(doc, names)
+    return names
 
 
-def _names_in(code: str) -> tuple[set[str], set[str]]:
-    """Names that code reads, and those that it binds."""
+def _trees(codes: Sequence[str]) -> Iterator[ast.Module]:
+    for code in codes:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+            yield ast.parse(code)
+
+
+def _names_in(trees: Sequence[ast.Module]) -> tuple[set[str], set[str], set[str]]:
+    """Names that code reads, those that it binds, and those that it uses as modules are used."""
     used: set[str] = set()
     bound: set[str] = set()
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                bound.add(node.name)
-            elif isinstance(node, ast.arg):
-                bound.add(node.arg)
-            elif isinstance(node, ast.alias):
-                bound.add((node.asname or node.name).split(".")[0])
-    return used, bound
+    owners: set[str] = set()
+    called: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owners.add(node.value.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+    return used, bound, (owners - called) & {*ALIASES, *sys.stdlib_module_names}
+
+
+def _innermost(trees: Sequence[ast.Module], names: set[str]) -> set[str]:
+    """Those of the names that are called with no call of another one among their arguments."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            inner = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            if inner & names == {node.func.id}:
+                found.add(node.func.id)
+    return found
 
 
 def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], str | None]:
@@ -317,21 +378,21 @@ def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], 
         failure = failure or f"{what}: {type(error).__name__}: {error}"[:MAX_FAILURE_CHARS]
 
     try:
-        exec(compile(doc["setup"], NAME, "exec"), names)
+        _execute(doc["setup"], names)
     except Closed:
         raise
-    except Exception as error:
+    except BaseException as error:
         fails(error, "setup")
         return [], failure
     passed = []
     for code in doc["cases"]:
         try:
-            exec(compile(code, NAME, "exec"), names)
+            _execute(code, names)
             passed.append(True)
         except Closed:
             fails(Exception("the program has ended"), code)
             break
-        except Exception as error:
+        except BaseException as error:
             fails(error, code)
             passed.append(False)
         if not passed[-1] and doc["stops"]:
@@ -341,6 +402,10 @@ def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], 
     if doc["check"]:
         passed += _run_check(doc, names, fails)
     return passed, failure
+
+
+def _execute(code: str | ast.Module, names: dict[str, Any]) -> None:
+    exec(compile(code, NAME, "exec", dont_inherit=True), names)
 
 
 def _function(doc: dict[str, Any], names: dict[str, Any]) -> Any:
@@ -370,7 +435,7 @@ def _run_calls(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[Base
         except Closed:
             fails(Exception("the program has ended"), shown)
             break
-        except Exception as error:
+        except BaseException as error:
             fails(error, shown)
             passed.append(False)
         if not passed[-1] and doc["stops"]:
@@ -396,46 +461,82 @@ def _agree(found: Any, expected: Any) -> bool:
 
 
 def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
-    """Runs code with `check(function)`; a case is each of its `assert` statements, or all of it without any."""
-    counter = _CountedAsserts()
+    """Runs code with `check(function)`: it passes if no exception leaves it.
+
+    A case is each of its `assert` statements that is reached, or all of it without any. Behind an exception that is no
+    failed assertion, those that are not reached have failed, too.
+    """
     held: dict[int, bool] = {}
-    names["__held__"] = lambda number: held.setdefault(number, True)
-
-    def failed(number: int, error: BaseException) -> None:
-        held[number] = False
-        fails(error, f"assertion {number + 1}")
-        if doc["stops"]:
-            raise error
-
-    names["__failed__"] = failed
+    names["__held__"] = lambda number, holds: held.update({number: holds and held.get(number, True)})
+    counter = _CountedAsserts(goes_on=False)
+    is_right = False
     has_ended = True
     more: list[bool] = []
     try:
-        tree = counter.visit(ast.parse(doc["check"], NAME))
-        exec(compile(ast.fix_missing_locations(tree), NAME, "exec"), names)
-        defined = {node.name: names[node.name] for node in tree.body if hasattr(node, "name") and node.name in names}
-        if doc["function"] and "check" in defined:
-            defined["check"](_function(doc, names))
-        more = [_holds(name, test, fails) for name, test in _tests_among(defined)]
+        try:
+            defined = _run_body(doc, names, counter)
+            is_right = True
+        except Closed:
+            raise
+        except BaseException as error:
+            fails(error, "check")
+            if doc["stops"]:
+                return [False]
+            held.clear()
+            defined = _run_body(doc, names, counter := _CountedAsserts(goes_on=True))
+        for name, test in _tests_among(defined):
+            more.append(_holds(name, test, fails))
+            if doc["stops"] and not more[-1]:
+                break
     except Closed:
         has_ended = False
         fails(Exception("the program has ended"), "check")
-    except Exception as error:
+    except BaseException:
         has_ended = False
-        fails(error, "check")
-    passed = [held.get(number, False) for number in range(counter.number)] + more
-    return passed if has_ended and passed else [*passed, has_ended]
+    numbers = held if has_ended else range(counter.number)
+    passed = [held.get(number, False) for number in numbers] + more
+    if has_ended and not passed:
+        return [is_right and not any(map(_is_test_case, defined.values()))]  # all of its tests are skipped
+    return passed if has_ended and (is_right or not all(passed)) else [*passed, False]
+
+
+def _run_body(doc: dict[str, Any], names: dict[str, Any], counter: _CountedAsserts) -> dict[str, Any]:
+    """Runs tests but those of pytest and unittest; returns what they define."""
+    tree = counter.visit(ast.parse(doc["check"], NAME))
+    _execute(ast.fix_missing_locations(tree), names)
+    defined = {node.name: names[node.name] for node in tree.body if hasattr(node, "name") and node.name in names}
+    if doc["function"] and "check" in defined:
+        _run_test(functools.partial(defined["check"], _function(doc, names)))
+    return defined
+
+
+def _run_test(test: Callable[[], Any]) -> None:
+    value = test()
+    if inspect.iscoroutine(value):
+        asyncio.run(value)
 
 
 def _tests_among(defined: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Tests as pytest and unittest name them."""
+    """Tests as pytest and unittest name them, but those that are skipped."""
     for name, one in defined.items():
-        if isinstance(one, types.FunctionType) and name.startswith("test") and not one.__code__.co_argcount:
-            yield name, one
-        if isinstance(one, type) and any(base.__name__ == "TestCase" for base in one.__mro__):
+        if isinstance(one, types.FunctionType) and name.startswith("test") and not _required_parameters(one):
+            yield name, functools.partial(_run_test, one)
+        if _is_test_case(one):
             for method in dir(one):
-                if method.startswith("test"):
+                is_skipped = any(getattr(part, "__unittest_skip__", False) for part in (one, getattr(one, method)))
+                if method.startswith("test") and not is_skipped:
                     yield f"{name}.{method}", functools.partial(_run_method, one, method)
+
+
+def _is_test_case(one: Any) -> bool:
+    return isinstance(one, type) and any(base.__name__ == "TestCase" for base in one.__mro__)
+
+
+def _required_parameters(function: Callable[..., Any]) -> list[str]:
+    """Parameters without which a function cannot be called."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return [one.name for one in found if one.default is one.empty and one.kind not in variable]
 
 
 def _run_method(case: Any, method: str) -> None:
@@ -444,7 +545,7 @@ def _run_method(case: Any, method: str) -> None:
     result = unittest.TestResult()
     suite = unittest.TestSuite([case(method)])
     suite.run(result)  # with the class's own preparations
-    for _, problem in [*result.errors, *result.failures]:
+    for _, problem in [*result.errors, *result.failures, *result.skipped]:
         raise AssertionError(problem.strip().rpartition("\n")[2])
     if result.unexpectedSuccesses or not result.testsRun:
         raise AssertionError("it did not fail as expected")
@@ -455,7 +556,7 @@ def _holds(name: str, test: Callable[[], Any], fails: Callable[[BaseException, s
         test()
     except Closed:
         raise
-    except Exception as error:
+    except BaseException as error:
         fails(error, name)
         return False
     return True

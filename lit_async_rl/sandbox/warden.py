@@ -22,6 +22,7 @@ import os
 import resource
 import select
 import signal
+import site
 import socket
 import sys
 import time
@@ -75,6 +76,7 @@ class Warden:
 
     def _prepare(self) -> None:
         """Imports what programs often import, and tries the guards in a fork."""
+        site.setquit()  # programs have `exit` and `quit`, which Python defines for scripts
         for name in self._settings["preload"]:
             importlib.import_module(name)
         if sys.platform == "linux":
