@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.files import absolute
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -47,6 +48,12 @@ def run_folder(trainer: AnyTrainer) -> Path | None:
             folder = str(Path(logger.save_dir, str(logger.name), version))
         folder = trainer.strategy.broadcast(folder)  # loggers of other ranks are dummies without a folder
     return None if folder is None else Path(folder)
+
+
+def writing_folder(trainer: AnyTrainer) -> Path | None:
+    """As `run_folder`, for what writes there later: user code may have changed the working folder by then."""
+    folder = run_folder(trainer)
+    return None if folder is None or "://" in str(folder) else absolute(folder)
 
 
 def signs_of(trainer: AnyTrainer) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_sentence
 from lit_async_rl.callbacks.monitors.stale_data import StaleDataWords
-from lit_async_rl.callbacks.parts import rollout_data, run_folder, signs_of
+from lit_async_rl.callbacks.parts import rollout_data, signs_of, writing_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
@@ -382,7 +382,7 @@ class BottleneckVerdict(pl.Callback):
         self.verdict = None
         self.words = None
         self.advice = None
-        folder = run_folder(trainer)  # a collective: all ranks must call it
+        folder = writing_folder(trainer)  # a collective: all ranks must call it
         self._folder = folder if trainer.is_global_zero else None
 
     def on_train_batch_start(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lit_async_rl.callbacks.parts import rollout_data, run_folder
+from lit_async_rl.callbacks.parts import rollout_data, writing_folder
 from lit_async_rl.distributed.ranks import cpu_group
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
@@ -89,7 +89,7 @@ class Timeline(pl.Callback):
         if next(c for c in trainer.callbacks if isinstance(c, Timeline)) is not self:  # type: ignore[attr-defined]
             return
         rollout_data(trainer, "Timeline")
-        folder = run_folder(trainer)  # this and the next are collectives: all ranks call before any may return
+        folder = writing_folder(trainer)  # this and the next are collectives: all ranks call before any may return
         offset_s = clock_offset(trainer)
         if folder is None:
             return

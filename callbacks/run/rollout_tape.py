@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lit_async_rl.callbacks.parts import policy_module, rollout_data, run_folder
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import absolute
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -55,7 +56,7 @@ class RolloutTape(pl.Callback):
             return
         if self.folder is None and log_dir is None:
             raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
-        self._writer = TapeWriter(folder, trainer.global_step, self._unwritten_rows)
+        self._writer = TapeWriter(absolute(folder), trainer.global_step, self._unwritten_rows)
         self._unwritten_rows = []
 
     def on_train_batch_end(

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_async_rl.callbacks.parts import rollout_data, run_folder
+from lit_async_rl.callbacks.parts import rollout_data, writing_folder
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.training.trackers import log_table, step_in_trackers
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
@@ -178,14 +178,14 @@ class SampleLogger(pl.Callback):
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Closes the folder of an earlier run: samples of a validation before the next run wait for its folder."""
-        # `run_folder` is a collective; the conditions before it are the same on all ranks
-        if stage == "validate" and self._folder is not None and run_folder(trainer) != self._folder:
+        # `writing_folder` is a collective; the conditions before it are the same on all ranks
+        if stage == "validate" and self._folder is not None and writing_folder(trainer) != self._folder:
             self._folder = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "SampleLogger")
         self._step = trainer.global_step
-        self._folder = run_folder(trainer)  # a collective: all ranks call, though only one writes
+        self._folder = writing_folder(trainer)  # a collective: all ranks call, though only one writes
         self._is_writer = [c for c in trainer.callbacks if isinstance(c, SampleLogger)][-1] is self
         if self._is_writer and self._folder is not None and trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)

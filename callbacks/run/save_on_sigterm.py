@@ -27,6 +27,7 @@ from lit_async_rl.errors import (
 )
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.training.whole_steps import tell_loggers_after_saving
+from lit_async_rl.utils.files import absolute
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import finish_saving
 
@@ -163,7 +164,7 @@ class _HangupHandler:
 def _own_log_folder(trainer: AnyTrainer) -> Path | None:
     """Folder of the run's files on rank 0. Without a collective, because other ranks may not have got the signal."""
     logs = trainer.loggers if trainer.is_global_zero else []
-    return next((Path(log.log_dir) for log in logs if isinstance(log, CSVLogger | TensorBoardLogger)), None)
+    return next((absolute(log.log_dir) for log in logs if isinstance(log, CSVLogger | TensorBoardLogger)), None)
 
 
 def checkpoint_folder(trainer: AnyTrainer) -> Path:

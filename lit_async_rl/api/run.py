@@ -378,7 +378,7 @@ fit.__annotations__ = {**fit.__annotations__, "settings": Any}  # the types of e
 
 
 def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:
-    """Measures held-out accuracy (where there are held-out prompts), trains, and measures again.
+    """Measures held-out accuracy (where there are held-out prompts), trains, and measures the end if training has not.
 
     A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
 
@@ -391,7 +391,7 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
         if validates:
             _validate(trainer, module, data, ckpt_path=ckpt_path)
         stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path=ckpt_path)
-        if validates and stopped_at is None:
+        if validates and stopped_at is None and not module.is_validated:
             _validate(trainer, module, data)
     return stopped_at
 

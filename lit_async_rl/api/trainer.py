@@ -109,6 +109,7 @@ class Trainer(pl.Trainer):
             super().__init__(callbacks=with_clipping_last(own), logger=logger, **settings)
         except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{_setting_in(str(error), settings)}: {_sentence(error)}") from error
+        _check_start_method(self)
         _check_nodes(self)
         _check_ranks(self)
         if isinstance(self.strategy.checkpoint_io, AsyncCheckpointIO):
@@ -193,6 +194,15 @@ def _check_callbacks(callbacks: Iterable[Callback]) -> None:
         for kind, instead in REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ValueError(f"trainer.callbacks holds {type(callback).__name__}: leave it out; {instead}")
+
+
+def _check_start_method(trainer: pl.Trainer) -> None:
+    """Refuses processes that get module and data as pickles, which locks and threads of a run are not."""
+    if (method := getattr(trainer.strategy, "_start_method", None)) in ("spawn", "forkserver"):
+        raise ValueError(
+            f"trainer.strategy=ddp_{method} starts processes with pickles of module and data, which hold locks: use "
+            "ddp, or ddp_notebook in a notebook"
+        )
 
 
 def _check_nodes(trainer: pl.Trainer) -> None:

@@ -49,6 +49,7 @@ from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_kinds, check_range
+from lit_async_rl.utils.files import begin_here, return_to_begin
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows
 
@@ -205,6 +206,13 @@ class RolloutDataModule(pl.LightningDataModule):
         self._logged_rows = LoggedRows()
         self._make_source(engine)
         self._use_grader()
+
+    def __getstate__(self) -> Any:
+        """Refuses to be pickled, as `ddp_spawn` of a Trainer would."""
+        raise TypeError(
+            "a RolloutDataModule holds locks and cannot be pickled, as trainer.strategy=ddp_spawn would: use ddp, or "
+            "ddp_notebook in a notebook"
+        )
 
     def replace_engine(self, engine: RolloutEngine) -> None:
         """Lets another engine sample, before the first fit: one around the configured engine, say."""
@@ -384,6 +392,8 @@ class RolloutDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
         refuse_tuner(self._trainer)
+        if not self._is_kept_open:
+            begin_here()
         if stage == "fit" and self._source.has_begun:
             self.stream.position = 0
             self.intake.reset()
@@ -462,6 +472,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def _end(self) -> None:
         """Closes environment and reward, if there is anything to close, unless the run goes on after this fit."""
         if not self._is_kept_open:
+            return_to_begin()
             self._source.end()
             hooks.close(self.reward)
 
@@ -472,6 +483,7 @@ class RolloutDataModule(pl.LightningDataModule):
         Without it an environment is closed at the end of each of them.
         """
         self._is_kept_open = True
+        begin_here()
         try:
             yield
         finally:

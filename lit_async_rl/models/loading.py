@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.utils.checks import check_dtype
+from lit_async_rl.utils.files import located
 from lit_async_rl.utils.hub import go_offline_if_unreachable
 from lit_async_rl.utils.waiting import announced
 
@@ -159,6 +160,7 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     """
     if not model:
         raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
+    model = located(model)
     is_folder = Path(model).is_dir()
     if not is_folder and not is_hub_name(model):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder{_how_to_fetch(model)}")
@@ -368,6 +370,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
 
 def adapter_folder(model: str) -> str | None:
     """Folder of a model's PEFT adapter: `model` itself, or the local copy of a repository; None without adapter."""
+    model = located(model)
     if is_hub_name(model):
         return adapter_snapshot(model)
     return model if model and Path(model, ADAPTER).is_file() else None
@@ -472,6 +475,7 @@ def model_folder(model: str) -> Path:
     Raises:
         FileNotFoundError: there is no such model.
     """
+    model = located(model)
     if Path(model).is_dir():
         return Path(model)
     load_config(model)  # with this package's messages

@@ -26,7 +26,15 @@ import xxhash
 from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
-from lit_async_rl.utils.files import CHUNK_BYTES, check_content, part_name, read_safely, remove_stale_parts
+from lit_async_rl.utils.files import (
+    CHUNK_BYTES,
+    OF_POLICY,
+    absolute,
+    check_content,
+    part_name,
+    read_safely,
+    remove_stale_parts,
+)
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -41,7 +49,7 @@ class WholeFolders:
         if not strategy.writes_folders or "://" in str(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
-        path = Path(strategy.broadcast(filepath))
+        path = absolute(strategy.broadcast(filepath))
         part = Path(strategy.broadcast(str(part_name(path))))  # contains the process id of the leading rank
         if strategy.is_global_zero:
             shutil.rmtree(part, ignore_errors=True)
@@ -66,7 +74,7 @@ class WholeFolders:
             remove_stale_parts(path.parent)
         if strategy.is_global_zero and path.is_dir():
             try:
-                check_folder(path, f"ckpt_path={str(path)!r}")
+                check_folder(path, f"ckpt_path={str(path)!r}", is_of_policy=False)
             except ValueError as error:
                 problem = str(error)
         # all ranks must raise together: those that went on would wait for rank 0 in the collectives of the load
@@ -136,8 +144,8 @@ def _writer(file: Path, ranks: int) -> int:
     return int(number) % ranks if number.isdigit() else 0
 
 
-def check_folder(folder: Path, where: str) -> None:
-    """Checks that a sharded checkpoint is undamaged and contains no code.
+def check_folder(folder: Path, where: str, is_of_policy: bool = True) -> None:
+    """Checks that a sharded checkpoint is undamaged and contains no code; arguments as of `check_file`.
 
     Raises:
         ValueError: it is damaged or contains code; the message names folder and file.
@@ -155,7 +163,9 @@ def check_folder(folder: Path, where: str) -> None:
         _MetadataReader(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except Exception as error:
         raise ValueError(f"{where} is damaged: .metadata cannot be read: {error}") from None
-    check_content(read_safely(folder / "meta.pt", where), where, ("version", "updated", "random_state"))
+    content = read_safely(folder / "meta.pt", where)
+    if is_of_policy:
+        check_content(content, where, OF_POLICY)
 
 
 def _check_manifest(folder: Path, where: str) -> None:

@@ -35,7 +35,7 @@ from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import Remade
-from lit_async_rl.utils.files import LimitedLog, append, tolerate_full_disk
+from lit_async_rl.utils.files import LimitedLog, absolute, append, tolerate_full_disk
 from lit_async_rl.utils.guarded_calls import LoopThread, in_thread
 
 Substitute = Literal["error", "none", "fallback"] | float
@@ -324,7 +324,7 @@ class JudgeReward(Remade):
         self._cache_setting = cache
         self._cache = VerdictCache()
         if cache not in (None, IN_RUN):
-            self._cache.use(Path(str(cache)))
+            self._cache.use(absolute(str(cache)))
         self._places = Places(limits.max_concurrent)
         self._orders = itertools.count()
         self._pending: dict[str, asyncio.Task[float | None]] = {}  # samples that are asked for, by their keys
@@ -445,7 +445,7 @@ class JudgeReward(Remade):
     def use_folder(self, folder: Path) -> None:
         """Keeps verdicts in the folder of the run, if `cache` says so."""
         if self._cache_setting == IN_RUN and not self.wants_policy:
-            self._cache.use(folder / f"{self._name}_verdicts.jsonl")
+            self._cache.use(absolute(folder) / f"{self._name}_verdicts.jsonl")
 
     def save_state(self) -> dict[str, int]:
         """What was spent, for a checkpoint."""

@@ -16,7 +16,7 @@ from lit_async_rl.models.weights import own_piece
 from lit_async_rl.stabilizers.collapse import AlarmAction
 from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import duplicate
+from lit_async_rl.utils.files import absolute, duplicate
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import finish_saving
 
@@ -254,7 +254,7 @@ def _names(trainer: AnyTrainer) -> list[str]:
 
 def _newest(names: list[str]) -> Path | None:
     """The newest file or folder that exists, with links resolved."""
-    found = [path for name in names if (path := Path(name).resolve()).exists()]
+    found = [path for name in names if (path := absolute(name).resolve()).exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 

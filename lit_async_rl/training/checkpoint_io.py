@@ -25,6 +25,7 @@ from lit_async_rl.models.sharded_checkpoint import check_folder
 from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
 from lit_async_rl.utils.files import (
     DigestWriter,
+    absolute,
     check_file,
     is_disk_full,
     part_name,
@@ -81,8 +82,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)
-        written = Written(path=target, step=int(checkpoint.get("global_step", 0)))
+        target = absolute(path)
+        written = Written(path=Path(path), step=int(checkpoint.get("global_step", 0)))
         self._has_failed = True  # until the file is complete: an error below may be raised to the caller
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if not is_disk_full(error):
                 raise
             self.unwritten = written
-            log.warning("checkpoint %s was not written: the disk is full. Older ones stay", target)
+            log.warning("checkpoint %s was not written: the disk is full. Older ones stay", path)
             return
         self.unwritten = None
         self.newest = written
@@ -106,7 +107,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint after verifying its digest; never executes code, at any value of `weights_only`."""
-        check_checkpoint(path)
+        check_checkpoint(path, is_of_policy=False)  # any module's; a `PolicyModule` refuses those of others
         check_is_one_file(path)
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
 
@@ -114,7 +115,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Removes a checkpoint, unless its successor could not be written."""
         if self._has_failed:
             return
-        super().remove_checkpoint(path)
+        super().remove_checkpoint(path if "://" in str(path) else absolute(path))
         if self.newest is not None and self.newest.path == Path(path):
             self.newest = None
 
@@ -131,10 +132,14 @@ def _warn_if_unreadable(path: Path) -> None:
         )
 
 
-def check_checkpoint(path: str | Path) -> None:
+def check_checkpoint(path: str | Path, is_of_policy: bool = True) -> None:
     """Checks that a checkpoint exists, is undamaged, and would not execute code when loaded.
 
     URLs such as `s3://` are not checked.
+
+    Args:
+        path: of a file, or of a folder of shards.
+        is_of_policy: whether it must have been saved by a `PolicyModule`.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -148,7 +153,7 @@ def check_checkpoint(path: str | Path) -> None:
     if not Path(path).exists():
         raise FileNotFoundError(f"{where}: there is no such checkpoint")
     check = check_folder if Path(path).is_dir() else check_file
-    check(Path(path), where)
+    check(Path(path), where, is_of_policy)
 
 
 def check_is_one_file(path: str | Path) -> None:
@@ -239,7 +244,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def link_checkpoint(self, target: str, link: str) -> None:
         """Makes `link` a symbolic link to the checkpoint `target`, atomically, after all earlier calls."""
-        self._submit(lambda: self._link(Path(target), Path(link)))
+        self._submit(lambda: self._link(absolute(target), absolute(link)))
 
     def after_saving(self, task: Callable[[], None]) -> None:
         """Calls `task` in the thread after all earlier calls, when the files are in their present state."""
@@ -294,7 +299,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         return self._pending[-1]
 
     def _remove(self, path: str) -> None:
-        if _is_linked(Path(path)):
+        if _is_linked(absolute(path)):
             self._waiting_for_link.add(path)
         else:
             super().remove_checkpoint(path)

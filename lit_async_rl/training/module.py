@@ -61,6 +61,7 @@ from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_kinds, check_range
+from lit_async_rl.utils.files import OF_POLICY, check_content
 from lit_async_rl.utils.object_config import as_config, as_objects
 from lit_async_rl.utils.saving import check_last_is_saved
 
@@ -347,6 +348,7 @@ class PolicyModule(pl.LightningModule):
         self.stabilizer_signals: dict[str, Any] = {}
         self.saved_weights = SavedWeights(self, model)
         self.validator = Validator()
+        self._validated: tuple[int, int] | None = None  # weights of the last validation within a fit
         self._gradient_scale = 1.0
 
     @property
@@ -524,6 +526,17 @@ class PolicyModule(pl.LightningModule):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             data.held_out.watch(sample.reward for sample in self.validator.samples)
         self.validator.end()
+        if is_within_fit and not self.trainer.sanity_checking:
+            self._validated = self._weights_now()
+
+    def _weights_now(self) -> tuple[int, int]:
+        """Number of steps, and torch's counters of changes of the weights, which callbacks may change, too."""
+        return self.trainer.global_step, sum(parameter._version for parameter in self.policy.parameters())
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the present weights are those of the last validation within a fit."""
+        return self._validated == self._weights_now()
 
     # -- test and prediction ------------------------------------------------------------------------------------------
 
@@ -603,6 +616,8 @@ class PolicyModule(pl.LightningModule):
         self.saved_weights.reduce(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        where = "the checkpoint" if self._trainer is None else f"ckpt_path={self.trainer.ckpt_path!r}"
+        check_content(checkpoint, where, OF_POLICY)
         self.version = checkpoint["version"]
         self._updated = checkpoint["updated"]
         self.steps.load(checkpoint, self._trainer)

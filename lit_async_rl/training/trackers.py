@@ -20,7 +20,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.utils.files import FolderLock, append, check_writable, replacing, tolerate_full_disk
+from lit_async_rl.utils.files import FolderLock, absolute, append, check_writable, replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
@@ -76,10 +76,11 @@ class CSVLog(CSVLogger):
     def experiment(self) -> ExperimentWriter:
         """Writer of the rows; locks the folder."""
         if self._lock is None and "://" not in self.log_dir:
-            check_writable(Path(self.log_dir), "CSVLog.save_dir")
-            self._lock = FolderLock(self.log_dir, "CSVLog.save_dir")
+            check_writable(absolute(self.log_dir), "CSVLog.save_dir")
+            self._lock = FolderLock(absolute(self.log_dir), "CSVLog.save_dir")
         if self._experiment is None:
-            self._experiment = _Writer(log_dir=self.log_dir)
+            is_url = "://" in self.log_dir
+            self._experiment = _Writer(log_dir=self.log_dir if is_url else str(absolute(self.log_dir)))
         if not isinstance(self._experiment, _Writer):
             raise InvariantError("a logger without its writer")
         return self._experiment

@@ -28,6 +28,47 @@ from filelock import FileLock, Timeout
 
 from lit_async_rl.errors import describe
 
+# -- Relative paths of a run: of the folder in which it began, also after user code has called `os.chdir` -------------
+
+
+_began_in: str | None = None  # None outside of a run
+
+
+def begin_here() -> None:
+    """Has `absolute` mean the present working folder from here on, until `return_to_begin`."""
+    global _began_in
+    _began_in = os.getcwd()
+
+
+def return_to_begin() -> None:
+    """Ends what `begin_here` began; user code may have changed the working folder, which is changed back."""
+    global _began_in
+    began_in = _began_in
+    _began_in = None
+    if began_in is not None and not _is_here(began_in):
+        log.warning("the working folder was changed by a reward, environment or callback: it is %s again", began_in)
+        os.chdir(began_in)
+
+
+def absolute(path: str | Path) -> Path:
+    """A path of the run for later use, whatever the working folder is by then."""
+    return Path(_began_in or os.getcwd(), path)
+
+
+def located(model: str) -> str:
+    """Name of a model, or its folder; absolute if user code has changed the working folder."""
+    if not model or _began_in is None or _is_here(_began_in) or not absolute(model).is_dir():
+        return model
+    return str(absolute(model))
+
+
+def _is_here(folder: str) -> bool:
+    try:
+        return os.getcwd() == folder
+    except OSError:  # it was removed
+        return False
+
+
 # -- Exclusive use of a run's folder: a lock between processes that the kernel releases when its owner dies -----------
 
 
@@ -296,7 +337,9 @@ DIGEST_PREFIX = b"lit-async-rl xxh3:"
 COMMENT_BYTES = len(DIGEST_PREFIX) + 32  # bytes
 END_OF_ARCHIVE = b"PK\5\6"  # begins the last record of a zip archive: 22 bytes, ending with the comment's length
 CHUNK_BYTES = 1 << 24
-_verified_files: dict[str, tuple[int, int, int]] = {}  # inode, size and time of change of verified files, by path
+OF_POLICY = ("version", "updated", "random_state")  # keys of a checkpoint of a `PolicyModule`, beside Lightning's
+# inode, size and time of change of verified files by path, and the keys of their content
+_verified_files: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
 
 class DigestWriter:
@@ -324,7 +367,7 @@ class DigestWriter:
         self._file.write(struct.pack("<H", COMMENT_BYTES) + DIGEST_PREFIX + self._hash.hexdigest().encode())
 
 
-def check_file(file: Path, where: str) -> None:
+def check_file(file: Path, where: str, is_of_policy: bool = True) -> None:
     """Refuses a checkpoint file that is damaged, not a checkpoint, or would execute code when loaded.
 
     Each file is read once per process; further calls for the same file are free.
@@ -332,18 +375,22 @@ def check_file(file: Path, where: str) -> None:
     Args:
         file: an existing file.
         where: prefix of messages.
+        is_of_policy: whether it must have been saved by a `PolicyModule`.
 
     Raises:
         ValueError: the file is refused; gives the reason.
     """
     status = file.stat()
     identity = status.st_ino, status.st_size, status.st_mtime_ns
-    if _verified_files.get(str(file)) == identity:
-        return
-    with file.open("rb") as opened:
-        _check_digest(opened, where)
-    check_content(read_safely(file, where), where, ("state_dict", "version", "updated", "random_state"))
-    _verified_files[str(file)] = identity
+    known, keys = _verified_files.get(str(file), (None, None))
+    if known != identity:
+        with file.open("rb") as opened:
+            _check_digest(opened, where)
+        content = read_safely(file, where)
+        keys = dict.fromkeys(content) if isinstance(content, dict) else type(content)
+        _verified_files[str(file)] = (identity, keys)
+    if is_of_policy:
+        check_content(keys, where, ("state_dict", *OF_POLICY))
 
 
 def _check_digest(file: BinaryIO, where: str) -> None:
@@ -381,7 +428,8 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
         ValueError: a required key is missing.
     """
     if not isinstance(checkpoint, dict) or any(name not in checkpoint for name in needed):
-        found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        kind = checkpoint if isinstance(checkpoint, type) else type(checkpoint)
+        found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else kind.__name__
         raise ValueError(f"{where} is not a checkpoint of a PolicyModule: it lacks one of {needed}, and holds {found}")
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+import foreign_modules
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
@@ -53,6 +61,112 @@ def test_a_checkpoint_makes_its_module_again(tmp_path):
     assert made.learning_rate == 1e-3
     other = rl.PolicyModule.load_from_checkpoint("a.ckpt", map_location="cpu", learning_rate=5e-4)
     assert other.learning_rate == 5e-4
+
+
+def test_atomic_checkpoints_of_another_module_are_written_gone_on_from_and_loaded_again(tmp_path):
+    """As docs/checkpoints.md says of a Trainer of one's own."""
+    saves = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    settings = dict(enable_checkpointing=True, plugins=[rl.AtomicCheckpointIO()])
+    one, other = foreign_modules.Regression(), foreign_modules.Regression()
+    foreign_modules.fit(one, saves, max_steps=2, **settings)
+    path = str(tmp_path / "step=2.ckpt")
+    foreign_modules.fit(other, ckpt_path=path, max_steps=2, plugins=[rl.AtomicCheckpointIO()])
+    assert equal(one, other)
+    again = foreign_modules.fit(other, ckpt_path=path, max_steps=4, plugins=[rl.AtomicCheckpointIO()])
+    assert again.global_step == 4
+    assert not equal(one, other)
+    with pytest.raises(ValueError, match=r"ckpt_path='.*step=2.ckpt' is not a checkpoint of a PolicyModule"):
+        rl.fit(MODEL, ROWS, rl.share_correct, max_steps=3, ckpt_path=path, logger=False, **SMALL, **CPU)
+    data = rl.RolloutDataModule(prompts=ROWS, reward=rl.share_correct, **SMALL)
+    trainer = pl.Trainer(max_steps=3, logger=False, callbacks=[rl.WeightSync()], **CPU)
+    with pytest.raises(ValueError, match=r"ckpt_path='.*step=2.ckpt' is not a checkpoint of a PolicyModule"):
+        trainer.fit(rl.PolicyModule(MODEL), data, ckpt_path=path)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_spawn_find_unused_parameters_true"])
+def test_processes_that_are_started_with_pickles_are_refused(strategy):
+    two = dict(accelerator="cpu", devices=2, max_steps=1, strategy=strategy, logger=False)
+    with pytest.raises(ValueError, match=r"trainer\.strategy=ddp_spawn .* which hold locks: use ddp, or ddp_notebook"):
+        rl.Trainer(**two)
+    with pytest.raises(TypeError, match=r"RolloutDataModule holds locks .* trainer\.strategy=ddp_spawn"):
+        pickle.dumps(rl.RolloutDataModule(prompts=ROWS, reward=rl.share_correct, **SMALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [rl.Trainer, pl.Trainer])
+def test_a_notebook_gets_the_weights_that_its_processes_have_trained(kind):
+    """In a process of its own, as threads of other tests do not survive a fork."""
+    program = f"""
+import lightning.pytorch as pl, torch, lit_async_rl as rl
+own = {kind is rl.Trainer}
+rows = [{{"prompt": str(n) + "=", "answer": str(n)}} for n in range(10, 30)]
+small = dict(groups_per_step=2, group_size=4, sampling=rl.SamplingParams(max_tokens=4))
+data = rl.RolloutDataModule(prompts=rows, reward=lambda prompt, text: float(len(text) % 2), **small)
+module = rl.PolicyModule(rl.asset("small_sort_policy"), learning_rate=1e-2)
+before = [one.detach().clone() for one in module.parameters()]
+rest = {{}} if own else dict(callbacks=[rl.WeightSync()], plugins=[rl.AtomicCheckpointIO()])
+two = dict(accelerator="cpu", devices=2, max_steps=2, strategy="ddp_notebook", logger=False)
+(rl.Trainer if own else pl.Trainer)(**two, **rest).fit(module, data)
+print("changed", any(not torch.equal(a, b) for a, b in zip(before, module.parameters())))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    assert "changed True" in ended.stdout, ended.stderr[-2000:]
+
+
+class Changing(pl.Callback):
+    """Changes the weights after the last validation of a fit, or does not."""
+
+    def __init__(self, changes):
+        self.changes = changes
+        self.num_validations = 0
+
+    def on_validation_end(self, *_):
+        self.num_validations += 1
+
+    def on_train_end(self, trainer, module):
+        if self.changes:
+            with torch.no_grad():
+                next(module.parameters()).add_(1e-3)
+
+
+@pytest.mark.parametrize(("interval", "changes", "number"), [(2, False, 3), (3, False, 3), (2, True, 4)])
+def test_the_end_of_a_run_is_validated_once(interval, changes, number):
+    """Before training, at each interval, and at the end unless that was the last interval."""
+    seen = Changing(changes)
+    held_out = dict(validation=rl.Validation(prompts=ROWS[:2]), val_check_interval=interval, callbacks=[seen])
+    trainer = rl.fit(MODEL, ROWS, rl.share_correct, max_steps=4, logger=False, **held_out, **SMALL, **CPU)
+    assert seen.num_validations == number
+    summary = next(one for one in trainer.callbacks if isinstance(one, rl.RunSummary))
+    assert "held-out accuracy before, after" in summary.table(trainer).columns[0].cells
+    assert "val/pass@1" in trainer.callback_metrics
+
+
+def test_a_reward_that_changes_the_working_folder_moves_no_file_of_the_run(tmp_path, monkeypatch, caplog):
+    other = tmp_path / "other"
+    other.mkdir()
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    here = os.getcwd()
+
+    def reward(prompt, completion):
+        os.chdir(tempfile.mkdtemp(dir=other))
+        return float(len(completion) % 2)
+
+    settings = dict(
+        callbacks=[rl.RolloutTape("tape"), rl.LinkedCheckpoint(every_n_train_steps=1, save_last="link")],
+        defaults={"samples": rl.SampleLogger(every_n_steps=1)},
+        validation=rl.Validation(prompts=ROWS[:2]),
+        val_check_interval=2,
+        lora=rl.LoRA(rank=2),  # whose validation loads the model anew
+    )
+    rl.fit(os.path.relpath(model), ROWS, reward, max_steps=3, **settings, **SMALL, **CPU)
+    assert os.getcwd() == here
+    assert "the working folder was changed by a reward, environment or callback" in caplog.text
+    assert not [path for path in other.rglob("*") if path.is_file()]
+    run = Path("runs/version_0")
+    for name in ("metrics.csv", "samples.jsonl", "held_out.jsonl", "config.yaml", "checkpoints/last.ckpt"):
+        assert (run / name).is_file(), name
+    assert len(list(Path("tape").glob("steps-*.arrow"))) == 3
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["epoch=0-step=3.ckpt", "last.ckpt"]
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path):

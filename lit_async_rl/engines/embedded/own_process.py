@@ -42,6 +42,7 @@ from lit_async_rl.types import (
     unpack_choices,
     unpack_heads,
 )
+from lit_async_rl.utils.files import absolute
 from lit_async_rl.utils.spans import SpanRecorder, recorder
 from lit_async_rl.utils.waiting import Wait
 
@@ -288,6 +289,7 @@ class Connection:
             [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            cwd=absolute("."),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True,  # without the terminal's Ctrl-C, which the trainer handles
         )
