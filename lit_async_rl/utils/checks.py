@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
+MANY = 1_000_000  # more of what takes memory, a thread or a process each is a slip of the keyboard
 MAX_REWARD = 3.4028234663852886e38  # of float32
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
@@ -76,7 +77,7 @@ def refuse_none(kind: type) -> None:
         kind: the class; one that has such a constructor already stays as it is.
     """
     init = kind.__init__
-    if isinstance(kind, type) and issubclass(kind, BaseException) or getattr(init, "refuses_none", False):
+    if (isinstance(kind, type) and issubclass(kind, BaseException)) or getattr(init, "refuses_none", False):
         return
     parameters = list(inspect.signature(init).parameters.values())[1:]
     refused = {one.name: one.default for one in parameters if one.default is not None and _is_plain(one.annotation)}
