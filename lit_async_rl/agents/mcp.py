@@ -20,6 +20,7 @@ from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.identity import file_contents
+from lit_async_rl.utils.secrets import variable
 
 MISSING = 'tools of MCP servers need the package mcp: pip install "lit-async-rl[mcp]"'
 MAX_ERROR_CHARS = 2000
@@ -67,7 +68,7 @@ class McpTools:
             raise ValueError("McpTools.environment must be a list of names of environment variables")
         missing = [name for name in environment if name not in os.environ]
         if missing:
-            raise ValueError(f"McpTools.environment names {missing[0]!r}, which is not set in the environment")
+            raise ValueError(f"{variable('McpTools.environment', missing[0])} is not set in the environment")
         check_range("McpTools", "positive", timeout_s=timeout_s)
         self.command = list(command)
         self.environment = list(environment)

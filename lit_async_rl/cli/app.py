@@ -41,6 +41,7 @@ from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, r
 from lit_async_rl.cli.config_checks import (
     check_class_paths,
     check_config_files,
+    check_sections,
     check_values,
     config_files,
     files_first,
@@ -62,11 +63,12 @@ from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_f
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
 from lit_async_rl.training.wandb_runs import label_run
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
+from lit_async_rl.utils.secrets import concealed
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # imports it: jsonargparse finds bare class names among imported subclasses
@@ -123,6 +125,7 @@ class AsyncRLCLI(LightningCLI):
         """Refuses invalid configuration files and class paths before anything is called."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
+        check_sections(given, parser._actions)
         set_parsing_settings(import_path_denylist=[])  # makes errors of warnings of modules such as `os`
         try:
             self.config = parser.parse_args(files_first(given))
@@ -153,6 +156,7 @@ class AsyncRLCLI(LightningCLI):
         if self.config["ckpt_path"] is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             check_checkpoint(self.config["ckpt_path"])
         check_range("", ">= 1", num_threads=self.config["num_threads"])
+        check_range("", f"<= {MANY}", num_threads=self.config["num_threads"])
         torch.set_num_threads(self.config["num_threads"])
         self.cluster = self._make_cluster()
         if self.cluster is not None:
@@ -220,6 +224,7 @@ class AsyncRLCLI(LightningCLI):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
+                settings = concealed(settings)
                 kind = "synchronous" if settings["data"]["max_staleness"] == 0 else "asynchronous"
                 names = dict.fromkeys(file.stem for file in config_files(args) if file.parent.name != "loggers")
                 label_run(logger, run_name(args), settings=settings, tags=[*names, kind])
@@ -243,6 +248,9 @@ class SaveConfig(SaveConfigCallback):
     """Writes all settings to `config.yaml` in the run's folder and to trackers; nothing without a logger."""
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        self.config = self.config.clone()
+        for name, value in list(self.config.items()):
+            self.config[name] = concealed(value, name)
         if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             super().setup(trainer, pl_module, stage)
 

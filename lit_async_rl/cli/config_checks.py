@@ -17,7 +17,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
-from lit_async_rl.utils.checks import meant, with_home
+from lit_async_rl.utils.checks import NO_VALUE, meant, with_home
 from lit_async_rl.utils.config_files import own_settings, with_bases
 from lit_async_rl.utils.renamed_keys import moved_flag
 
@@ -256,7 +256,46 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 # -- After parsing: classes that are classes, and values where there must be one --------------------------------------
 
 
-_NO_VALUE = "must have a value, got null: leave it out for its default"
+_NO_VALUE = f"{NO_VALUE} null: leave it out for its default"
+
+
+def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> None:
+    """Refuses a list, a text or a number in a file where settings are meant: the parser ends within, or goes on.
+
+    Args:
+        args: of the command line.
+        actions: of the parser.
+
+    Raises:
+        ValueError: names the section, what was found there, and the file.
+    """
+    sections = set(_sections(actions))
+    for part in (part for file in config_files(args) for part in with_bases(file)):
+        try:
+            tree = yaml.safe_load(own_settings(part.read_text(encoding="utf-8")))
+        except yaml.YAMLError:  # a tag: the parser refuses it
+            continue
+        for name, value in _places(tree):
+            is_section = name in sections or name.endswith(".init_args")
+            is_file = isinstance(value, str) and Path(value).is_file()  # of the section's settings
+            if is_section and not isinstance(value, Mapping) and value is not None and not is_file:
+                shown = json.dumps(value, default=str)[:80]
+                raise ValueError(f"{name} must hold settings (`name: value`), got {shown} in {part}")
+
+
+def _places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full names and values of all that a file holds."""
+    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in pairs:
+        yield f"{prefix}{key}", value
+        yield from _places(value, f"{prefix}{key}.")
+
+
+def _sections(actions: Iterable[argparse.Action]) -> list[str]:
+    """Names of the groups of settings, which are no settings themselves."""
+    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
+    parents = {name.rpartition(".")[0] for name in kinds}
+    return sorted(name for name in parents - {""} if kinds.get(name) is None)
 
 
 def check_class_paths(config: Any, setting: str = "") -> None:
@@ -316,13 +355,12 @@ def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
     Raises:
         ValueError: names the setting.
     """
-    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
-    parents = {name.rpartition(".")[0] for name in kinds}
-    for group in sorted(name for name, kind in kinds.items() if kind is None and name in parents):
+    actions = list(actions)
+    for group in _sections(actions):
         if not isinstance(value := config.get(group), Namespace):
             raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
     for action in actions:
-        kind = kinds[action.dest]
+        kind = getattr(action, "_typehint", None)
         if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
             continue
         if config[action.dest] is None:

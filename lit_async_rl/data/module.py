@@ -48,7 +48,7 @@ from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
-from lit_async_rl.utils.checks import check_kinds, check_range
+from lit_async_rl.utils.checks import MANY, check_kinds, check_range
 from lit_async_rl.utils.files import begin_here, return_to_begin
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows
@@ -170,6 +170,8 @@ class RolloutDataModule(pl.LightningDataModule):
         check_range("data", "integer positive", groups_per_step=groups_per_step, group_size=group_size)
         check_range("data", "integer positive", micro_batches_per_step=micro_batches_per_step)
         check_range("data", "integer positive", weight_sync_steps=weight_sync_steps)
+        check_range("data", f"<= {MANY}", groups_per_step=groups_per_step, group_size=group_size)
+        check_range("data", f"<= {MANY}", **{"groups_per_step * group_size": groups_per_step * group_size})
         check_range("data", "integer", seed=seed)
         self.advantage = advantage or GroupMeanStd()
         self.aggregation = aggregation or TokenMean()

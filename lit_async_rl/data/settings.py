@@ -10,7 +10,7 @@ from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.rewards.hooks import num_threads
 from lit_async_rl.rewards.scorer import Reward, Scorer
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.utils.tries import TryPolicy
 
 
@@ -49,6 +49,7 @@ class Scoring:
 
     def __post_init__(self) -> None:
         check_range("data.scoring", "integer positive", workers=self.workers)
+        check_range("data.scoring", f"<= {MANY}", workers=self.workers)
         check_range("data.scoring", "finite", success_reward=self.success_reward)
         TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
         if self.special_tokens not in SPECIAL_TOKENS:
@@ -95,6 +96,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         check_range("data.validation", "integer positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", f"<= {MANY}", num_samples=self.num_samples, batch_size=self.batch_size)
         check_range("data.validation", "finite", success_reward=self.success_reward)
         object.__setattr__(self, "prompts", self.source)
 

@@ -23,6 +23,7 @@ from lit_async_rl.ray.actors import Resources
 from lit_async_rl.ray.residence import check_kept
 from lit_async_rl.ray.tenancy import LEASE_RULE
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:  # a run without pools needs none of it
     from lit_async_rl.ray.pool import PoolSettings
@@ -210,7 +211,7 @@ class RayCluster:
         _check_resources("cluster.trainer_resources", trainer_resources)
         if address is not None and address != "auto" and ("://" in address or not re.search(r".:\d+$", address)):
             raise ValueError(
-                f"cluster.address must be auto or HOST:PORT, got {address!r}: start the command on a node of the "
+                f"cluster.address must be auto or HOST:PORT, got {without_secrets(repr(address))}: start the command on a node of the "
                 "cluster, or with `ray job submit`; Ray Client is not supported"
             )
         self.address = address

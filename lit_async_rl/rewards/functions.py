@@ -208,8 +208,11 @@ class IsolatedReward:
     """
 
     def __init__(self, reward: str, timeout_s: float = 5.0, max_memory_gb: float | None = None) -> None:
-        if "." not in reward:
-            raise ValueError(f"IsolatedReward.reward must be a dotted path, package.module.function, got {reward!r}")
+        if not isinstance(reward, str) or "." not in reward:
+            kind = "" if isinstance(reward, str) else ": what is in this process is not in the reward's"
+            raise ValueError(
+                f"IsolatedReward.reward must be a dotted path, package.module.function, got {reward!r:.100}{kind}"
+            )
         self.reward = reward
         maker = f"{load_reward.__module__}:{load_reward.__name__}"
         self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)

@@ -27,7 +27,7 @@ from lit_async_rl.scheduling.bottleneck import Intervals
 from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import MANY, check_range
 
 # -- Simulated engine: slots are occupied for random times, without model or computation ------------------------------
 # The gain from asynchrony depends on the distribution of completion times. Here the distribution is a setting, and the
@@ -85,6 +85,7 @@ class SimulatedEngine(RolloutEngine):
         seed: int = 0,
     ) -> None:
         check_range("data.engine", "integer >= 1", num_slots=num_slots)
+        check_range("data.engine", f"<= {MANY}", num_slots=num_slots)
         check_range("data.engine", "integer", seed=seed)
         self.latency = latency
         self.num_slots = num_slots

@@ -78,6 +78,7 @@ class MentalArithmetic(PromptSource):
     ) -> None:
         check_range("MentalArithmetic", "integer >= 1", largest=largest, smallest_factor=smallest_factor)
         check_range("MentalArithmetic", f"integer >= {smallest_factor}", largest_factor=largest_factor)
+        check_range("MentalArithmetic", "<= 1000", largest=largest, largest_factor=largest_factor)  # all pairs are made
         check_range("MentalArithmetic", "in (0, 1)", held_out=held_out)
         if unknown := set(kinds) - set(_KINDS):
             raise ValueError(f"MentalArithmetic.kinds={list(kinds)}: {sorted(unknown)} are none of {list(_KINDS)}")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
+MANY = 1_000_000  # more of what takes memory, a thread or a process each is a slip of the keyboard
 MAX_REWARD = 3.4028234663852886e38  # of float32
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from lit_async_rl.utils.secrets import SECRET_NAME
+
 PACKAGE_PREFIX = "lit_async_rl."
 PLAIN_TYPES = (bool, int, float, str)
-SECRET_NAME = re.compile(r"(?i)(api_?key|token|secret|password)$")
 
 
 def as_config(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 CONCEALED = "***"
-SECRET_NAME = re.compile(r"(?i)(api_?key|token|secret|password|authorization)$")  # of a setting that holds one
+SECRET_NAME = re.compile(r"(?i)(api_?key|token|secret|password)$")  # of a setting that may hold one
+_NAME = r"(?:api_?key|(?:access|api|auth|hf|hub)_?token|secret|password|authorization)"  # of one that does
 VARIABLE_NAME = re.compile(r"[A-Z]{1,16}(_[A-Z0-9]{1,16})*")  # as variables are called, and no key is
 CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # of an address, `https://user:password@host`
 _KEYS = re.compile(  # by their form: OpenAI and others, Hugging Face, GitHub, Slack, Google, AWS, a JSON Web Token
@@ -16,7 +17,7 @@ _KEYS = re.compile(  # by their form: OpenAI and others, Hugging Face, GitHub, S
     r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)"
 )
 _NAMED = re.compile(  # `api_key_env: '...'`
-    r"(?i)((?:api_?key|(?:access|api|auth|hf|hub)_?token|secret|password|authorization)(?:_env|_var)?['\"]?\s*[:=]\s*)"
+    rf"(?i)({_NAME}(?:_env|_var)?['\"]?\s*[:=]\s*)"
     r"(['\"]?)((?:bearer )?[^'\"\s,;)}\]]+)"
 )
 
@@ -80,11 +81,10 @@ def check_address(setting: str, url: str, key_setting: str) -> None:
         )
 
 
-def concealed(settings: Any) -> Any:
-    """Settings with `***` for each text under the name of a key or password, for trackers and files."""
-    if isinstance(settings, Mapping):
-        return {
-            name: CONCEALED if isinstance(value, str) and SECRET_NAME.search(str(name)) else concealed(value)
-            for name, value in settings.items()
-        }
-    return [concealed(item) for item in settings] if isinstance(settings, list) else settings
+def concealed(value: Any, name: str = "") -> Any:
+    """A setting with `***` for each text in it under the name of a key or password, for trackers and files."""
+    if isinstance(value, str) and re.search(rf"(?i){_NAME}$", name):
+        return CONCEALED
+    if isinstance(value, Mapping):
+        return {key: concealed(item, str(key)) for key, item in value.items()}
+    return [concealed(item) for item in value] if isinstance(value, list) else value

@@ -16,6 +16,8 @@ from itertools import dropwhile
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from lit_async_rl.utils.secrets import without_secrets
+
 PACKAGE = Path(__file__).parents[1]
 TRACEBACK_FILE = "traceback.txt"  # in the folder of the run
 _OWN = tuple({str(PACKAGE), str(PACKAGE.resolve()), str((PACKAGE / "callbacks").resolve())})
@@ -67,7 +69,7 @@ def write_traceback(error: BaseException, folder: str | os.PathLike[str] | None)
         return ""
     path = Path(folder) / TRACEBACK_FILE
     try:
-        path.write_text("".join(traceback.format_exception(error)))
+        path.write_text(without_secrets("".join(traceback.format_exception(error))))
     except OSError:
         return ""
     return str(path)

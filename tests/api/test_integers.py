@@ -4,29 +4,68 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.utils.checks import check_range
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-def test_no_setting_that_is_an_integer_takes_a_float() -> None:
-    command = [sys.executable, str(ROOT / "tests/helpers/integer_settings.py"), "2.5"]
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, str]]:
+    command = [sys.executable, str(ROOT / "tests/helpers/integer_settings.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150, env=environment)
-    answers = json.loads(done.stdout)
-    assert len(answers) > 80
-    for place, said in answers.items():
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=170, env=environment)
+    found: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_no_setting_that_is_an_integer_takes_a_float(answers: dict[str, dict[str, str]]) -> None:
+    assert len(answers["float"]) > 80
+    for place, said in answers["float"].items():
         setting = place.split(".")[1]
         assert said.startswith("ValueError: "), f"{place}=2.5: {said or 'taken'}"
         assert said.endswith(f"{setting} must be an integer, got 2.5"), f"{place}: {said}"
+
+
+@pytest.mark.slow
+def test_no_number_that_is_not_optional_takes_none(answers: dict[str, dict[str, str]]) -> None:
+    assert len(answers["none"]) > 350
+    wrong = [
+        f"{place}=None: {said or 'taken'}"
+        for place, said in answers["none"].items()
+        if not re.match(rf"ValueError: [\w.]+\.{place.split('.')[1]} must have a value, got None", said)
+    ]
+    assert wrong == [], "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: rl.PPOClip(None), "PPOClip.clip_low must have a value, got None: leave it out for its default"),
+        (lambda: rl.AsymRE(shift=None), "AsymRE.shift must have a value, got None: leave it out for its default"),
+        (lambda: rl.RolloutDataModule(group_size=None), "data.group_size must have a value, got None: leave it out"),
+        (lambda: rl.FixedLength(None), "FixedLength.max_tokens must have a value, got None"),
+        (lambda: rl.EpisodeEngine(rl.EmbeddedEngine(seed=None), rl.Calculator()), "EmbeddedEngine.seed must have a"),
+    ],
+)
+def test_none_is_refused_where_annotations_do_not_admit_it(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        make()
+
+
+def test_none_passes_where_annotations_admit_it() -> None:
+    assert rl.PPOClip(dual_clip=None) == rl.PPOClip()
+    assert rl.Scoring(tries=None, success_reward=None) == rl.Scoring()
 
 
 @pytest.mark.parametrize("value", [2.0, 1e18, float("nan"), float("inf")])

@@ -1,6 +1,6 @@
-"""Every public setting that is an integer, given as a float in Python: prints what each says, as JSON.
+"""Public settings given a wrong value in Python: prints what each says, as JSON.
 
-With `none` every setting that is a number and not optional, given as None.
+`float`: each that is an integer, given as 2.5. `none`: each that is a number and not optional, given as None.
 
 Run in a process of its own: the tests' type checks would refuse the float before the code under test sees it.
 """
@@ -84,11 +84,11 @@ def integers() -> list[tuple[str, str]]:
 
 
 def required_numbers() -> list[tuple[str, str]]:
-    """Public class, and its parameter that is a number, and not optional; of values and of Lightning's classes, too."""
+    """Public class, and its parameter that is a number, and not optional; of values, too."""
     found = []
     for name in rl.__all__:
         kind = getattr(rl, name)
-        if not inspect.isclass(kind) or issubclass(kind, Exception):
+        if name in LIGHTNING or not inspect.isclass(kind) or issubclass(kind, Exception) or inspect.isabstract(kind):
             continue
         hints = typing.get_type_hints(kind.__init__)
         for setting, parameter in inspect.signature(kind).parameters.items():
@@ -108,6 +108,6 @@ def answer(name: str, setting: str, value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    value = None if sys.argv[1] == "none" else float(sys.argv[1])
-    settings = required_numbers() if value is None else integers()
-    json.dump({f"{name}.{setting}": answer(name, setting, value) for name, setting in settings}, sys.stdout)
+    floats = {f"{name}.{setting}": answer(name, setting, 2.5) for name, setting in integers()}
+    nothing = {f"{name}.{setting}": answer(name, setting, None) for name, setting in required_numbers()}
+    json.dump({"float": floats, "none": nothing}, sys.stdout)

@@ -86,6 +86,7 @@ class ProcessAgent(Elsewhere):
 
     def __init__(self, agent: Agent | str, processes: int = 1) -> None:
         check_range("ProcessAgent", "integer >= 1", processes=processes)
+        check_range("ProcessAgent", "<= 10000", processes=processes)
         self.original: Agent = load_agent(agent, "ProcessAgent.agent")
         self.agent = self.original
         self.processes = processes

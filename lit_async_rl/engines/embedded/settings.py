@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lit_async_rl.utils.checks import check_device, check_dtype, check_range
+from lit_async_rl.utils.checks import MANY, check_device, check_dtype, check_range
 
 
 @dataclass
@@ -27,6 +27,7 @@ class DecodeSettings:
 
     def __post_init__(self) -> None:
         check_range("data.engine", "integer >= 1", num_slots=self.num_slots, num_threads=self.num_threads)
+        check_range("data.engine", f"<= {MANY}", num_slots=self.num_slots, num_threads=self.num_threads)
         check_range("data.engine", "integer >= 2", max_model_len=self.max_model_len)
         check_range("data.engine", "positive", update_timeout_s=self.update_timeout_s)
         check_device("data.engine.device", self.device)

@@ -36,7 +36,7 @@ from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.loading import base_of, stored_dtype
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.utils.renamed_keys import REMOVED
 from lit_async_rl.utils.waiting import Wait
 
@@ -113,6 +113,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             max_model_len=max_model_len,
             num_threads=num_threads,
         )
+        check_range("data.engine", f"<= {MANY}", tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs)
         check_range(
             "data.engine",
             "positive",
