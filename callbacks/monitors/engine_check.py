@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 UPDATES_BETWEEN_LARGE_COPIES = 10  # publications between two checks if copies of the weights are large
 MAX_FREQUENT_COPY_BYTES = 2**30  # largest size of all copies, on all ranks together, to check every version
+OTHER_POLICY = 1.0  # nats: a mean difference that no precision explains, and with which nothing can be learned
 SMALL_SAMPLE_TOKENS = 8  # number of tokens at which the bound doubles, because means of few tokens vary
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class EngineCheck(pl.Callback):
         bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 on accelerators, 0.03 in float16
             and 0.1 in bfloat16. For n tokens it is multiplied by 1 + 8 / n, because means of few tokens vary: 4 tokens
             of a correct engine in bfloat16 differed by 0.12.
-        on_error: reaction to a larger difference: `warn`, or `stop` by raising `EngineError`.
+        on_error: reaction to a larger difference: `warn`, or `stop` by raising `EngineError`. Above 1 nat the run
+            ends in any case, because the engine then samples from another policy.
 
     Attributes:
         num_checks: versions compared since training began.
@@ -224,7 +225,7 @@ class EngineCheck(pl.Callback):
             f"explains {bound:.2g} on average (engine/logprob_error). The engine has other weights, "
             "or computes the model or its sampling distribution otherwise"
         )
-        if self.on_error == "stop" or not math.isfinite(error):
+        if self.on_error == "stop" or not error <= allowed_error(OTHER_POLICY, number):
             raise EngineError(reason)
         if trainer.is_global_zero:
             log.warning("%s. defaults.engine_check.on_error=stop ends the run here", reason)

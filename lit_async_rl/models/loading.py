@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +38,8 @@ from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.files import located
 from lit_async_rl.utils.hub import go_offline_if_unreachable
 from lit_async_rl.utils.waiting import announced
+
+log = logging.getLogger(__name__)
 
 # -- Meta-device loading: weights are read after sharding, so no process holds all of them ----------------------------
 # The model is built on the meta device; then each process reads its own slices (FSDP2, tensor parallelism), or one
@@ -108,9 +111,21 @@ class WeightFiles:
         names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied parameters appear once
         allocate(part, device)
         own = dict(lm.named_parameters())
+        self._check_tied(lm, {name: own[name] for name in names})
         buffers = {id(buffer) for _, buffer in stored_buffers(part)}  # after `allocate`, which replaces them
         stored = {name: b for name, b in stored_buffers(lm) if id(b) in buffers and name in self._names}
         self._load({name: own[name].detach() for name in names} | stored)
+
+    def _check_tied(self, lm: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        """Checks that files have one value for parameters that are one in the model."""
+        first = {id(parameter): name for name, parameter in parameters.items()}
+        for other, parameter in lm.named_parameters(remove_duplicate=False):
+            name = first.get(id(parameter), other)
+            if name != other and {name, other} <= self._names:
+                both = {one: torch.empty(parameter.shape, dtype=parameter.dtype) for one in (name, other)}
+                self._load(both)
+                if not torch.equal(both[name], both[other]):
+                    raise _untied(self.model, name, other)
 
     def _load(self, parameters: Mapping[str, Tensor]) -> None:
         if unknown := parameters.keys() - self._names:
@@ -286,7 +301,8 @@ def load_policy(
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
         ValueError: `dtype` is no torch dtype, the model is no causal LM, `attn_implementation` ignores a setting of the
-            configuration, or the model has weights that are not finite.
+            configuration, weights are missing or have other shapes than in the configuration, two of them differ
+            that it ties, or some are not finite.
     """
     check_dtype("model.dtype", dtype)
     torch_dtype = getattr(torch, dtype)
@@ -307,7 +323,13 @@ def load_policy(
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
         with announced(f"model {model!r} to be read, or downloaded"), _without_adapter(model) as plain:
-            lm = load_pretrained(AutoModelForCausalLM, plain, **kwargs)
+            lm, info = load_pretrained(
+                AutoModelForCausalLM, plain, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        check_complete(info, f"model.model={model!r}")
+        for other, name in lm.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if lm.get_parameter(other) is not lm.get_parameter(name):
+                raise _untied(model, name, other)
         folder = adapter_folder(model)
         if folder is not None and adapter == "merge":
             check_peft(model)
@@ -320,6 +342,56 @@ def load_policy(
     if device != "meta":
         module.to(find_device(device))
     return lm
+
+
+def check_complete(info: Mapping[str, Any], setting: str) -> None:
+    """Checks that the files of a model had all of its weights; warns of others, which are not used.
+
+    Args:
+        info: loading info of transformers.
+        setting: name and value of the setting, for the message.
+
+    Raises:
+        ValueError: weights are missing, which would be random, or have other shapes.
+    """
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{setting} lacks weights, which would be random: {', '.join(missing[:4])}")
+    for name, stored, built in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{setting}: the weight {name!r} has the shape {tuple(stored)} in its files, and {tuple(built)} by config.json"
+        )
+    if unused := sorted(info["unexpected_keys"]):
+        log.warning(
+            "%s: its files have %d weights that its model has not, which are left out: %s",
+            setting,
+            len(unused),
+            ", ".join(unused[:4]),
+        )
+
+
+def _untied(model: str, name: str, other: str) -> ValueError:
+    """Error of a model that trainer and engines would build differently."""
+    return ValueError(
+        f"model.model={model!r}: its config.json ties {name} and {other}, and its files have two different weights for "
+        "them: set tie_word_embeddings to false in config.json, or take the second one out of the files"
+    )
+
+
+@contextmanager
+def complete_adapter(folder: str) -> Iterator[None]:
+    """Context in which PEFT loads an adapter.
+
+    Raises:
+        ValueError: the adapter lacks weights, which would be random.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            yield
+        except UserWarning as error:
+            raise ValueError(
+                f"model.model={folder!r}: its adapter lacks weights, which would be random: {str(error)[:300]}"
+            ) from error
 
 
 def build_policy(model: str, dtype: str, device: str) -> PreTrainedModel:
@@ -416,7 +488,8 @@ def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with the folder's adapter (of any kind that PEFT can merge) merged into its weights."""
     import peft
 
-    adapted: Any = peft.PeftModel.from_pretrained(lm, folder)
+    with complete_adapter(folder):
+        adapted: Any = peft.PeftModel.from_pretrained(lm, folder)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged.requires_grad_(True)
 

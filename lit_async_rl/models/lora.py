@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import complete_adapter
 from lit_async_rl.utils.checks import check_range
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
         )
     config.lora_dropout = 0.0  # with dropout, ratios of fresh data would not be 1
     config.inference_mode = False
-    return peft.PeftModel.from_pretrained(lm, folder, is_trainable=True, config=config)
+    with complete_adapter(folder):
+        return peft.PeftModel.from_pretrained(lm, folder, is_trainable=True, config=config)
 
 
 def _train_in_place(name: str, layers: list[nn.Module]) -> None:

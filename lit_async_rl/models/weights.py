@@ -81,6 +81,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
     """
     trained = dict(lm.named_parameters())
     known = lm.state_dict().keys()
+    tied = dict(lm.named_parameters(remove_duplicate=False)).keys() - trained.keys()
     own = trained | dict(stored_buffers(lm))
     received: dict[str, Tensor | LowRankSum] = {}
     factors: dict[str, Tensor] = {}
@@ -104,6 +105,8 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
             down = factors.pop(layer + LORA_A, None)
             up = factors.pop(layer + LORA_B, None)
             received[name] = _copy(tensor, own[name], down, up=up)
+        elif name in tied:
+            problem = problem or f"the engine's model ties {name!r} to another weight, and the policy does not"
     missing = trained.keys() - received.keys() - unchanged
     if problem or missing:
         raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")

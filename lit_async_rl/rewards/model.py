@@ -26,7 +26,14 @@ from transformers import AutoModelForSequenceClassification
 
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError, describe
 from lit_async_rl.models.architecture import configured_length
-from lit_async_rl.models.loading import check_finite, find_device, load_config, load_pretrained, load_tokenizer
+from lit_async_rl.models.loading import (
+    check_complete,
+    check_finite,
+    find_device,
+    load_config,
+    load_pretrained,
+    load_tokenizer,
+)
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
@@ -248,11 +255,9 @@ class RewardModel(Remade):
                 dtype=getattr(torch, self.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"RewardModel.model={self.model!r} lacks weights, which would be random: {', '.join(missing[:4])}"
-            )
+        check_complete(info, f"RewardModel.model={self.model!r}")
         check_finite(model.named_parameters(), f"RewardModel.model={self.model!r}")
         return model.eval().requires_grad_(False).to(find_device(self._device))
 

@@ -82,6 +82,22 @@ def test_weights_that_go_wrong_during_the_run_are_noticed_when_their_first_token
     assert lines[0].startswith("Wrong and trainer disagree about version 4: ")
 
 
+class Another(EmbeddedEngine):
+    """Takes each token for another one."""
+
+    def load_weights(self, version, weights):
+        super().load_weights(version, ((n, w.flip(0) if "embed_tokens" in n else w) for n, w in weights))
+
+
+def test_an_engine_with_another_policy_ends_the_run_before_its_first_step_in_any_case():
+    module = make_module()
+    before = parameters(module)
+    data = make_data(engine=Another(in_flight_weight_updates=False), max_staleness=1)
+    with pytest.raises(EngineError, match="Another and trainer disagree about version 0"):
+        fit(module, data, 3, callbacks=[EngineCheck()])
+    assert torch.equal(parameters(module), before)
+
+
 def test_the_mean_of_few_tokens_may_be_larger():
     """0.12 nats of 4 tokens were a warning in a run of SmolLM2 in bfloat16, where nothing was wrong."""
     assert allowed_error(0.1, 4.0) == pytest.approx(0.3)
