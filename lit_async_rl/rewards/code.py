@@ -75,7 +75,7 @@ class CodeReward(Remade):
         extract: `fence`, or `whole`: the whole completion is code, for models that continue one.
         partial_credit: whether the reward is the share of cases passed. Without it the first failed case ends the rest.
         tests: `apart`; or `together`: unit tests run in the process of the program and get its objects as they are,
-            such as arrays. A program that searches its own memory can then say that it has passed.
+            such as arrays. A program whose objects are equal to everything, or that searches its own memory, passes.
         compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for
             word) or `exact`.
         tolerance: with `lines` and `tokens`, greatest difference of numbers, absolute or relative; 0 compares texts.

@@ -131,9 +131,11 @@ def check_references(
         wait: returns the result of an `async` reward.
         is_wanted: called before each prompt; False ends the check.
     """
-    known = [(prompt, text) for prompt in prompts if (text := references.completion(prompt)) is not None]
-    jobs = [(prompt, text, _other(known[n + 1 :] + known[:n], prompt)) for n, (prompt, text) in enumerate(known)]
-    if references.wrong is not None:
+    jobs: list[tuple[Prompt, str | None, tuple[str, str] | None]]
+    if references.wrong is None:
+        known = [(prompt, text) for prompt in prompts if (text := references.completion(prompt)) is not None]
+        jobs = [(prompt, text, _other(known[n + 1 :] + known[:n], prompt)) for n, (prompt, text) in enumerate(known)]
+    else:
         jobs = [(prompt, references.completion(prompt), references.wrong(prompt)) for prompt in prompts]
     reward = references.reward or reward
     faults = []

@@ -63,6 +63,9 @@ def test_programs_and_what_they_return(sandbox):
     assert 0 < result.wall_s < 20
     assert sandbox.run(Program(source="1 + 1", shows_last=True)).stdout == "2\n"
     assert sandbox.run(Program(source="x = 1", shows_last=True)).stdout == ""
+    ended = sandbox.run("def f(x: int): pass\nprint(f.__annotations__)\nexit()\nprint(1)")
+    assert (ended.status, ended.stdout) == (0, "{'x': <class 'int'>}\n")  # no future import of the sandbox's own
+    assert sandbox.run("quit(3)").status == 3
     assert sandbox.run("import atexit\natexit.register(print, 'end')").stdout == "end\n"
     assert "main.py" in sandbox.run("1 / 0").stderr
     assert "    1 / 0" in sandbox.run("1 / 0").stderr
