@@ -350,6 +350,8 @@ def chosen_runs(number: int, seed: int = 0) -> Iterator[dict[str, Any]]:
                 chosen["in_flight"] = False
                 chosen["replay"] = False
                 chosen["filter"] = None if chosen["filter"] == "DynamicSampling" else chosen["filter"]
+        if source != "reward" and chosen["filter"] == "DynamicSampling":
+            chosen["filter"] = None  # all of its rewards are equal, and none would train
         yield chosen
 
 
