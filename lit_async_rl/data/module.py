@@ -257,13 +257,11 @@ class RolloutDataModule(pl.LightningDataModule):
     def _make_producer(self, step: int) -> Producer | Replay:
         if self.tape is not None:
             return Replay(self.tape, step, self._slots)
-        scorer = self.scoring.make_scorer(self.reward)  # before the reward is called: its identity is that of now
-        self._check_references()
-        return Producer(
+        producer = Producer(
             engine=self.engine,
             stream=self.stream,
             codec=self.codec,
-            scorer=scorer,
+            scorer=self.scoring.make_scorer(self.reward),
             admission=self._slots,
             group_size=self.group_size,
             sampling=self.sampling,
@@ -271,6 +269,8 @@ class RolloutDataModule(pl.LightningDataModule):
             intake=self.intake,
             replicate_prompts=self.replicate_prompts,
         )
+        self._check_references()  # calls the reward: after its identity was taken
+        return producer
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
         return collate_step(

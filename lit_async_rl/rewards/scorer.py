@@ -28,7 +28,6 @@ from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.guarded_calls import LoopThread
-from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.spans import recorder, reward_lane
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 from lit_async_rl.utils.waiting import clock, use_awake_clock
@@ -358,7 +357,6 @@ class Scorer:
 
     Attributes:
         keeps_rewards: whether a resumed run keeps rewards of another reward function, environment or answers.
-        identity: identity of the configured reward, see `reward_identity`; None without a reward.
     """
 
     def __init__(
@@ -376,7 +374,6 @@ class Scorer:
             owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s
         )
         self.reward = reward
-        self.identity = None if reward is None else reward_identity(reward)
         self.keeps_rewards = False
         self.timeout_s = self.policy.timeout_s
         self.num_workers = num_workers

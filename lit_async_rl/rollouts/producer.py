@@ -85,6 +85,9 @@ from lit_async_rl.utils.spans import TRAINER, recorder
 from lit_async_rl.utils.tries import Work
 from lit_async_rl.utils.waiting import Wait, announced
 
+REWARD = "data.reward"
+ENVIRONMENT = "the environment of data.engine"
+FILTERS = "data.filters"
 log = logging.getLogger(__name__)
 
 
@@ -104,8 +107,8 @@ class Producer:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
         questions: of a judge that is the policy; None without one.
-        environment_identity: the engine's `scoring_identity`, and `filters_identity`: of the filters, both as they are
-            before anything is sampled: what they count later does not make them others.
+        identities: of what makes rewards, by setting, before anything is sampled: what it counts later does not
+            make it another one.
     """
 
     def __init__(
@@ -126,8 +129,11 @@ class Producer:
         self.scorer = scorer
         self.admission = admission
         self.intake = intake or Intake()
-        self.environment_identity = engine.scoring_identity
-        self.filters_identity = ", ".join(map(reward_identity, self.intake.filters))
+        self.identities = {
+            REWARD: None if scorer.reward is None else reward_identity(scorer.reward),
+            ENVIRONMENT: engine.scoring_identity,
+            FILTERS: ", ".join(map(reward_identity, self.intake.filters)),
+        }
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts=replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers

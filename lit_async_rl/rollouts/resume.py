@@ -20,7 +20,7 @@ from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream, rewarded_by
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups, unpack_prompts
-from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.rollouts.producer import ENVIRONMENT, FILTERS, REWARD, Producer
 from lit_async_rl.types import Completion
 from lit_async_rl.utils.identity import UNKNOWN, digest_of, is_comparable, without_code
 
@@ -210,9 +210,7 @@ def _file(producer: Producer, groups: list[GroupEntry]) -> None:
         producer.listener.submit(requests)
 
 
-_ENVIRONMENT = "the environment of data.engine"
-_FILTERS = "data.filters"
-_IDENTITIES = "data.reward", _ENVIRONMENT, _FILTERS
+_IDENTITIES = REWARD, ENVIRONMENT, FILTERS
 _ANSWERS = "the digest of the answers of data.prompts"
 # The digest above is of a sample if there are many prompts; this one is of what the saved rewards were given for.
 _OWN_ANSWERS = "the digest of the answers of the checkpoint's groups"
@@ -227,10 +225,8 @@ def _settings(producer: Producer) -> dict[str, Any]:
         **_order_settings(producer.stream, producer.book.codec),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
-        "data.reward": producer.scorer.identity,
         "data.scoring.special_tokens": producer.book.codec.special_tokens,
-        _ENVIRONMENT: producer.environment_identity,
-        _FILTERS: producer.filters_identity,
+        **producer.identities,
         _ANSWERS: None if usable is None else usable.answers_digest,
     }
 
@@ -250,7 +246,7 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)
     after = _flat(now)
-    later = _ENVIRONMENT, _FILTERS, _ANSWERS, _OWN_ANSWERS, SHUFFLE, VOCABULARY
+    later = ENVIRONMENT, FILTERS, _ANSWERS, _OWN_ANSWERS, SHUFFLE, VOCABULARY
     unknown = {name for name in later if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)

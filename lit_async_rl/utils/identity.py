@@ -89,7 +89,8 @@ def name_of(value: Any) -> str:
 def _original(value: Any) -> Any:
     """What another object stands for, or the function that `functools.cache` has wrapped."""
     value = original_of(value)
-    return value.__wrapped__ if type(value).__module__ == "functools" and hasattr(value, "__wrapped__") else value
+    is_cached = isinstance(value, type(functools.cache(name_of)))
+    return value.__wrapped__ if is_cached else value
 
 
 def _described(value: Any, unknown: list[str]) -> str:
@@ -191,7 +192,7 @@ def _of_function(function: FunctionType) -> dict[str, Any]:
             given[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             given[name] = None
-    return given | {name: part for name, part in vars(function).items() if not name.startswith("__")}
+    return given | {f".{name}": part for name, part in vars(function).items() if not name.startswith("__")}
 
 
 def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
@@ -205,14 +206,14 @@ def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(found, str):
         return {"name": found}
-    parts = dict(zip(("made by", "of", "state", "items", "entries"), found, strict=False))
+    parts = dict(zip(("made by", "made of", "its state", "its items", "its entries"), found, strict=False))
     given: dict[str, Any] = {}
-    if parts["made by"] is not copyreg.__newobj__ or parts["of"] != (kind,):  # type: ignore[attr-defined]
-        given = {name: parts[name] for name in ("made by", "of")}
-    state = parts.get("state")
+    if parts["made by"] is not copyreg.__newobj__ or parts["made of"] != (kind,):  # type: ignore[attr-defined]
+        given = {name: parts[name] for name in ("made by", "made of")}
+    state = parts.get("its state")
     for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):  # with slots
-        given |= part if isinstance(part, dict) and all(isinstance(key, str) for key in part) else {"state": part}
-    return given | {name: list(parts[name]) for name in ("items", "entries") if parts.get(name) is not None}
+        given |= part if isinstance(part, dict) and all(isinstance(key, str) for key in part) else {"its state": part}
+    return given | {name: list(parts[name]) for name in ("its items", "its entries") if parts.get(name) is not None}
 
 
 def _is_known(module: str) -> bool:

@@ -17,8 +17,8 @@ from lit_async_rl.agents import AgentEngine, CommandAgent, InProcessClients, Pro
 from lit_async_rl.agents.endpoint import process
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.event_loop import EnvironmentLoop
-from lit_async_rl.rewards.scorer import reward_identity
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.identity import reward_identity
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "agent-key-of-a-test"

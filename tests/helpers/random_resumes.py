@@ -29,6 +29,7 @@ import lit_async_rl as rl
 MODEL = rl.asset("small_sort_policy")
 SHARE = 0.001
 NUM_TOKENS = 50  # fresh ones in a check
+LIMIT_S = 300.0  # of a reward: the machine may be busy
 STEPS = 4  # before the checkpoint, and after it
 NAMED = ("data.", "model.", "trainer.", "engine.")  # settings, in a line that refuses a run
 MODULE = "resumed_reward_of_a_file"
@@ -176,7 +177,7 @@ def of_process(value: float) -> Any:
     """In the file of a reward that works in another process."""
     sys.modules.pop(MODULE, None)
     Path(_folder(), f"{MODULE}.py").write_text(FILE.format(value=value))
-    return rl.IsolatedReward(f"{MODULE}.reward", timeout_s=20.0)
+    return rl.IsolatedReward(f"{MODULE}.reward", timeout_s=LIMIT_S / 2)
 
 
 def _folder() -> str:
@@ -349,6 +350,8 @@ def chosen_runs(number: int, seed: int = 0) -> Iterator[dict[str, Any]]:
                 chosen["in_flight"] = False
                 chosen["replay"] = False
                 chosen["filter"] = None if chosen["filter"] == "DynamicSampling" else chosen["filter"]
+        if source != "reward" and chosen["filter"] == "DynamicSampling":
+            chosen["filter"] = None  # all of its rewards are equal, and none would train
         yield chosen
 
 
@@ -419,6 +422,8 @@ def _data(chosen: dict[str, Any]) -> Any:
         special_tokens=chosen["special_tokens"],
         resume_rewards=chosen["resume_rewards"],
         reward_workers=chosen["workers"],
+        reward_timeout_s=LIMIT_S,
+        rollout_timeout_s=2 * LIMIT_S,
         replay=rl.ReplayBuffer() if chosen["replay"] else None,
     )
 

@@ -22,10 +22,11 @@ from lit_async_rl.prompts.sources import (
 )
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.functions import exact_match, last_number, share_correct
-from lit_async_rl.rewards.scorer import reward_identity, score
+from lit_async_rl.rewards.scorer import score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import with_home
 from lit_async_rl.utils.config_files import own_settings
+from lit_async_rl.utils.identity import reward_identity
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 WANTED = [Prompt(text=row["prompt"], answer=row["answer"]) for row in ROWS]

@@ -26,10 +26,11 @@ from lit_async_rl.errors import (
 )
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
-from lit_async_rl.rewards.scorer import Scorer, reward_identity
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.tasks.arithmetic import Addition
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.types import Prompt, Score
+from lit_async_rl.utils.identity import reward_identity
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]  # a busy machine starts processes slowly
 

@@ -19,12 +19,13 @@ from lit_async_rl.cli.config_checks import files_first, write_out_rewards
 from lit_async_rl.errors import RewardError
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.forms import as_reward_function
-from lit_async_rl.rewards.scorer import Scorer, reward_identity, reward_name, score, score_all
+from lit_async_rl.rewards.scorer import Scorer, reward_name, score, score_all
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.config_files import own_settings
+from lit_async_rl.utils.identity import reward_identity
 
 PROMPT = rl.Prompt(text="2 + 2 =", answer="4", metadata={"level": "easy"})
 
