@@ -7,7 +7,6 @@ import enum
 import inspect
 import os
 import pkgutil
-import re
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any
