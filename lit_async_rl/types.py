@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import MANY, check_range
 
 # -- Experts that the routers of a mixture-of-experts model chose while a completion was sampled ----------------------
 # A text has P + L tokens, prompt and completion; the model has n routers, each of which chooses k experts for each
@@ -698,6 +698,7 @@ class SamplingParams:
                 raise ValueError(f"sampling.{name} must be >= 0, got {list(ids)}")
             object.__setattr__(self, name, tuple(ids))
         check_range("sampling", "integer >= 0", head=self.head)
+        check_range("sampling", f"<= {MANY}", head=self.head, top_k=self.top_k)
 
     def ends(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """Tokens that end a completion of a model with the end tokens `eos_token_ids`."""

@@ -209,9 +209,10 @@ class RayCluster:
         check_range("cluster", "positive", start_timeout_s=start_timeout_s)
         _check_resources("cluster.trainer_resources", trainer_resources)
         if address is not None and "://" in address:
+            shown = without_secrets(repr(address))
             raise ValueError(
-                f"cluster.address must be auto or HOST:PORT, got {without_secrets(repr(address))}: start the command on a "
-                "node of the cluster, or with `ray job submit`; Ray Client is not supported"
+                f"cluster.address must be auto or HOST:PORT, got {shown}: start the command on a node of the "
+                "cluster, or with `ray job submit`; Ray Client is not supported"
             )
         self.address = address
         self.trainer_ranks = trainer_ranks
