@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import MANY, check_range
 
 # -- Experts that the routers of a mixture-of-experts model chose while a completion was sampled ----------------------
 # A text has P + L tokens, prompt and completion; the model has n routers, each of which chooses k experts for each
@@ -308,6 +308,7 @@ class Prompt:
         answer: reference answer.
         metadata: passed to the reward unchanged.
         other_answers: accepted besides `answer`. The rewards of this library count the one that fits best.
+        answer_value: what the record has for the answer, such as a number or a list, for rewards in TRL's form.
 
     Raises:
         ValueError: neither text nor messages are given, or both; or a message is malformed.
@@ -318,6 +319,7 @@ class Prompt:
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     other_answers: Sequence[str] = ()
+    answer_value: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.messages is not None:
@@ -696,6 +698,7 @@ class SamplingParams:
                 raise ValueError(f"sampling.{name} must be >= 0, got {list(ids)}")
             object.__setattr__(self, name, tuple(ids))
         check_range("sampling", "integer >= 0", head=self.head)
+        check_range("sampling", f"<= {MANY}", head=self.head, top_k=self.top_k)
 
     def ends(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """Tokens that end a completion of a model with the end tokens `eos_token_ids`."""

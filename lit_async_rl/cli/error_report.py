@@ -367,6 +367,9 @@ def _refusals(message: str) -> list[_Refusal]:
             continue
         while above and above[-1][0] >= indentation:
             above.pop()
+        text = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
+        made_by = re.search(r" Got value: Namespace\(class_path='([\w.]+)'", text)
+        text = re.sub(r"\.? Got value: Namespace\(.*\)$", "", text)  # of what is around the value
         if node := NODE.match(text):
             above.append((indentation, node["key"], node["path"]))
             text = node["rest"]
@@ -380,15 +383,13 @@ def _refusals(message: str) -> list[_Refusal]:
                     refusal.argument = nested[1] if nested and is_argument else None
         elif text and not NO_REASON.fullmatch(text) and above:
             last_key = max((n for n, (_, key, _) in enumerate(above) if key), default=0)
-            reason = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
-            value_found = VALUE.search(reason)
-            made_by = re.search(r" Got value: Namespace\(class_path='([\w.]+)'", reason)
+            value_found = VALUE.search(text)
             found.append(
                 _Refusal(
                     keys=[key for _, key, _ in above if key],
                     owner=next((path for _, _, path in reversed(above[:last_key]) if path), None),
                     chosen=next((path for _, _, path in above[last_key:] if path), None),
-                    reason=re.sub(r" Got value: Namespace\(.*\)$", "", reason),
+                    reason=text,
                     value=value_found[1].strip() if value_found else None,
                     made_by=made_by[1] if made_by else None,
                 )
@@ -446,7 +447,8 @@ def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
 
 def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
     """A value that is no number, list or choice."""
-    kinds = [re.match(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", one.reason) for one in refusals]
+    same = [one.reason for one in refusals if one.keys == refusals[0].keys]  # not those of what is around it
+    kinds = [re.match(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", reason) for reason in same]
     if kinds[0] is None:
         return None
     types = dict.fromkeys(kind[1].replace("tuple", "list") for kind in kinds if kind and kind[1])

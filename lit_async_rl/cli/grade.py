@@ -199,7 +199,7 @@ def grade(
     Raises:
         ValueError: there are no answers, and the reward does not say how a right one looks.
     """
-    from lit_async_rl.prompts.sources import NUMBERS, answer_texts, field_text, is_missing
+    from lit_async_rl.prompts.sources import NUMBERS, answer_texts, field_text, is_missing, plain_value
     from lit_async_rl.rewards.references import references_of
     from lit_async_rl.types import Prompt
 
@@ -214,7 +214,8 @@ def grade(
             known = (None,) if is_missing(value) or is_empty_cell else answer_texts(value)
             others = {name: one for name, one in record.items() if name not in (reference, completion, "prompt")}
             text = str(record.get("prompt") or "")
-            prompt = Prompt(text=text, answer=known[0], other_answers=known[1:], metadata=others)  # type: ignore[arg-type]
+            fields: dict[str, Any] = dict(answer=known[0], other_answers=known[1:], metadata=others)
+            prompt = Prompt(text=text, answer_value=None if known[0] is None else plain_value(value), **fields)
             if completion is not None:
                 given = "" if is_missing(record.get(completion)) else record[completion]
                 answer = field_text(given) if isinstance(given, NUMBERS) else str(given)

@@ -76,9 +76,10 @@ def answer_texts(value: Any) -> tuple[str, ...]:
     return tuple(map(field_text, value))
 
 
-def kept_value(field: str, answer: Any) -> dict[str, Any]:
-    """Metadata for an answer that is no text, as its record has it: rewards in TRL's form get it so."""
-    return {} if answer is None or isinstance(answer, str) else {field: answer}
+def plain_value(value: Any) -> Any:
+    """An answer as its record has it, in types of Python that any checkpoint holds."""
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
@@ -368,10 +369,9 @@ class RecordPrompts(PromptSource):
         if self.answer_field is not None:
             answers = self._texts(record, "answer_field", self.answer_field, index=index)
         metadata = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
-        if self.answer_field is not None:
-            metadata |= kept_value(self.answer_field, _field(record, self.answer_field))
         metadata = with_template_kwargs(metadata, self.chat_template_kwargs)
         given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
+        given["answer_value"] = None if self.answer_field is None else plain_value(_field(record, self.answer_field))
         if isinstance(_field_or_none(record, self.prompt_field), list):
             return Prompt(messages=self._messages(record, index), **given)
         (text,) = self._texts(record, "prompt_field", self.prompt_field, index=index)
@@ -787,9 +787,9 @@ class InMemoryPrompts(RecordPrompts):
         except ValueError as error:
             wanted = "a text, a number or a list of them"
             raise ValueError(f"{self.where(index)}['answer'] must be {wanted}, got {error}") from None
-        fields |= kept_value("answer", record.get("answer"))
         metadata = with_template_kwargs(fields, self.chat_template_kwargs)
         given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
+        given["answer_value"] = None if answers[0] is None else plain_value(record["answer"])
         if found == ["prompt"] and isinstance(content, str):
             as_messages = dict(messages=[{"role": "user", "content": content}])
             return Prompt(**(as_messages if self.as_chat else dict(text=content)), **given)

@@ -210,8 +210,9 @@ class RayCluster:
         check_range("cluster", "positive", start_timeout_s=start_timeout_s)
         _check_resources("cluster.trainer_resources", trainer_resources)
         if address is not None and address != "auto" and ("://" in address or not re.search(r".:\d+$", address)):
+            shown = without_secrets(repr(address))
             raise ValueError(
-                f"cluster.address must be auto or HOST:PORT, got {without_secrets(repr(address))}: start the command on a node of the "
+                f"cluster.address must be auto or HOST:PORT, got {shown}: start the command on a node of the "
                 "cluster, or with `ray job submit`; Ray Client is not supported"
             )
         self.address = address

@@ -466,6 +466,7 @@ def pack_prompt(prompt: Prompt) -> dict[str, Any]:
         "answer": prompt.answer,
         "metadata": dict(prompt.metadata),
         "other_answers": list(prompt.other_answers),
+        "answer_value": prompt.answer_value,
     }
 
 

@@ -184,8 +184,7 @@ class TRLReward(BatchedReward):
         columns: dict[str, list[Any]] = {}
         for name in sorted({name for prompt in prompts for name in prompt.metadata}):
             columns[str(name)] = [prompt.metadata.get(name) for prompt in prompts]
-        raw = self.answer_field or "answer"  # in the metadata if it is no text
-        columns["answer"] = [prompt.metadata.get(raw, prompt.answer) for prompt in prompts]
+        columns["answer"] = [one.answer if one.answer_value is None else one.answer_value for one in prompts]
         if self.answer_field is not None:
             columns[self.answer_field] = columns["answer"]
         columns["prompts"] = [_messages(prompt) if is_chat else prompt.text for prompt in prompts]

@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.utils.checks import check_range
 
+DATA: dict[str, Any] = dict(prompts=[{"prompt": "a", "answer": "b"}], reward=rl.exact_match)
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,6 +64,35 @@ def test_no_number_that_is_not_optional_takes_none(answers: dict[str, dict[str, 
 def test_none_is_refused_where_annotations_do_not_admit_it(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: rl.RolloutDataModule(**DATA, group_size=10**9), "data.group_size must be <= 1000000, got"),
+        (lambda: rl.RolloutDataModule(**DATA, groups_per_step=10**9), "data.groups_per_step must be <= 1000000, got"),
+        (
+            lambda: rl.RolloutDataModule(**DATA, groups_per_step=10**5, group_size=10**5),
+            "data.groups_per_step * group_size must be <= 1000000, got",
+        ),
+        (lambda: rl.EmbeddedEngine(num_slots=10**9), "data.engine.num_slots must be <= 1000000, got"),
+        (lambda: rl.SimulatedEngine(Constant(1.0), num_slots=10**9), "data.engine.num_slots must be <= 1000000, got"),
+        (lambda: rl.Scoring(workers=10**9), "data.scoring.workers must be <= 1000000, got"),
+        (lambda: rl.Validation(num_samples=10**9), "data.validation.num_samples must be <= 1000000, got"),
+        (lambda: rl.SamplingParams(head=10**9), "sampling.head must be <= 1000000, got"),
+        (lambda: rl.ProcessAgent("a.b", processes=10**9), "ProcessAgent.processes must be <= 10000, got"),
+        (lambda: rl.MentalArithmetic(largest=10**9), "MentalArithmetic.largest must be <= 1000, got"),
+        (lambda: rl.VLLMEngine(max_num_seqs=10**9), "data.engine.max_num_seqs must be <= 1000000, got"),
+    ],
+)
+def test_a_size_beyond_reason_is_refused_before_anything_of_it_is_made(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)} 10+$"):
+        make()
+
+
+def test_a_function_is_no_reward_of_another_process() -> None:
+    with pytest.raises(ValueError, match=r"^IsolatedReward\.reward must be a dotted path, .*, got <function"):
+        rl.IsolatedReward(lambda prompt, completion: 1.0)
 
 
 def test_none_passes_where_annotations_admit_it() -> None:

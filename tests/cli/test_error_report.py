@@ -1,5 +1,6 @@
 """Messages of jsonargparse in this package's words: each is provoked, so that another wording of the library shows."""
 
+import re
 import typing
 from pathlib import Path
 from typing import Union
@@ -26,6 +27,19 @@ def said(capsys, *words: str) -> str:
     return capsys.readouterr().err.strip()
 
 
+REWARD = '{"class_path":"lit_async_rl.rewards.MathVerify","init_args":{"timeout_s":"soon"}}'
+JUDGE = (
+    '{"class_path":"lit_async_rl.JudgeReward","init_args":{"model":"m","base_url":"http://127.0.0.1:1/v1",'
+    '"api_key_env":"sk-proj-abcdefghijklmnop","limits":{"tries":"lots"}}}'
+)
+PARTS = (
+    '{"class_path":"lit_async_rl.CombinedReward","init_args":{"rewards":{"a":"lit_async_rl.rewards.exact_match"},'
+    '"weights":{"a":"heavy"}}}'
+)
+AGENT = (
+    '{"class_path":"lit_async_rl.ProcessAgent","init_args":{"agent":"lit_async_rl.tasks.CalculatorAgent",'
+    '"processes":"many"}}'
+)
 FLAGS = {
     "--data.group_sise 3": "there is no setting data.group_sise; did you mean data.group_size?",
     "--data.group_size x": "data.group_size must be of type int, got x",
@@ -51,6 +65,12 @@ FLAGS = {
         "data.reward: there is no exact_matsh in lit_async_rl.rewards; did you mean exact_match?"
     ),
     "--data.reward.timeout 3": "there is no setting data.reward.timeout: data.reward is a function",
+    f"--data.reward {REWARD}": "data.reward.timeout_s must be of type float, got soon",
+    f"--data.reward {JUDGE}": "data.reward.limits.tries must be of type int, got lots",
+    f"--data.reward {PARTS}": "data.reward.weights must be of type float, got heavy",
+    f"--data.engine AgentEngine --data.engine.engine EmbeddedEngine --data.engine.agent {AGENT}": (
+        "data.engine.agent.processes must be of type int, got many"
+    ),
     "--model.loss torch.nn.MSELoss": "model.loss must be a PolicyLoss, got torch.nn.MSELoss",
     "--model.optimizer torch.optim.Adamm": "model.optimizer: there is no Adamm in torch.optim; did you mean Adam?",
     "--model.scheduler OneCycleLR": "model.scheduler: OneCycleLR needs model.scheduler.max_lr",
@@ -128,3 +148,25 @@ def test_an_integer_stays_one_however_its_union_was_first_written(hint):
 
 def flatten(value):
     return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("data:\n- groups_per_step: 2\n", 'data must hold settings (`name: value`), got [{"groups_per_step": 2}] in '),
+        ("trainer: []\n", "trainer must hold settings (`name: value`), got [] in "),
+        ("defaults: []\n", "defaults must hold settings (`name: value`), got [] in "),
+        ("model: 3\n", "model must hold settings (`name: value`), got 3 in "),
+        ("data: {sampling: [1]}\n", "data.sampling must hold settings (`name: value`), got [1] in "),
+        ("data: {scoring: x}\n", 'data.scoring must hold settings (`name: value`), got "x" in '),
+        (
+            "data: {engine: {class_path: EmbeddedEngine, init_args: [3]}}\n",
+            "data.engine.init_args must hold settings (`name: value`), got [3] in ",
+        ),
+    ],
+)
+def test_what_stands_where_settings_are_meant_is_named_with_its_file(content, message, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}.*run.yaml$"):
+        AsyncRLCLI([*BASE, "--config", str(file)])

@@ -1,0 +1,65 @@
+"""Keys appear in no message and no file of a run, wherever they were pasted."""
+
+import pytest
+
+import lit_async_rl as rl
+from lit_async_rl.cli.error_report import shorten
+from lit_async_rl.utils.secrets import check_address, concealed, key_of_variable, without_secrets
+from lit_async_rl.utils.user_code import write_traceback
+
+KEYS = [
+    "sk-proj-abcdefghijklmnop",
+    "hf_abcdefghijklmnopqrst",
+    "3f2a9c77b1d84e6fa0c1",
+    "AKIAIOSFODNN7EXAMPLE",
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    "gsk_abcdefghijklmnop",
+]
+SETTINGS = {
+    "JudgeReward.api_key_env": lambda key: rl.JudgeReward(model="m", base_url="http://localhost/v1", api_key_env=key),
+    "JudgeReward.base_url": lambda key: rl.JudgeReward(model="m", base_url=key),
+    "JudgeReward.base_url must hold no user": lambda key: rl.JudgeReward(model="m", base_url=f"http://u:{key}@host/v1"),
+    "OpenEnvEnvironment.api_key_env": lambda key: rl.OpenEnvEnvironment("http://localhost", api_key_env=key),
+    "OpenEnvEnvironment.url": lambda key: rl.OpenEnvEnvironment(f"http://localhost?key={key}"),
+    "McpTools.environment": lambda key: rl.McpTools(["server"], environment=[key]),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_key_in_the_place_of_a_setting_is_not_shown(setting, key, tmp_path):
+    with pytest.raises(ValueError, match=setting.replace(".", r"\.")) as refused:
+        SETTINGS[setting](key)
+    assert key not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_name_of_a_variable_is_shown(monkeypatch):
+    with pytest.raises(ValueError, match=r"JudgeReward\.api_key_env='NO_SUCH_KEY' is not set in the environment"):
+        key_of_variable("JudgeReward.api_key_env", "NO_SUCH_KEY")
+    monkeypatch.setenv("SOME_KEY", "abc")
+    assert key_of_variable("x", "SOME_KEY") == "abc"
+    assert key_of_variable("x", None) == ""
+    check_address("x", "http://localhost:8000/v1", "y")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_messages_tracebacks_and_settings_conceal_keys(key, tmp_path):
+    said = f"Got value: Namespace(class_path='lit_async_rl.JudgeReward', init_args=Namespace(api_key_env='{key}', n=1))"
+    assert key not in shorten(said)
+    assert "n=1" in shorten(said)
+    assert key not in shorten(f"api_key: {key} at https://user:{key}@host/v1")
+    write_traceback(ValueError(f"401: Authorization: Bearer {key}"), tmp_path)
+    assert key not in (tmp_path / "traceback.txt").read_text()
+    held = {"reward": {"init_args": {"api_key": key, "parts": [{"hf_token": key}], "num_tokens": 3, "kind": "token"}}}
+    assert concealed(held)["reward"]["init_args"] == {
+        "api_key": "***",
+        "parts": [{"hf_token": "***"}],
+        "num_tokens": 3,
+        "kind": "token",
+    }
+
+
+def test_other_texts_stay_as_they_are():
+    for text in ("end_token: <|im_end|>", "api_key_env='OPENAI_API_KEY'", "api_key_env=None", "a//b@c", "a token: 3.5"):
+        assert without_secrets(text) == text or "@" in text
