@@ -102,7 +102,7 @@ own = {kind is rl.Trainer}
 rows = [{{"prompt": str(n) + "=", "answer": str(n)}} for n in range(10, 30)]
 small = dict(groups_per_step=2, group_size=4, sampling=rl.SamplingParams(max_tokens=4))
 data = rl.RolloutDataModule(prompts=rows, reward=lambda prompt, text: float(len(text) % 2), **small)
-module = rl.PolicyModule(rl.asset("small_sort_policy"), learning_rate=1e-2)
+module = rl.PolicyModule(rl.asset("small_sort_policy"), learning_rate=1e-2, weight_decay=0.5)
 before = [one.detach().clone() for one in module.parameters()]
 rest = {{}} if own else dict(callbacks=[rl.WeightSync()], plugins=[rl.AtomicCheckpointIO()])
 two = dict(accelerator="cpu", devices=2, max_steps=2, strategy="ddp_notebook", logger=False)
