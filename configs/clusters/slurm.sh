@@ -15,7 +15,7 @@ head=${nodes[0]}
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   .venv/bin/ray start --head --block --node-ip-address="$address" --port=6379 --dashboard-host=127.0.0.1 &
-sleep 20
+until (exec 3<>"/dev/tcp/$address/6379") 2> /dev/null; do sleep 1; done  # the head answers
 if ((SLURM_NNODES > 1)); then
   srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$head" --overlap \
     .venv/bin/ray start --block --address="$address:6379" &

@@ -41,7 +41,7 @@ from lit_async_rl.losses import PPOClip
 from lit_async_rl.models import loading
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.dry_run import print_dry_run
+from lit_async_rl.ray.dry_run import connected_with_room, print_dry_run
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
@@ -223,7 +223,7 @@ def _fit(
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
         return _fit_in_ranks(given, cluster)
-    with cluster.connected() if cluster is not None and cluster.has_actors else nullcontext():
+    with connected_with_room(cluster) if cluster is not None and cluster.has_actors else nullcontext():
         return _fit_here(given, tokenizer=tokenizer, folder=folder)
 
 

@@ -57,7 +57,7 @@ from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.dry_run import print_dry_run
+from lit_async_rl.ray.dry_run import connected_with_room, print_dry_run
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
@@ -187,7 +187,7 @@ class AsyncRLCLI(LightningCLI):
     def engines_connected(self) -> AbstractContextManager[Any]:
         """Context in which the engines of `cluster:` can be set up; the ranks of Ray are connected already."""
         needed = self.cluster is not None and self.cluster.has_actors and self._place is None
-        return self.cluster.connected() if self.cluster is not None and needed else nullcontext()
+        return connected_with_room(self.cluster) if self.cluster is not None and needed else nullcontext()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A Trainer with the default callbacks as configured, whose loggers write into one folder.

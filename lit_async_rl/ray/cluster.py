@@ -252,16 +252,11 @@ class RayCluster:
         check_kept(keeps, self.address, owner="cluster.engines", address_setting="cluster.address")
 
     @contextmanager
-    def connected(self, *, awaits_room: bool = True, uses_gpus: bool = False) -> Iterator[Any]:
+    def connected(self) -> Iterator[Any]:
         """Context with the module `ray`, connected to the cluster; what it starts on this machine, it ends.
 
-        Args:
-            awaits_room: whether to wait until the cluster can hold what a run begins with.
-            uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
-
         Raises:
-            SetupError: Ray is not installed or not reachable, a node asks for no token that other machines reach, or
-                there is no room.
+            SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
         """
         self.check()
         num_ranks = self.trainer_ranks if self.places_ranks else 0
@@ -270,10 +265,6 @@ class RayCluster:
         num_cpus += sum(pool.actors * pool.needs.num_cpus for pool in (self.rewards, self.environments) if pool)
         ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
         try:
-            if awaits_room:
-                from lit_async_rl.ray.dry_run import await_room
-
-                await_room(ray, self, uses_gpus=uses_gpus)
             yield ray
         finally:
             runtime.release(self)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,14 @@ def nodes_of(ray: Any) -> list[Node]:
     return [Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})", dict(node["Resources"])) for node in alive]
 
 
+@contextmanager
+def connected_with_room(cluster: RayCluster, *, uses_gpus: bool = False) -> Iterator[Any]:
+    """Context with the module `ray`, connected to a cluster that has enough for a run to begin, see `await_room`."""
+    with cluster.connected() as ray:
+        await_room(ray, cluster, uses_gpus=uses_gpus)
+        yield ray
+
+
 def await_room(ray: Any, cluster: RayCluster, *, uses_gpus: bool) -> None:
     """Waits until a cluster has enough for a run to begin, which others may use at the moment.
 
@@ -209,7 +218,7 @@ def print_dry_run(cluster: RayCluster, *, uses_gpus: bool) -> None:
     if not roles_of(cluster, has_gpus=False):
         print("dry run: Ray would place nothing; trainer, engine, rewards and environments are in one process")
         return
-    with cluster.connected(awaits_room=False) as ray:
+    with cluster.connected() as ray:
         nodes = nodes_of(ray)
         used = _used(ray)
     has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)

@@ -29,6 +29,7 @@ from typing import Any
 from lit_async_rl.errors import RankError, SetupError
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.coordinator import Coordinator, Ended, Said, Stream
+from lit_async_rl.ray.dry_run import connected_with_room
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.ray.residence import end_replicas, names_with, prefix_of
 from lit_async_rl.ray.runtime import NAMESPACE
@@ -145,7 +146,7 @@ class _Run:
         """Ray is there: a cluster, or one on this machine for the run."""
         with (
             _variables_set(OF_RAY_TRAIN | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
-            self._cluster.connected(uses_gpus=self._uses_gpus) as ray,
+            connected_with_room(self._cluster, uses_gpus=self._uses_gpus) as ray,
         ):
             self._ray = ray
             self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])

@@ -270,22 +270,14 @@ def test_a_stop_while_the_first_validation_begins_saves_nothing_anywhere(number,
 
 
 class NeverStarts(rl.EmbeddedEngine):
-    """Sends a signal while it starts, which it never ends: the first one, or the one that replaces it.
+    """Sends a signal while it starts, which it never ends; the first `num_good` start, and fail while they sample."""
 
-    Args:
-        number: of the signal.
-        num_good: engines that start, and fail while they sample.
-    """
-
-    num_made = 0
-
-    def __init__(self, number, num_good=0, **settings):
-        super().__init__(**settings)
-        self.number, self.num_good = number, num_good
+    number = signal.SIGTERM
+    num_good = 0
 
     def setup(self, model):
-        NeverStarts.num_made += 1
-        if NeverStarts.num_made > self.num_good:
+        NeverStarts.num_good -= 1
+        if NeverStarts.num_good < 0:
             os.kill(os.getpid(), self.number)
             threading.Event().wait()
         super().setup(model)
@@ -296,10 +288,10 @@ class NeverStarts(rl.EmbeddedEngine):
         return super().poll(timeout_s)
 
 
-def fit_with(engine, **settings):
+def fit_with(engine):
     few = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=4), accelerator="cpu", devices=1)
     few |= dict(max_steps=10**6, self_check=False, engine=engine)
-    return rl.fit(rl.asset("small_sort_policy"), rl.SortDigits(4, size=20), rl.exact_match, **few, **settings)
+    return rl.fit(rl.asset("small_sort_policy"), rl.SortDigits(4, size=20), rl.exact_match, **few)
 
 
 @pytest.mark.timeout(120)
@@ -307,10 +299,11 @@ def fit_with(engine, **settings):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_while_the_engine_starts_ends_the_run_at_once(number, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(NeverStarts, "num_made", 0)
+    monkeypatch.setattr(NeverStarts, "num_good", 0)
+    monkeypatch.setattr(NeverStarts, "number", number)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(SystemExit) as ended:
-        fit_with(NeverStarts(number))
+        fit_with(NeverStarts())
     assert ended.value.code == 128 + number
     assert not list(tmp_path.rglob("*.ckpt"))
     assert any("training had not begun; nothing is saved" in text for text in caplog.messages)
@@ -320,8 +313,8 @@ def test_a_stop_while_the_engine_starts_ends_the_run_at_once(number, tmp_path, m
 @pytest.mark.usefixtures("_handlers_as_before")
 def test_a_stop_while_another_engine_starts_saves_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(NeverStarts, "num_made", 0)
-    trainer = fit_with(NeverStarts(signal.SIGTERM, num_good=1))
+    monkeypatch.setattr(NeverStarts, "num_good", 1)
+    trainer = fit_with(NeverStarts())
     (saved,) = tmp_path.rglob("last.ckpt")
     assert torch.load(saved, weights_only=True)["global_step"] == trainer.global_step > 0
 
