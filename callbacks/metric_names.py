@@ -31,6 +31,7 @@ METRICS: dict[str, list[Metric]] = {
         reward/mean_sampled | reward | mean over the groups scored since the last step, before filters
         reward/part/<name> | reward | mean of a part of the reward, where it applies
         rollout/length_mean | tokens | mean length of the completions
+        rollout/cut_share | share | completions that were cut at their limit, `sampling.max_tokens`
         rollout/no_signal_share | share | completions all of whose advantages are 0
         policy/entropy | nats | mean entropy of the policy over the trained tokens
         policy/loss | loss | of the step, with penalties; only its gradient means something
@@ -107,6 +108,7 @@ METRICS: dict[str, list[Metric]] = {
         optim/lr | rate | learning rate of the schedule, before `ess/lr_scale`
         val/pass@<k> | share | held-out prompts solved, or by one of k completions (estimated without bias)
         val/reward | reward | mean reward on held-out prompts
+        val/cut_share | share | completions of held-out prompts that were cut at their limit
     """),
     "SkipNonFinite": _metrics("""
         grad/num_skipped | steps | dropped so far because a gradient was not finite; from the first on
@@ -116,6 +118,8 @@ METRICS: dict[str, list[Metric]] = {
         eval/<data set>/reward | reward | mean over its prompts
         eval/pass@<k> | share | of all prompts together
         eval/reward | reward | mean over all prompts together
+        eval/<data set>/cut_share | share | completions that were cut at their limit
+        eval/cut_share | share | of all prompts together
         eval/version | version | of the policy that is evaluated
         eval/oldest_version | version | of any token
         eval/newest_version | version | of any token

@@ -20,6 +20,7 @@ from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.distributed.ranks import cpu_group, data_parallel
 from lit_async_rl.importance import ess_ratio, kl_k1, kl_k2, kl_k3, safe_exp, sequence_log_ratio
 from lit_async_rl.rewards.hooks import metrics_of
+from lit_async_rl.rewards.success import CutWatch
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.types import RolloutBatch
@@ -87,6 +88,8 @@ class RolloutMonitor(StepMonitor):
       before that was dropped, by filters, the bound, redundancy, failed rewards or restarts of the engine.
     * what a reward with a method `metrics` returns, such as the cost of a judge.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
+    * `rollout/cut_share`: share of the completions that were cut at `sampling.max_tokens`, and not ended by the policy.
+      The first time that most are, a line says so.
     * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Policy-gradient surrogates are
       defined by their gradients; the value means little.
     * `policy/reference_kl`: KL(policy || reference) per token, unbiased on stale tokens, too: the mean of
@@ -109,6 +112,7 @@ class RolloutMonitor(StepMonitor):
         self._previous_stats = ProducerStats.zero()
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
         self._gradient_scale = 1.0
+        self._cut_watch = CutWatch("data.sampling.max_tokens", "rollout/cut_share")
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         real = (batch.group_index >= 0) & ~batch.rewards.isnan()  # a rollout with branches counts once
@@ -137,6 +141,7 @@ class RolloutMonitor(StepMonitor):
         values = (
             self._sampled(trainer)
             | self._parts(trainer)
+            | self._cut(trainer)
             | {
                 "reward/mean": mean,
                 "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
@@ -164,6 +169,16 @@ class RolloutMonitor(StepMonitor):
                 for name, value in (rollout.reward_parts or {}).items():
                     found.setdefault(name, []).append(value)
         return {f"reward/part/{name}": math.fsum(values) / len(values) for name, values in found.items()}
+
+    def _cut(self, trainer: AnyTrainer) -> dict[str, float]:
+        """Share of the step's completions that were cut, on the rank that has the producer."""
+        data = rollout_data(trainer, "RolloutMonitor")
+        cut = [rollout.finish_reason == "length" for group in data.last_step_groups for rollout in group.rollouts]
+        if not cut:
+            return {}
+        share = sum(cut) / len(cut)
+        self._cut_watch.warn_once(share, data.sampling.max_tokens)
+        return {"rollout/cut_share": share}
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
         """Metrics of all groups scored since the last step; empty on ranks without the producer."""

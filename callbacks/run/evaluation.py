@@ -211,7 +211,7 @@ class Evaluation(pl.Callback):
             raise InvariantError("no evaluation is running")
         held_out = rollout_data(trainer, "Evaluation").held_out
         result = self._run.result(held_out.success, self.ks)
-        held_out.watch(result.rewards)
+        held_out.watch(result.rewards, result.metrics.get("cut_share", 0.0))
         self._run = None
         self.results.append(result)
         metrics = {f"eval/{name}": value for name, value in result.metrics.items()}

@@ -239,7 +239,8 @@ class ChatRenderer:
             return "text"
         if not all(answer["content"] in whole for answer in answers):
             return "lost"
-        for form, kept in (("text", frozenset[int]()), ("call", frozenset([1, 3]))):
+        forms: dict[Literal["text", "call"], frozenset[int]] = {"text": frozenset(), "call": frozenset([1, 3])}
+        for form, kept in forms.items():
             with contextlib.suppress(AgentCallError):
                 _, *after = self._cut(talk, tools, options, sampled=(1, 3), kept=kept)
                 if whole.endswith(after[1]) and all(

@@ -42,7 +42,7 @@ from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
 from lit_async_rl.rewards.scorer import Reward, Scorer, check_reward, score_all
-from lit_async_rl.rewards.success import Success, SuccessWatch
+from lit_async_rl.rewards.success import CutWatch, Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
@@ -533,9 +533,12 @@ class HeldOut:
         self.success = Success.by(settings.success_reward, grader)
         is_default = settings.success_reward is None
         self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
+        limit = "data.sampling" if settings.sampling is None else "data.validation.sampling"
+        self._cut_watch = CutWatch(f"{limit}.max_tokens", "val/cut_share and eval/cut_share")
 
-    def watch(self, rewards: Iterable[float]) -> None:
-        """Warns once if the threshold does not suit the rewards of a validation or evaluation."""
+    def watch(self, rewards: Iterable[float], cut_share: float) -> None:
+        """Warns once if the threshold does not suit the rewards of a validation or evaluation, or most are cut."""
+        self._cut_watch.warn_once(cut_share, self._sampling.max_tokens)
         self._watch.add(self.success.value(reward) for reward in rewards)
         self._watch.warn_once(self.success.threshold)
 

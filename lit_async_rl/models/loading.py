@@ -358,7 +358,8 @@ def check_complete(info: Mapping[str, Any], setting: str) -> None:
         raise ValueError(f"{setting} lacks weights, which would be random: {', '.join(missing[:4])}")
     for name, stored, built in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{setting}: the weight {name!r} has the shape {tuple(stored)} in its files, and {tuple(built)} by config.json"
+            f"{setting}: the weight {name!r} has the shape {tuple(stored)} in its files, and {tuple(built)} by "
+            "config.json"
         )
     if unused := sorted(info["unexpected_keys"]):
         log.warning(

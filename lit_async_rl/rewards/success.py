@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.references import references_of
-from lit_async_rl.types import Score
+from lit_async_rl.types import SamplingParams, Score
 
 DEFAULT_THRESHOLD = 0.5  # separates 0 from 1 and -1 from 1, also with small terms added
 log = logging.getLogger(__name__)
@@ -115,3 +115,33 @@ class SuccessWatch:
                 limit,
                 seen,
             )
+
+
+class CutWatch:
+    """Warns once if most completions are cut at their limit, and not ended by the policy.
+
+    Args:
+        setting: name of the limit's setting, for the message.
+        metric: share of the completions that are cut, for the message.
+    """
+
+    def __init__(self, setting: str, metric: str) -> None:
+        self._setting = setting
+        self._metric = metric
+        self._has_warned = False
+
+    def warn_once(self, share: float, max_tokens: int) -> None:
+        """Logs the warning if more than half are cut and it was not logged before."""
+        if share <= 0.5 or self._has_warned:
+            return
+        self._has_warned = True
+        is_default = max_tokens == SamplingParams.max_tokens
+        log.warning(
+            "%.0f %% of the completions are cut at %s=%d%s, and not ended by the policy (%s), so rewards are those of "
+            "parts of answers",
+            100 * share,
+            self._setting,
+            max_tokens,
+            " (the default)" if is_default else "",
+            self._metric,
+        )

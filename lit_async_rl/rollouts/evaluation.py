@@ -88,7 +88,8 @@ class EvaluationResult:
         oldest_version: of any token; likewise `newest_version`. Equal to `version` unless weights were updated
             meanwhile.
         mean_version: over all tokens.
-        metrics: `pass@1`, `pass@k` and `reward`, averages over all prompts, and `<data set>/pass@1` and so on.
+        metrics: `pass@1`, `pass@k`, `reward` and `cut_share`, averages over all prompts, and `<data set>/pass@1` and so
+            on.
         num_unscored: prompts excluded because a completion could not be scored.
         seconds: from the first request to the last reward.
         rewards: of all scored completions.
@@ -109,6 +110,7 @@ class _Open:
     question: Question
     versions: list[int] = field(default_factory=list)  # of all tokens
     num_sampled: int = 0
+    num_cut: int = 0
     rewards: list[float | None] = field(default_factory=list)  # None: could not be scored
 
 
@@ -182,6 +184,7 @@ class EvaluationRun:
             item = self._open[completion.request_id]
             item.versions += completion.all_versions
             item.num_sampled += 1
+            item.num_cut += completion.finish_reason == "length"
             if item.num_sampled == self.num_samples:
                 self._in_engine.remove(completion.request_id)
         self.submit()
@@ -284,6 +287,7 @@ class EvaluationRun:
             correct = success.number(rewards)
             values = {f"pass@{k}": pass_at_k(self.num_samples, correct, k) for k in ks}
             values["reward"] = sum(rewards) / self.num_samples
+            values["cut_share"] = item.num_cut / self.num_samples
             for name, value in values.items():
                 sums.setdefault(name, []).append(value)
                 sums.setdefault(f"{item.question.dataset}/{name}", []).append(value)

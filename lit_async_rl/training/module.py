@@ -524,7 +524,8 @@ class PolicyModule(pl.LightningModule):
             log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
         if self.trainer.is_global_zero:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            data.held_out.watch(sample.reward for sample in self.validator.samples)
+            rewards = [sample.reward for sample in self.validator.samples]
+            data.held_out.watch(rewards, float(metrics["val/cut_share"]))
         self.validator.end()
         if is_within_fit and not self.trainer.sanity_checking:
             self._validated = self._weights_now()

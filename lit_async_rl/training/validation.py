@@ -55,6 +55,7 @@ class Validator(torch.nn.Module):
         self.reward = MeanMetric()
         self.pass_at_1 = MeanMetric()
         self.pass_at_k = MeanMetric()
+        self.cut = MeanMetric()
         self.samples: list[Sample] = []
         self.num_samples = 1
         self._is_checked = (
@@ -64,7 +65,7 @@ class Validator(torch.nn.Module):
 
     def begin(self, module: Any) -> None:
         """Resets the metrics; copies a sharded policy in full to every rank, and merges LoRA on a CPU. A collective."""
-        for metric in (self.reward, self.pass_at_1, self.pass_at_k):
+        for metric in (self.reward, self.pass_at_1, self.pass_at_k, self.cut):
             metric.reset()
         self.samples = []
         policy_dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
@@ -84,6 +85,8 @@ class Validator(torch.nn.Module):
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
         self.num_samples = data.validation.num_samples
         prompts, completions, texts = self._sample(module, batch)
+        for row in completions:
+            self.cut.update(sum(completion.finish_reason == "length" for completion in row) / len(row))
         rewards = [[completion.reward for completion in row] for row in completions]
         if any(reward is None for row in rewards for reward in row):
             unscored = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
@@ -165,6 +168,7 @@ class Validator(torch.nn.Module):
     def compute(self) -> dict[str, torch.Tensor]:
         """Averages over all prompts of all ranks. A collective."""
         metrics = {"val/reward": self.reward.compute(), "val/pass@1": self.pass_at_1.compute()}
+        metrics["val/cut_share"] = self.cut.compute()
         if self.num_samples > 1:
             metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
         return metrics

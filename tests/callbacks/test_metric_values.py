@@ -589,6 +589,11 @@ def validation(run: Run, of_prompt: Callable[[list[float]], float], number: int)
     return mean(map(of_prompt, rewards.values()))
 
 
+def cut_share(run: Run, from_number: int) -> float:
+    """Share of an evaluation's completions that were cut; those of `long` begin with number 3."""
+    return share(one.finish_reason == "length" for one in run.engine.evaluated if one.request_id >= 2**40 + from_number)
+
+
 def evaluated(run: Run, dataset: str | None, of_prompt: Callable[[list[float]], float]) -> float:
     """Mean over the prompts of an evaluation, from the tokens that the engine returned."""
     sources = {"short": SortDigits(4, size=3, split="held_out"), "long": SortDigits(6, size=4, split="held_out")}
@@ -657,6 +662,10 @@ OWN: dict[str, tuple[str, Own]] = {
     "reward/mean_sampled": ("fresh", lambda run, k: sampled(run, k)[0]),
     "sample/dropped_share": ("fresh", lambda run, k: sampled(run, k)[1]),
     "rollout/length_mean": ("stale", lambda run, k: mean(map(len, run.steps[k].log_ratios))),
+    "rollout/cut_share": (
+        "stale",
+        lambda run, k: share(one.finish_reason == "length" for _, one in run.steps[k].rollouts),
+    ),
     "rollout/no_signal_share": ("stale", lambda run, k: share(a == 0 for a in run.steps[k].advantages(True))),
     "policy/entropy": ("stale", lambda run, k: mean(run.steps[k].entropies)),
     "policy/loss": ("stale", lambda run, k: run.loss_and_gradient(k)[0]),
@@ -698,6 +707,8 @@ OWN: dict[str, tuple[str, Own]] = {
     "eval/<data set>/reward": ("fresh", lambda run, k: evaluated(run, "long", mean)),
     "eval/pass@<k>": ("fresh", lambda run, k: evaluated(run, None, lambda rewards: solved(rewards, 1))),
     "eval/reward": ("fresh", lambda run, k: evaluated(run, None, mean)),
+    "eval/<data set>/cut_share": ("fresh", lambda run, k: cut_share(run, from_number=3)),
+    "eval/cut_share": ("fresh", lambda run, k: cut_share(run, from_number=0)),
     "eval/version": ("fresh", lambda run, k: 0.0),
     "eval/oldest_version": ("fresh", lambda run, k: min(min(one.versions) for one in run.engine.evaluated)),
     "eval/newest_version": ("fresh", lambda run, k: max(max(one.versions) for one in run.engine.evaluated)),
@@ -772,6 +783,7 @@ NOT_HERE = {
     "sample/total_tokens": "a count at one moment while the engine works; tests/rollouts has it in virtual time",
     "sample/lost": "groups are lost by timing; tests/scheduling/test_expiry.py has it in virtual time",
 }
+NOT_HERE["val/cut_share"] = "samples do not say how they ended; tests/callbacks/test_cut_completions.py"
 NOT_HERE |= {
     metric.name: "these runs are too short for a forecast; tests/callbacks/test_staleness_controller.py"
     for metric in METRICS["StalenessController"]
@@ -792,6 +804,7 @@ LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",
     "eval/<data set>/reward": "eval/long/reward",
+    "eval/<data set>/cut_share": "eval/long/cut_share",
     "eval/pass@<k>": "eval/pass@1",
     **{f"intake/<fate>_{name}": f"intake/trained_{name}" for name in ("share", "length", "s", "pass_rate")},
 }

@@ -90,14 +90,13 @@ def test_weights_that_the_model_has_not_are_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("continues", [False, True])
 def test_an_adapter_without_some_of_its_weights_is_refused(tmp_path, continues):
-    base = save(tiny_llama(vocab=30, hidden=16, layers=2), tmp_path / "base")
-    tuned = peft.get_peft_model(load_policy(base), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    base = load_policy(save(tiny_llama(vocab=30, hidden=16, layers=2), tmp_path / "base"))
     folder = tmp_path / "adapter"
-    tuned.save_pretrained(folder)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(folder)
     file = folder / "adapter_model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if "layers.1" not in name}, file)
+    plain = load_policy(str(tmp_path / "base"))
+    lora = LoRA(continue_adapter=True)
+    load = (lambda: add_lora(plain, lora, str(folder))) if continues else (lambda: load_policy(str(folder)))
     with pytest.raises(ValueError, match="its adapter lacks weights, which would be random"):
-        if continues:
-            add_lora(load_policy(base), LoRA(continue_adapter=True), str(folder))
-        else:
-            load_policy(str(folder))
+        load()
