@@ -332,7 +332,7 @@ def test_a_call_gets_the_sampling_of_the_run(caplog):
     async def cold(prompt, client):
         asked = CallSampling(temperature=0.1, max_tokens=2, stop=("x",))
         await client.episode.complete_text("1+1=", sampling=asked)
-        await client.completions.create(prompt="1+2=", max_completion_tokens=10**6, model="any")
+        await client.completions.create(prompt="1+2=", max_tokens=10**6, model="any")
         return 1.0
 
     inner = Numbered()
