@@ -38,8 +38,8 @@ import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.common.process import csv_logger
 from lit_async_rl.agents import AgentEngine, AgentEpisode, CallSampling, EndpointClients
-from lit_async_rl.agents.endpoint.bodies import CHAT
-from lit_async_rl.agents.endpoint.exchange import ApiRequest
+from lit_async_rl.agents.api.bodies import CHAT
+from lit_async_rl.agents.api.exchange import ApiRequest
 from lit_async_rl.agents.endpoint.server import respond_at
 from lit_async_rl.tasks.calculator import Calculator, CalculatorEpisode
 from lit_async_rl.tasks.calculator_agent import ADD, CalculatorAgent

@@ -1,22 +1,39 @@
 """Clients that agents get: objects to call the policy with.
 
-`InProcessClients` gives an object with those methods of `openai.AsyncOpenAI` that agents use, without a server.
-Subclasses of `ClientFactory` may give anything else, such as a client of an endpoint.
+`InProcessClients` gives an object with those methods of `openai.AsyncOpenAI` that agents use, without a server: it
+answers, and refuses, what the endpoint does. Subclasses of `ClientFactory` may give anything else, such as a client of
+an endpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import itertools
+import json
+import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from lit_async_rl.agents.calls import CallSampling, Reply
+from lit_async_rl.agents.api.answers import DONE, Answer, TokenTexts
+from lit_async_rl.agents.api.bodies import (
+    Call,
+    CallLimits,
+    chat_call,
+    check_length,
+    checked_options,
+    parse_body,
+    text_call,
+)
+from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
 
-_IGNORED = frozenset(
-    {"model", "timeout", "stream_options", "user", "extra_headers", "metadata", "store", "tool_choice"}
-)
+OF_CLIENTS = ("timeout", "extra_headers", "extra_query")  # arguments that are no part of a call
+_texts = functools.lru_cache(maxsize=4)(TokenTexts)
 
 
 class ClientFactory(ABC):
@@ -41,189 +58,150 @@ class ClientFactory(ABC):
 
 
 class InProcessClients(ClientFactory):
-    """Clients in the process of the trainer, see `InProcessClient`."""
+    """Clients in the process of the trainer, see `InProcessClient`.
+
+    Args:
+        ignored_options: see `EndpointClients`.
+
+    Raises:
+        ValueError: every answer depends on one of the options.
+    """
+
+    def __init__(self, ignored_options: Sequence[str] = ()) -> None:
+        self.ignored_options = checked_options(ignored_options, "InProcessClients.ignored_options")
+        self._limits = CallLimits(ignored_options=frozenset(self.ignored_options))
 
     async def open(self, episode: AgentEpisode) -> InProcessClient:
-        return InProcessClient(episode)
+        return InProcessClient(episode, self._limits)
 
 
-# -- Responses in the form of OpenAI's, as far as agents read them ----------------------------------------------------
+# -- calls as the API has them -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Function:
-    """Name and arguments (JSON text) of a tool call."""
-
-    name: str
-    arguments: str
+def call_ids(call: Call, call_id: str) -> list[str]:
+    """Names of a call's parts for the episode: one for each prompt."""
+    return [call_id] if call.messages else [f"{call_id}-{number}" for number in range(len(call.prompts))]
 
 
-@dataclass(frozen=True)
-class MessageToolCall:
-    """A tool call of a message."""
+async def sample(episode: AgentEpisode, call: Call, names: Sequence[str] = ()) -> list[Reply]:
+    """The policy's replies to a call.
 
-    id: str
-    function: Function
-    type: str = "function"
+    Args:
+        episode: that the call belongs to.
+        call: what is asked.
+        names: of the call's parts, see `call_ids`; without any nobody can ask for it again.
+
+    Raises:
+        AgentCallError: the call cannot be answered.
+    """
+    sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
+    if call.messages:
+        return await episode.complete(
+            call.messages,
+            tools=call.tools,
+            sampling=sampling,
+            n=call.n,
+            call_id=next(iter(names), None),
+            chat_template_kwargs=call.chat_template_kwargs,
+            parses_tools=call.calls_tools,
+        )
+    tasks = [
+        asyncio.ensure_future(episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=name))
+        for prompt, name in itertools.zip_longest(call.prompts, names)
+    ]
+    try:
+        return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+    except BaseException:  # the agent gets an error, and none of the replies to the other prompts
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for name in names:
+            episode.withdraw(name)
+        raise
 
 
-@dataclass(frozen=True)
-class ChatMessage:
-    """A message of the policy; may be sent back in the messages of the next call as it is."""
+class ApiObject(SimpleNamespace):
+    """A part of an answer, with the attributes of OpenAI's; those that it leaves out are None.
 
-    content: str
-    tool_calls: list[MessageToolCall] | None = None
-    reasoning_content: str | None = None
-    role: str = "assistant"
+    A message may be sent back in the messages of the next call as it is.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
 
     def model_dump(self, exclude_none: bool = True) -> dict[str, Any]:
-        """The message as a dictionary."""
-        return {key: value for key, value in asdict(self).items() if value is not None or not exclude_none}
+        """As a dictionary."""
+        return {key: _plain(value) for key, value in vars(self).items() if value is not None or not exclude_none}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One reply to a chat call."""
-
-    index: int
-    message: ChatMessage
-    finish_reason: str
-    reply: Reply
+def _object(found: dict[str, Any]) -> Any:
+    """An object of JSON; the likeliest tokens of a text, by their own names, stay a dictionary."""
+    is_by_token = bool(found) and all(isinstance(value, float) for value in found.values())
+    return found if is_by_token else ApiObject(**found)
 
 
-@dataclass(frozen=True)
-class TextChoice:
-    """One completion of a text."""
-
-    index: int
-    text: str
-    finish_reason: str
-    reply: Reply
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a call."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        """Both."""
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True)
-class ChatResponse:
-    """Answer to a chat call."""
-
-    choices: list[Choice]
-    usage: Usage
-
-
-@dataclass(frozen=True)
-class TextResponse:
-    """Answer to a call with a text."""
-
-    choices: list[TextChoice]
-    usage: Usage
-
-
-def _usage(replies: Sequence[Reply]) -> Usage:
-    return Usage(replies[0].prompt_token_count, sum(len(reply.token_ids) for reply in replies))
-
-
-def _plain(message: Any) -> Any:
-    """A message as a mapping: `ChatMessage`, an object of pydantic, or a mapping as it is."""
-    if isinstance(message, Mapping):
-        return message
-    dump = getattr(message, "model_dump", None)
-    if dump is not None:
-        return dump(exclude_none=True)
-    return asdict(message) if is_dataclass(message) and not isinstance(message, type) else message
+def _plain(value: Any) -> Any:
+    """What a client gives, or has got, as JSON has it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    dump = getattr(value, "model_dump", None)
+    return value if dump is None else dump(exclude_none=True)
 
 
 class InProcessClient:
     """A client like `openai.AsyncOpenAI`: `await client.chat.completions.create(messages=..., tools=...)`.
 
-    Arguments that only matter to a server are ignored. Streams are not offered.
+    It serves, and refuses, what the endpoint does; a refusal is an `AgentCallError`. `model` may be left out.
+
+    Args:
+        episode: the running agent.
+        limits: of its calls.
 
     Attributes:
         episode: for calls with all that the library knows of a reply: `client.episode.complete(messages)`.
     """
 
-    def __init__(self, episode: AgentEpisode) -> None:
+    def __init__(self, episode: AgentEpisode, limits: CallLimits | None = None) -> None:
         self.episode = episode
-        self.chat = _Chat(episode)
-        self.completions = _TextCompletions(episode)
+        limits = (limits or CallLimits()).of_episode(episode.trains)
+        self.chat = SimpleNamespace(completions=_Completions(episode, limits, read=chat_call))
+        self.completions = _Completions(episode, limits, read=text_call)
 
 
-class _Chat:
-    def __init__(self, episode: AgentEpisode) -> None:
-        self.completions = _ChatCompletions(episode)
-
-
-class _ChatCompletions:
-    def __init__(self, episode: AgentEpisode) -> None:
+class _Completions:
+    def __init__(self, episode: AgentEpisode, limits: CallLimits, read: Callable[..., Call]) -> None:
         self._episode = episode
+        self._limits = limits
+        self._read = read
 
-    async def create(
-        self,
-        *,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        n: int = 1,
-        extra_body: Mapping[str, Any] | None = None,
-        **arguments: Any,
-    ) -> ChatResponse:
-        """Replies to a conversation; arguments as in OpenAI's chat API.
+    async def create(self, *, extra_body: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+        """The policy's replies; arguments as in OpenAI's API. With `stream` an iterator of their parts.
 
         Raises:
-            AgentCallError: the call cannot be answered.
-            TypeError: an argument is unknown.
+            AgentCallError: the call cannot be answered, or an argument is not served.
         """
-        replies = await self._episode.complete(
-            [_plain(message) for message in messages],
-            tools=tools,
-            sampling=sampling_of(arguments),
-            n=n,
-            chat_template_kwargs=(extra_body or {}).get("chat_template_kwargs"),
-        )
-        return ChatResponse([_choice(number, reply) for number, reply in enumerate(replies)], _usage(replies))
+        named = {name: value for name, value in arguments.items() if name not in OF_CLIENTS}
+        body = json.dumps(_plain({"model": "policy"} | named | dict(extra_body or {})), ensure_ascii=False)
+        texts = _texts(self._episode.codec)
+        try:
+            call = self._read(parse_body(body.encode()), self._episode.request.sampling, self._limits)
+            check_length(call, self._episode.max_model_len, longest_token=texts.longest)
+        except ApiError as error:
+            raise AgentCallError(error.message, error.code or "", error.status, param=error.param) from None
+        replies = await sample(self._episode, call)
+        answer = Answer(call, replies, texts, number=secrets.token_hex(12), created=int(time.time()))
+        if call.stream:
+            return _parts(answer)
+        found = json.loads(answer.whole, object_hook=_object)
+        for choice, reply in zip(found.choices, replies, strict=True):
+            choice.reply = reply
+        return found
 
 
-class _TextCompletions:
-    def __init__(self, episode: AgentEpisode) -> None:
-        self._episode = episode
-
-    async def create(self, *, prompt: str | Sequence[int], n: int = 1, **arguments: Any) -> TextResponse:
-        """Completions of a text or of token ids.
-
-        Raises:
-            AgentCallError: the call cannot be answered.
-            TypeError: an argument is unknown.
-        """
-        replies = await self._episode.complete_text(prompt, sampling=sampling_of(arguments), n=n)
-        choices = [TextChoice(k, reply.text, reply.finish_reason, reply=reply) for k, reply in enumerate(replies)]
-        return TextResponse(choices, _usage(replies))
-
-
-def _choice(number: int, reply: Reply) -> Choice:
-    calls = [MessageToolCall(call.id, Function(call.name, call.arguments)) for call in reply.message.tool_calls]
-    message = ChatMessage(reply.message.content, calls or None, reply.message.reasoning)
-    return Choice(number, message, reply.finish_reason, reply=reply)
-
-
-def sampling_of(arguments: dict[str, Any]) -> CallSampling:
-    """What a chat call asks of sampling, by the names of the API.
-
-    Raises:
-        TypeError: an argument is unknown.
-    """
-    known = {key: value for key, value in arguments.items() if key not in _IGNORED and value is not None}
-    extra = known.pop("max_completion_tokens", None)
-    stop = known.pop("stop", ())
-    if extra is not None:
-        known["max_tokens"] = extra
-    return CallSampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **known)
+async def _parts(answer: Answer) -> AsyncIterator[Any]:
+    for event in answer.events.decode().removesuffix(DONE).split("\n\n")[:-1]:
+        yield json.loads(event.removeprefix("data: "), object_hook=_object)

@@ -15,8 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lit_async_rl.agents.calls import AgentCallError, AgentResult, Reply
-from lit_async_rl.agents.clients import sampling_of
+from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.agents.held import Held
 from lit_async_rl.prompts.sources import PromptSource
@@ -28,7 +27,6 @@ INDEX = "verifiers_index"
 KEY = "verifiers_key"
 START_TIMEOUT_S = 300.0  # shared tool servers may be containers
 NOWHERE = "http://127.0.0.1:9/v1"  # of calls that are no model's turns: refused at once
-SAMPLING = ("max_tokens", "max_completion_tokens", "stop", "seed")  # of a body; all else is the policy's own
 NO_KEY = "LIT_ASYNC_RL_NO_KEY"  # an environment variable that nobody sets
 
 
@@ -263,7 +261,13 @@ class _Calls:
 
     async def complete(self, body: Mapping[str, Any]) -> Reply:
         """The reply to a chat completion's body; raises what `AgentEpisode.complete` raises, and ValueError."""
-        sampling = sampling_of({name: body[name] for name in SAMPLING if name in body})
+        lengths = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+        stop = body.get("stop") or ()
+        sampling = CallSampling(  # all else is the policy's own
+            max_tokens=next(iter(lengths), None),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            seed=body.get("seed"),
+        )
         number = self._num_calls
         self._num_calls += 1
         replies = await self._episode.complete(

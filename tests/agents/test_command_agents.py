@@ -221,7 +221,7 @@ def test_a_trainer_that_is_killed_takes_its_agents_with_it(tmp_path):
     trainer += "asyncio.run(agent(Prompt(text='a'), SimpleNamespace(base_url='http://127.0.0.1:9/v1', api_key='k')))"
     process = subprocess.Popen([sys.executable, "-c", trainer], env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
-        wait_for(lambda: place.exists() and place.read_text().count("\n") == 5)
+        wait_for(lambda: place.exists() and place.read_text().count("\n") == 5, limit_s=2 * WAIT_S)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(WAIT_S)

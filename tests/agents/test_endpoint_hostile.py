@@ -2,15 +2,19 @@
 
 import contextlib
 import json
+import select
 import socket
+import sys
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from agent_endpoints import TOOL, WAIT_S, held, wait_for
 
-from lit_async_rl.agents.endpoint.bodies import CallLimits, chat_call, parse_body, text_call
-from lit_async_rl.agents.endpoint.errors import ApiError
+from lit_async_rl.agents.api.bodies import CallLimits, chat_call, parse_body, text_call
+from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.endpoint import app
+from lit_async_rl.agents.endpoint.retries import digest_of
 from lit_async_rl.agents.endpoint.server import EndpointSettings
 from lit_async_rl.types import SamplingParams
 
@@ -328,6 +332,41 @@ def test_sockets_that_speak_no_http_or_stop_in_the_middle_harm_nobody(pair):
     well(bad)
 
 
+@pytest.mark.parametrize("part", [b"x" * 2**16, b"A: b\r\n" * 2**13], ids=["one_header", "many_headers"])
+def test_a_head_without_an_end_is_not_kept_in_memory(pair, part):
+    _, good, bad = pair
+    with connect(bad) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nA: ")
+        with pytest.raises(ConnectionError):  # long before all of this was taken
+            connection.sendall(part * 500)
+    well(good)
+
+
+def test_connections_without_a_whole_head_are_closed_in_time(pair, monkeypatch):
+    """Those that say nothing, stop in the middle, or stop behind a call; not those that wait for an answer."""
+    episodes, good, bad = pair
+    monkeypatch.setattr(app, "HEAD_TIMEOUT_S", 0.3)
+    body = json.dumps(ASK).encode()
+    whole = head(bad, len(body)) + body
+    for said in (b"", b"\r\n", b"POST /v1", whole[:60], whole + b"POST /v1"):
+        with connect(bad) as connection:
+            connection.sendall(said)
+            found = b""
+            while part := connection.recv(65536):
+                found += part
+            assert (b"chat.completion" in found) == said.startswith(whole)
+    episodes.pause()
+    with connect(bad) as connection:
+        connection.sendall(whole)
+        connection.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        episodes.resume()
+        connection.settimeout(WAIT_S)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    well(good)
+
+
 def test_a_thousand_connections_that_say_nothing_harm_nobody(pair):
     _, good, bad = pair
     connections = [connect(bad) for _ in range(300)]
@@ -369,3 +408,30 @@ def test_clients_that_go_at_once_leave_nothing_behind(tmp_path):
         episodes.resume()
         well(good)
         wait_for(lambda: all(call.replies.done() for call in episode._calls))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells whether an answer was read")
+def test_an_answer_that_its_client_has_not_read_is_not_trained_and_given_to_the_next(tmp_path):
+    """It was written in the moment in which the client gave up."""
+    with held(tmp_path) as (episodes, (given,)):
+        episode = episodes.engine.episode(given.api_key)
+        (session,) = episodes.endpoint._sessions.values()
+        for number, is_read in enumerate((True, False, False)):
+            content = json.dumps(ASK | {"seed": number}).encode()
+            with connect(given) as connection:
+                connection.sendall(head(given, len(content)) + content)
+                assert select.select([connection], [], [], WAIT_S)[0], "no answer"
+                if is_read:
+                    connection.recv(65536)
+            (call,) = session.book._calls[digest_of("/v1/chat/completions", content)]
+            if not is_read:
+                wait_for(lambda call=call: not call.is_delivered)
+        assert [call.turns[0].is_kept for call in episode._calls] == [True, False, False]
+        again = send(given, content)  # without a word that it is a repetition
+        assert len(episode._calls) == 3
+        assert episode._calls[-1].turns[0].is_kept
+        assert send(given, content).json()["id"] != again.json()["id"], "a second call was taken for a repetition"
+        episodes.end_agents()
+        (sample,) = episodes.results(1)
+    assert len(sample.rows) == 3
+    assert episodes.engine.stats.num_orphans == 1

@@ -70,7 +70,7 @@ def play(agent, num_samples=1, inner=None, **settings):
 
 
 async def once(prompt, client):
-    reply = await client.chat.completions.create(messages=[user(prompt.text)], model="any", temperature=0.0)
+    reply = await client.chat.completions.create(messages=[user(prompt.text)], model="any", temperature=1.0)
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + 1
     return 1.0
 
@@ -330,8 +330,9 @@ def test_calls_are_limited_and_refused_when_the_episode_is_over():
 
 def test_a_call_gets_the_sampling_of_the_run(caplog):
     async def cold(prompt, client):
-        await client.completions.create(prompt="1+1=", temperature=0.1, max_tokens=2, stop="x")
-        await client.completions.create(prompt="1+2=", max_completion_tokens=10**6, model="any")
+        asked = CallSampling(temperature=0.1, max_tokens=2, stop=("x",))
+        await client.episode.complete_text("1+1=", sampling=asked)
+        await client.completions.create(prompt="1+2=", max_tokens=10**6, model="any")
         return 1.0
 
     inner = Numbered()

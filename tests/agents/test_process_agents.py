@@ -295,7 +295,9 @@ def test_a_trainer_that_is_killed_takes_its_processes_with_it(module, tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     started = subprocess.Popen([sys.executable, "-c", trainer], env=os.environ | {"PYTHONPATH": path})
     try:
-        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+        # two processes import one after the other
+        is_there = lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n")  # noqa: E731
+        wait_for(is_there, limit_s=3 * WAIT_S)
     finally:
         started.send_signal(signal.SIGKILL)
         started.wait(WAIT_S)

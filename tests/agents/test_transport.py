@@ -7,14 +7,16 @@ import os
 import pickle
 import signal
 
+import httpx
 import pytest
 from agent_endpoints import TOOL, importable, playing, wait_for
 
 from lit_async_rl.agents import EndpointClients, ProcessAgent
+from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, _Worker
 from lit_async_rl.agents.endpoint.server import endpoint_at
-from lit_async_rl.agents.endpoint.transport import Answered
+from lit_async_rl.agents.endpoint.transport import Answered, PipeCalls, transport_to
 from lit_async_rl.agents.engine import load_agent
 from lit_async_rl.types import Prompt
 
@@ -236,6 +238,50 @@ def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_p
         (sample,) = episodes.results(1)
     assert len(sample.rows) == 1
     assert episodes.engine.stats.num_lost == 0
+
+
+def test_an_answer_that_comes_as_its_client_goes_is_lost():
+    """In both ways without a socket, and in the trainer, which hears of it after it has answered."""
+    lost = []
+
+    async def play():
+        answered = asyncio.get_running_loop().create_future()
+
+        async def ask(at, call):
+            return await answered
+
+        transport = transport_to(lambda at: True, ask)
+        request = httpx.Request("POST", "http://127.0.0.1:1/v1/chat/completions", content=b"{}")
+        task = asyncio.ensure_future(transport.handle_async_request(request))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        answered.set_result(ApiResponse(body=b"{}", lose=lambda: lost.append("here")))
+        await asyncio.sleep(0)  # the answer is there, and nobody has taken it
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+        calls = PipeCalls(lambda said, body: lost.append(said))
+        task = asyncio.ensure_future(
+            calls.ask("http://127.0.0.1:1/v1", ApiRequest(path=CHAT, body=b"", authorization=""))
+        )
+        await asyncio.sleep(0)
+        calls.take(Answered(0, ApiResponse(body=b"{}")))
+        task.cancel()
+        await asyncio.wait({task})
+
+        process = await asyncio.create_subprocess_exec(
+            "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        worker = _Worker("agent", process)
+        worker._answered[7] = lambda: lost.append("there")
+        worker._end_call(7)
+        worker._end_call(7)
+        process.stdin.close()
+        await process.wait()
+
+    asyncio.run(play())
+    assert [one for one in lost if one == "here" or one == "there" or "gone" in one] == ["here", {"gone": 0}, "there"]
 
 
 # -- what a process says that is no call -------------------------------------------------------------------------------

@@ -139,9 +139,9 @@ def make_engine(agent: Callable[..., Any], **settings: Any) -> AgentEngine:
     return AgentEngine(inner, agent=agent, clients=EndpointClients(**given), **settings)
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
+def wait_for(condition: Callable[[], Any], limit_s: float = WAIT_S) -> None:
     """Waits until a condition is true."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)

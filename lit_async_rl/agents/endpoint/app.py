@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -14,12 +15,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT, CallLimits
-from lit_async_rl.agents.endpoint.errors import ApiError
-from lit_async_rl.agents.endpoint.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
+from lit_async_rl.agents.api.bodies import CHAT, TEXT, CallLimits
+from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
+HEAD_TIMEOUT_S = 60.0  # from a connection, or the first byte of a request, to the end of its head
+MAX_HEAD_BYTES = 2**16
+TCP_CLOSE = 7  # linux/tcp.h, state of a connection that was reset
 BODY_TIMEOUT_S = 60.0  # from the head of a request to the end of its body
 CLIENT_GONE = 499  # nobody reads it
 T = TypeVar("T")
@@ -71,7 +76,12 @@ def make_app(endpoint: Answering) -> Starlette:
             idempotency_key=headers.get(IDEMPOTENCY_KEY),
         )
         answer = await _unless_gone(lambda has_gone: endpoint.respond(call, has_gone), request)
-        return Response(status_code=CLIENT_GONE) if answer is None else _sent(answer)
+        if answer is None:
+            return Response(status_code=CLIENT_GONE)
+        connection = request.scope.get("extensions", {}).get(CONNECTION)
+        if connection is not None:
+            connection.lose = answer.lose
+        return _sent(answer)
 
     async def models(request: Request) -> Response:
         endpoint.session(request.headers.get("authorization"))
@@ -165,6 +175,76 @@ async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], reque
             task.exception()  # was raised above, or nobody waits for it
 
 
+CONNECTION = "lit_async_rl.connection"  # in a request's extensions
+HttpProtocol: Any = AutoHTTPProtocol  # httptools', or h11's where that is missing, which has limits of its own
+
+
+class Connection(HttpProtocol):
+    """A connection of uvicorn's with limits of a request's head, which its parser, httptools, has none of.
+
+    Attributes:
+        lose: of the last answer, see `ApiResponse`; called when the client resets the connection before it says more,
+            as the kernel does for one that closes it with an answer that it has not read.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.lose: Callable[[], None] | None = None
+        self._is_in_head = False
+        self._num_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head:
+            self._num_bytes += len(data)
+            if self._num_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"The head of a request must have at most {MAX_HEAD_BYTES} bytes.")
+        if self._is_in_head or self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+
+    def on_message_begin(self) -> None:  # by httptools, likewise the next
+        super().on_message_begin()
+        self.scope["extensions"] = {CONNECTION: self}
+        self.lose = None  # a client that goes on has its answer
+        self._is_in_head = True
+        self._num_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._end_timer()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_timer()
+        if self.lose is not None and (exc is not None or _is_reset(self.transport)):
+            self.lose()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the other side has reset a connection; its end may have come before, and is all that was read."""
+    if not sys.platform.startswith("linux"):
+        return False
+    with contextlib.suppress(OSError):
+        found: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        return found[0] == TCP_CLOSE
+    return False
+
+
 class EndpointServer(uvicorn.Server):
     """A server that can be cancelled.
 
@@ -198,6 +278,7 @@ def make_server(endpoint: Answering, report: Callable[[], None]) -> EndpointServ
     """A server of the routes, not started."""
     config = uvicorn.Config(
         make_app(endpoint),
+        http=Connection,
         lifespan="off",
         log_config=None,
         log_level="error",  # not of what clients send

@@ -22,14 +22,15 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
+from lit_async_rl.agents.api.bodies import CHAT, TEXT
+from lit_async_rl.agents.api.exchange import ApiRequest
 from lit_async_rl.agents.calls import AgentResult
-from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED, end_guarded
-from lit_async_rl.agents.endpoint.exchange import ApiRequest
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.endpoint.server import ENDED, Endpoint, endpoint_at
@@ -45,6 +46,7 @@ START_TIMEOUT_S = 300.0  # imports of the child
 ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block
 REAP_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 2**20
+NUM_ANSWERED = 1024
 _PLAYER = "lit_async_rl.agents.endpoint.player"
 
 
@@ -196,6 +198,7 @@ class _Worker:
         self._replies = process.stdout
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._answered: dict[int, Callable[[], None]] = {}  # the last calls, whose client may not get the answer
         self._waiting: dict[int, asyncio.Future[AgentResult]] = {}
         self._cancelled: set[int] = set()  # whose process has not yet said that it knows
         self._reading: asyncio.Task[None] | None = None
@@ -316,7 +319,12 @@ class _Worker:
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
     async def _answer(self, number: int, request: ApiRequest, endpoint: Endpoint) -> None:
-        self._write(pickle.dumps(Answered(number, await endpoint.respond(request))))
+        response = await endpoint.respond(request)
+        if response.lose is not None:
+            self._answered[number] = response.lose
+            while len(self._answered) > NUM_ANSWERED:
+                del self._answered[next(iter(self._answered))]
+        self._write(pickle.dumps(Answered(number, replace(response, lose=None))))
 
     def _end_call(self, number: Any) -> None:
         """Its client has gone."""
@@ -324,6 +332,8 @@ class _Worker:
             raise ValueError("the end of a call that is none")
         if number in self._calls:
             self._calls[number].cancel()
+        if (lose := self._answered.pop(number, None)) is not None:  # the answer was on its way
+            lose()
 
     async def _skip(self, length: int) -> None:
         while length:

@@ -20,7 +20,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from lit_async_rl.agents.endpoint.errors import ApiError
+from lit_async_rl.agents.api.errors import ApiError
 
 MAX_KEY_CHARS = 256
 _PERSONS = {"/v1/chat/completions": b"chat", "/v1/completions": b"text"}
@@ -43,7 +43,7 @@ class RepeatableCall:
         created: seconds since the epoch, as answers have it.
         attempt: `x-stainless-retry-count` of the last request.
         num_waiting: requests that wait for the answer.
-        is_delivered: whether a request got the answer.
+        num_delivered: requests that got the answer.
     """
 
     id: str
@@ -53,7 +53,12 @@ class RepeatableCall:
     created: int = field(default_factory=lambda: int(time.time()))
     attempt: int = 0
     num_waiting: int = 0
-    is_delivered: bool = False
+    num_delivered: int = 0
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a request got the answer."""
+        return self.num_delivered > 0
 
 
 class CallBook:
@@ -104,7 +109,12 @@ class CallBook:
         """A request no longer waits: it got the answer, or its client has gone."""
         with self._lock:
             call.num_waiting -= 1
-            call.is_delivered |= delivered
+            call.num_delivered += delivered
+
+    def lose(self, call: RepeatableCall) -> None:
+        """A request that got the answer has not read it after all."""
+        with self._lock:
+            call.num_delivered -= 1
 
     def fail(self, call: RepeatableCall) -> None:
         """A call got no reply but an error: a request that repeats it is a new call."""

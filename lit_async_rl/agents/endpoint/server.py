@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import socket
@@ -21,24 +22,25 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
-from lit_async_rl.agents.endpoint.answers import Answer, TokenTexts
-from lit_async_rl.agents.endpoint.bodies import (
+from lit_async_rl.agents.api.answers import Answer, TokenTexts
+from lit_async_rl.agents.api.bodies import (
     CHAT,
-    DISTRIBUTION,
     Call,
     CallLimits,
     chat_call,
     check_length,
+    checked_options,
     parse_body,
     text_call,
 )
-from lit_async_rl.agents.endpoint.errors import SERVER_ERROR, ApiError
-from lit_async_rl.agents.endpoint.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
+from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.calls import AgentCallError
+from lit_async_rl.agents.clients import call_ids, sample
 from lit_async_rl.agents.endpoint.openai_clients import MISSING
 from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
@@ -54,6 +56,13 @@ MAX_RESTARTS = 5  # within `RESTART_WINDOW_S`
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
 NUM_ENDED_KEYS = 4096
+# for connections, whose clients' machines may go without a word: after two minutes of silence
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 60),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 15),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
+)
 EVENTS = "text/event-stream; charset=utf-8"
 log = logging.getLogger(__name__)
 _listening: dict[str, Endpoint] = {}  # by address
@@ -89,14 +98,8 @@ class EndpointSettings:
         check_range("endpoint", "positive", max_body_mb=self.max_body_mb)
         check_range("endpoint", "integer >= 1", max_messages=self.max_messages)
         check_range("endpoint", "integer in [0, 65535]", port=self.port)
-        if isinstance(self.ignored_options, str):
-            raise ValueError(f"endpoint.ignored_options must be a list of names, got {self.ignored_options!r}")
-        needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(self.ignored_options))
-        if needed:
-            raise ValueError(
-                f"endpoint.ignored_options must not have {', '.join(needed)}, which every answer depends on"
-            )
-        object.__setattr__(self, "ignored_options", tuple(self.ignored_options))
+        names = checked_options(self.ignored_options, "endpoint.ignored_options")
+        object.__setattr__(self, "ignored_options", names)
 
     @property
     def limits(self) -> CallLimits:
@@ -193,6 +196,9 @@ class Endpoint:
         listening = _Listening(family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for level, name, value in KEEP_ALIVE:
+                if hasattr(socket, name):
+                    listening.setsockopt(level, getattr(socket, name), value)
             listening.bind((settings.host, settings.port))
             listening.listen(BACKLOG)
         except OSError as error:
@@ -289,9 +295,7 @@ class Endpoint:
             EngineError: the server has ended for good.
         """
         self.check()
-        limits = self.limits
-        if not episode.trains:  # an agent that names the distribution of training, which validation may not have
-            limits = replace(limits, ignored_options=limits.ignored_options | set(DISTRIBUTION))
+        limits = self.limits.of_episode(episode.trains)
         with self._lock:
             self._sessions[episode.key] = _Session(episode, limits)
 
@@ -364,7 +368,7 @@ class Endpoint:
             idempotency_key=_idempotency_key(request.idempotency_key),
         )
         try:
-            replies = await self._sample(session.episode, call, known.id)
+            replies = await sample(session.episode, call, call_ids(call, known.id))
         except AgentCallError as error:
             session.book.fail(known)
             raise ApiError(error.status, str(error), param=error.param, code=error.code) from None
@@ -381,41 +385,23 @@ class Endpoint:
         answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
         if call.stream:
             return ApiResponse(body=answer.events, media_type=EVENTS, headers={"Cache-Control": "no-cache"})
-        return ApiResponse(body=answer.whole)
+        return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
+
+    def _lose(self, session: _Session, call: Call, known: RepeatableCall) -> None:
+        """The client of a request has not read the answer that it was given."""
+        session.book.lose(known)
+        self._withdraw(session, call, known)
 
     def _leave(self, session: _Session, call: Call, known: RepeatableCall) -> None:
         """A request goes without its answer: what nobody has read does not train, unless it is asked for again."""
         session.book.leave(known, delivered=False)
-        if not known.num_waiting and not known.is_delivered:
-            for call_id in _call_ids(call, known.id):
-                session.episode.withdraw(call_id)
+        self._withdraw(session, call, known)
 
-    async def _sample(self, episode: AgentEpisode, call: Call, call_id: str) -> list[Reply]:
-        sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
-        ids = _call_ids(call, call_id)
-        if call.messages:
-            return await episode.complete(
-                call.messages,
-                tools=call.tools,
-                sampling=sampling,
-                n=call.n,
-                call_id=ids[0],
-                chat_template_kwargs=call.chat_template_kwargs,
-                parses_tools=call.calls_tools,
-            )
-        tasks = [
-            asyncio.ensure_future(episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=one))
-            for prompt, one in zip(call.prompts, ids, strict=True)
-        ]
-        try:
-            return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
-        except BaseException:  # the agent gets an error, and none of the replies to the other prompts
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            for one in ids:
-                episode.withdraw(one)
-            raise
+    @staticmethod
+    def _withdraw(session: _Session, call: Call, known: RepeatableCall) -> None:
+        if not known.num_waiting and not known.is_delivered:
+            for call_id in call_ids(call, known.id):
+                session.episode.withdraw(call_id)
 
     @property
     def too_long(self) -> ApiError:
@@ -437,11 +423,6 @@ async def respond_at(address: str, request: ApiRequest) -> ApiResponse:
     """The answer of the endpoint of this process that listens at an address."""
     endpoint = endpoint_at(address)
     return ENDED if endpoint is None else await endpoint.respond(request)
-
-
-def _call_ids(call: Call, call_id: str) -> list[str]:
-    """Names of a call's parts for the episode: one for each prompt."""
-    return [call_id] if call.messages else [f"{call_id}-{number}" for number in range(len(call.prompts))]
 
 
 def _attempt(header: str | None) -> int:

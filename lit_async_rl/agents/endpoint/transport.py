@@ -11,11 +11,11 @@ import asyncio
 import importlib
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lit_async_rl.agents.endpoint.bodies import CHAT, TEXT
-from lit_async_rl.agents.endpoint.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
+from lit_async_rl.agents.api.bodies import CHAT, TEXT
+from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, import_openai
 
 MAX_HEADER_CHARS = 1000  # what is longer is refused anyhow, and need not be a line for the pipe
@@ -55,8 +55,10 @@ def transport_to(is_there: Callable[[str], bool], ask: Callable[[str, ApiRequest
                 await asyncio.wait({task}, timeout=request.extensions.get("timeout", {}).get("read"))
                 if not task.done():
                     raise httpx.ReadTimeout("no answer of the endpoint", request=request)
-            finally:
-                task.cancel()  # does nothing to one that is done
+            except BaseException:
+                if not task.cancel():  # the answer came in the moment in which its client went
+                    _lose(task)
+                raise
             answer = task.result()
             headers = {"content-type": answer.media_type, **answer.headers}
             return httpx.Response(answer.status, headers=headers, content=answer.body, request=request)
@@ -66,6 +68,12 @@ def transport_to(is_there: Callable[[str], bool], ask: Callable[[str, ApiRequest
             await self._http.aclose()
 
     return Transport()
+
+
+def _lose(task: asyncio.Future[ApiResponse]) -> None:
+    lose = None if task.cancelled() or task.exception() is not None else task.result().lose
+    if lose is not None:
+        lose()
 
 
 def _header(request: Any, name: str) -> str | None:
@@ -135,6 +143,10 @@ class PipeCalls:
     async def ask(self, at: str, call: ApiRequest) -> ApiResponse:
         """The trainer's answer; cancelled, it tells the trainer."""
         number = next(self._numbers)
+
+        def lose() -> None:
+            self._say({"gone": number}, b"")
+
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         said = {
@@ -148,7 +160,9 @@ class PipeCalls:
         }
         self._say(said, call.body)
         try:
-            return await answer
+            return replace(await answer, lose=lose)
+        except asyncio.CancelledError:
+            lose()
+            raise
         finally:
-            if self._waiting.pop(number, None) is not None:
-                self._say({"gone": number}, b"")
+            self._waiting.pop(number, None)

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lit_async_rl.agents.api.bodies import Call
 from lit_async_rl.agents.calls import Reply
-from lit_async_rl.agents.endpoint.bodies import Call
 from lit_async_rl.models.tokenizer import TextCodec
 
 MAX_PIECES = 16  # of a streamed reply: each costs the client and the server a JSON object

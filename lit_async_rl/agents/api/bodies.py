@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS, REASONING_KEYS
-from lit_async_rl.agents.endpoint.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.types import ROLES, SamplingParams
 
 CHAT = "/v1/chat/completions"
@@ -79,6 +79,10 @@ class CallLimits:
     max_body_bytes: int = 8 * 2**20
     max_messages: int = 2000
     ignored_options: frozenset[str] = frozenset()
+
+    def of_episode(self, trains: bool) -> CallLimits:
+        """Limits of an episode's calls: an agent names the distribution of training, which validation may not have."""
+        return self if trains else replace(self, ignored_options=self.ignored_options | set(DISTRIBUTION))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +150,20 @@ def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
             param="messages" if call.messages else "prompt",
             code="context_length_exceeded",
         )
+
+
+def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
+    """Options that calls may have without an effect.
+
+    Raises:
+        ValueError: they are no list, or every answer depends on one of them.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"{setting} must be a list of names, got {names!r}")
+    needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(names))
+    if needed:
+        raise ValueError(f"{setting} must not have {', '.join(needed)}, which every answer depends on")
+    return tuple(names)
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------

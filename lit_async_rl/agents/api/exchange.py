@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 ATTEMPT = "x-stainless-retry-count"
@@ -37,9 +37,11 @@ class ApiResponse:
         status: HTTP status.
         media_type: of the body.
         headers: further headers.
+        lose: to be called when the client has gone before it had read the answer; None of one that need not be known.
     """
 
     body: bytes
     status: int = 200
     media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    lose: Callable[[], None] | None = field(default=None, compare=False, repr=False)

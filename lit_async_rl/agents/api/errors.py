@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lit_async_rl.agents.endpoint.exchange import ApiResponse
+from lit_async_rl.agents.api.exchange import ApiResponse
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
