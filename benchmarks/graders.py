@@ -2,8 +2,8 @@
 
     pip download --no-deps --no-binary :all: math-verify==0.9.0 && tar xzf math_verify-0.9.0.tar.gz
     curl -O https://raw.githubusercontent.com/hendrycks/math/main/modeling/math_equivalence_test.py
-    python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py tests/rewards/graded_answers*.jsonl \
-        --out docs/measurements/graders.json
+    python benchmarks/graders.py math_verify-0.9.0/tests math_equivalence_test.py \
+        tests/rewards/graded_answers*.jsonl --out docs/measurements/graders.json
 
 Reads cases out of the test files, without running them: lists of `pytest.mark.parametrize` whose arguments begin with
 gold, pred and expected, and pairs that a `unittest` compares by `is_equiv`, of which the second is put in a box, as a
@@ -92,7 +92,7 @@ LONGEST = 500  # characters of a reference that is an answer, and not a solution
 def kind_of(grade: Any, reference: str, answer: str, is_right: bool) -> str:
     """How a verdict compares with the expected one."""
     try:
-        found = bool(grade(Prompt(text="", answer=reference), answer))
+        found = grade(Prompt(text="", answer=reference), answer) >= 1.0
     except ValueError:
         return "refused"
     if found == is_right:

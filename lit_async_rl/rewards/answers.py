@@ -63,21 +63,10 @@ _NUMBER_IN_TEXT = re.compile(rf"(?:{_CURRENCY}\s?)?(?<![\w.,])(?:\d+ \d+/\d+|\d+
 _SIGN = re.compile(r"(?:(?:^|(?<=[\s(=\[{:,$]))-|(?:(?<=\bis)|(?<=\bwas)|(?<=[=:]))\s+-\s+)$")
 # A number beside an operator, a letter or a brace is a part of a formula.
 _FORMULA_BEFORE = re.compile(r"(?:[\^_*+×·÷/<>≤≥{]|[\d)}]\s*-|\b[A-Za-z]\s*-|[\w)]\(|\\(?!approx)[a-z]+)\s*$")
-_FORMULA_BEHIND = re.compile(r"[A-Za-z{(_]|\s*(?:[*^+×·÷/<>≤≥!\\]|-\s*\d)|\s[B-HJ-Zb-z]\b")
+_FORMULA_BEHIND = re.compile(r"[A-Za-z(_]|,\d|\s*(?:[{*^+×·÷/<>≤≥!\\]|-\s*\d)|\s[B-HJ-Zb-z]\b")
 _ANNOUNCED = re.compile(r"(?i)\banswer(?:\s+is|\s*:)(?:\s*:)?(?:\s+(?:about|approximately|thus))?\s*|####\s*")
 _END_OF_ANSWER = re.compile(r"\n|[;(]|[.!?](?:\s|$)|,\s|\b(?:because|since|as|for|when|if|where|which)\b")
 _MATH_IN_TEXT = re.compile(r"(?<![\\\w])\$(?! )([^$\n]{1,80}?)(?<! )\$(?![\d$])")
-_TEXT = re.compile(rf"(?:{_CURRENCY}\s?)?(?<![\w.,])(?:\d+ \d+/\d+|\d+/\d+|{_DECIMAL})")
-_SIGN = re.compile(r"(?:(?:^|(?<=[\s(=\[{:,$]))-|(?:(?<=\bis)|(?<=\bwas)|(?<=[=:]))\s+-\s+)$")
-# A number beside an operator, a letter or a brace is a part of a formula.
-_FORMULA_BEFORE = re.compile(r"(?:[\^_*+×·÷/<>≤≥{]|[\d)}]\s*-|\b[A-Za-z]\s*-|[\w)]\(|\\(?!approx)[a-z]+)\s*$")
-_FORMULA_BEHIND = re.compile(r"[A-Za-z{(_]|\s*(?:[*^+×·÷/<>≤≥!\\]|-\s*\d)|\s[B-HJ-Zb-z]\b")
-_ANNOUNCED = re.compile(r"(?i)\banswer(?:\s+is|\s*:)(?:\s*:)?(?:\s+(?:about|approximately|thus))?\s*|####\s*")
-_END_OF_ANSWER = re.compile(r"\n|[;(]|[.!?](?:\s|$)|,\s|\b(?:because|since|as|for|when|if|where|which)\b")
-_MATH_IN_TEXT = re.compile(r"(?<![\\\w])\$(?! )([^$\n]{1,80}?)(?<! )\$(?![\d$])")
-_TEXT = re.compile(
-    rf"(?<![\w.,/$€£¥₹])(?:\\?(?P<currency>[$€£¥₹])\s?)?(?P<number>(?<!\d)[-−]?(?:\d+ \d+/\d+|\d+/\d+|{_DECIMAL}))"
-)
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _NOT_WORDS = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\(?:mathbb|mathcal|operatorname)\s*\{\w+\}|\\[A-Za-z]+")
 _FUNCTIONS = frozenset(
@@ -208,13 +197,17 @@ def _plain(latex: str) -> str:
     """Text without LaTeX commands around words and in numbers, and with single spaces."""
     text = " ".join((_TEXT.sub(r" \1 ", latex) if "\\" in latex else latex).split())
     text = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?|\\degree\b", "°", text)
-    text = _SHORT_FRACTION.sub(lambda match: f"{match[1]} {match[2] or match[3]}/{match[4] or match[5]}", text)
+    text = _SHORT_FRACTION.sub(_short_fraction, text)
     text = _POWER_OF_TEN.sub(lambda match: f"{match['times'] or 1}e{match['power']}", text)
     text = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])|(?<=[A-Za-z])\s*\\,\s*(?=[A-Za-z])", "·", text)
     text = re.sub(r"\\[, ;:!]|~", " ", text).replace("\\Omega", "Ω")
     text = re.sub(r"\\mu\s*(?=[A-Za-z])", "µ", text)
     text = re.sub(r"\s+(?=\^)", "", text)
     return " ".join(_FEET.sub(r"\1 ft \2 in", text).split())
+
+
+def _short_fraction(match: re.Match[str]) -> str:
+    return f"{match[1]}{' ' if match[1] else ''}{match[2] or match[3]}/{match[4] or match[5]}"
 
 
 def as_latex(text: str) -> str:
