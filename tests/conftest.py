@@ -1,4 +1,7 @@
-"""One thread for each test process (or OMP_NUM_THREADS), no time limits inside hypothesis (the machine may be busy), no network."""
+"""One thread for each test process (or OMP_NUM_THREADS), no time limits inside hypothesis (the machine may be busy).
+
+No test reaches the network.
+"""
 
 import gc
 import os
