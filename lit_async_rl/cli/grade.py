@@ -214,8 +214,13 @@ def grade(
             known = (None,) if is_missing(value) or is_empty_cell else answer_texts(value)
             others = {name: one for name, one in record.items() if name not in (reference, completion, "prompt")}
             text = str(record.get("prompt") or "")
-            fields: dict[str, Any] = dict(answer=known[0], other_answers=known[1:], metadata=others)
-            prompt = Prompt(text=text, answer_value=None if known[0] is None else plain_value(value), **fields)
+            prompt = Prompt(
+                text=text,
+                answer=known[0],  # type: ignore[arg-type]
+                other_answers=known[1:],  # type: ignore[arg-type]
+                metadata=others,
+                answer_value=None if known[0] is None else plain_value(value),
+            )
             if completion is not None:
                 given = "" if is_missing(record.get(completion)) else record[completion]
                 answer = field_text(given) if isinstance(given, NUMBERS) else str(given)
