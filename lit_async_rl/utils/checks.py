@@ -76,7 +76,7 @@ def refuse_none(kind: type) -> None:
     Args:
         kind: the class; one that has such a constructor already stays as it is.
     """
-    init = kind.__init__
+    init: Any = kind.__init__  # type: ignore[misc]
     if (isinstance(kind, type) and issubclass(kind, BaseException)) or getattr(init, "refuses_none", False):
         return
     parameters = list(inspect.signature(init).parameters.values())[1:]
@@ -94,7 +94,7 @@ def refuse_none(kind: type) -> None:
 
     checked.refuses_none = True  # type: ignore[attr-defined]
     if refused:
-        kind.__init__ = checked  # type: ignore[misc]
+        kind.__init__ = checked  # type: ignore[misc, method-assign]
 
 
 def _is_plain(annotation: Any) -> bool:
