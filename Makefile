@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # where it is set, every process of every test compiles the package and the tests again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: browser quickstart smollm2 test test-slow test-ray test-ray-soak test-again test-vllm test-vllm-ray gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-slow test-arithmetic test-ray test-ray-soak test-again test-vllm test-vllm-ray gpu-rehearsal vllm-cpu check lint layers
 .PHONY: test-adapters types docs wheel pins smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -32,6 +32,12 @@ test: $(VENV)/installed  ## the tests, on the CPU
 # Types and shapes are checked in `make test`, through which the same code passes: here that is a tenth of the time.
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray" --jaxtyping-packages=
+
+# What is summed in another order differs in the last digits: a tolerance must not be that of one processor.
+test-arithmetic: $(VENV)/installed  ## numerical tests with the instructions of an old processor, and two threads
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n 1 \
+	    -m "not slow and not ray" --jaxtyping-packages= tests/losses tests/corrections tests/advantages tests/baselines \
+	    tests/stabilizers tests/callbacks/test_weight_drift.py tests/models/test_packing.py
 
 test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray; in one process, so that it starts once
 	$(BIN)/python -m pytest -n 0 -m "ray and not soak"
