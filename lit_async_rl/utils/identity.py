@@ -331,6 +331,8 @@ class _Walk:
         for name in attributes:
             if not isinstance(value, ModuleType):
                 break
+            if _is_known(value.__name__) or _is_library(value.__name__):  # its names are known, and may be loaded late
+                return
             path = f"{path}.{name}"
             value = vars(value).get(name)
         if isinstance(value, ModuleType) or value is None:
