@@ -39,7 +39,7 @@ MAX_SCRIPT_BYTES = 1 << 20
 SHORT = 12  # hexadecimal digits of the digests that are shown
 OF_EVERY_CLASS = re.compile(  # what a class has in addition to what its author wrote
     "__(module|qualname|name|doc|dict|weakref|annotations|annotate\\w*|firstlineno|static_attributes|slots|parameters"
-    "|orig_bases|abstractmethods|match_args|dataclass_fields|dataclass_params|hash)__|_abc_\\w+"
+    "|orig_bases|abstractmethods|match_args|dataclass_fields|dataclass_params|hash|slotnames)__|_abc_\\w+"
 )
 
 
@@ -331,6 +331,8 @@ class _Walk:
         for name in attributes:
             if not isinstance(value, ModuleType):
                 break
+            if _is_known(value.__name__) or _is_library(value.__name__):  # its names are known, and may be loaded late
+                return
             path = f"{path}.{name}"
             value = vars(value).get(name)
         if isinstance(value, ModuleType) or value is None:

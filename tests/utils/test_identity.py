@@ -137,7 +137,9 @@ def identities(tmp_path, monkeypatch):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
         made = importlib.import_module("edited_rewards").MADE
-        return {name: reward_identity(make()) for name, make in made.items()}
+        found = {name: reward_identity(make()) for name, make in made.items()}
+        assert found == {name: reward_identity(make()) for name, make in made.items()}, "in one process"
+        return found
 
     yield of
     for name in ("rewards_helpers", "edited_rewards"):
