@@ -98,12 +98,13 @@ def find_lack(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
                 f"{role.setting}={role.number} with {role.each} each need {needed}, and the cluster has "
                 f"{_total(role.needs, nodes)} on {_nodes(len(nodes))}: there is room for {room:g}"
             )
-    needed = Counter[str]()
+    together: dict[str, float] = {}
     for role in roles:
-        needed.update({name: role.number * amount for name, amount in role.needs.items()})
-    if any(sum(node.left.get(name, 0.0) for node in nodes) + ROUNDING < amount for name, amount in needed.items()):
+        for name, amount in role.needs.items():
+            together[name] = together.get(name, 0.0) + role.number * amount
+    if any(sum(node.left.get(name, 0.0) for node in nodes) + ROUNDING < amount for name, amount in together.items()):
         settings = ", ".join(f"{role.setting}={role.number} with {role.each} each" for role in roles)
-        return f"{settings} need {_listed(needed)} together, and the cluster has {_total(needed, nodes)}"
+        return f"{settings} need {_listed(together)} together, and the cluster has {_total(together, nodes)}"
     return ""
 
 

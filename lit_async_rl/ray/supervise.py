@@ -81,7 +81,8 @@ def _supervise(settings: Mapping[str, Any]) -> None:
     begun: Any = None
     was_told = True
     if rank == 0:
-        attempt, folder, was_told = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
+        answer: Any = ray.get(coordinator.begin.remote(), timeout=ANSWER_S)
+        attempt, folder, was_told = answer
         begun = (attempt, folder, newest_checkpoint(folder), ip, _free_port())
     attempt, folder, checkpoint, main_ip, port = broadcast_from_rank_zero(begun)
     runtime = ray.get_runtime_context()

@@ -100,7 +100,7 @@ def _solutions(parsed: Any) -> tuple[Any, frozenset[Any]] | None:
     value = next(iter(parsed), None)
     if isinstance(value, sympy.Interval | sympy.Union):
         return value, frozenset()
-    parts = list(value) if isinstance(value, sympy.FiniteSet) else [value]
+    parts: list[Any] = list(value) if isinstance(value, sympy.FiniteSet) else [value]
     if not all(isinstance(part, sympy.Gt | sympy.Ge | sympy.Lt | sympy.Le | sympy.And | sympy.Or) for part in parts):
         return None
     variables = frozenset().union(*(part.free_symbols for part in parts))

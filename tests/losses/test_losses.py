@@ -133,7 +133,10 @@ WITHOUT_BOUNDS: dict[type[PolicyLoss], dict[str, float | None]] = {
 
 
 def slowly_cut(case: Case, inputs: LossInputs) -> Tensor:
-    """Tokens whose gradient is another than without bounds, by the slow references."""
+    """Tokens whose gradient is another than without bounds, by the slow references.
+
+    TOPR's bounds may be 1: there, a completion's weight within a rounding of 1e-4 nats a token is not counted as cut.
+    """
     loss, reference = case.loss, case.reference
     batch = as_batch(inputs)
     values, grads = reference(batch, loss)
@@ -146,6 +149,11 @@ def slowly_cut(case: Case, inputs: LossInputs) -> Tensor:
         free_values, free_grads = reference(batch, replace(loss, **bounds))  # type: ignore[type-var]
     if isinstance(loss, GSPO):  # a token's gradient is spread over its completion; its value is its own
         return torch.tensor(values, dtype=torch.float64) != torch.tensor(free_values, dtype=torch.float64)
+    if isinstance(loss, TOPR):
+        slack = torch.exp(1e-4 * inputs.loss_mask.sum(-1, keepdim=True))
+        sizes = torch.tensor(grads, dtype=torch.float64).abs()
+        free_sizes = torch.tensor(free_grads, dtype=torch.float64).abs()
+        return (free_sizes > sizes * slack) | (free_sizes * slack < sizes)
     return torch.tensor(grads, dtype=torch.float64) != torch.tensor(free_grads, dtype=torch.float64)
 
 
