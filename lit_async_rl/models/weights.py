@@ -81,9 +81,15 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
     """
     trained = dict(lm.named_parameters())
     known = lm.state_dict().keys()
-    tied = dict(lm.named_parameters(remove_duplicate=False)).keys() - trained.keys()
+    first_names = {id(parameter): name for name, parameter in trained.items()}
+    tied = {
+        name: first_names[id(parameter)]
+        for name, parameter in lm.named_parameters(remove_duplicate=False)
+        if name not in trained
+    }
     own = trained | dict(stored_buffers(lm))
     received: dict[str, Tensor | LowRankSum] = {}
+    again: dict[str, Tensor | LowRankSum] = {}  # tied weights, under their second names
     factors: dict[str, Tensor] = {}
     unchanged: set[str] = set()
     problem = ""
@@ -106,7 +112,11 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
             up = factors.pop(layer + LORA_B, None)
             received[name] = _copy(tensor, own[name], down, up=up)
         elif name in tied:
-            problem = problem or f"the engine's model ties {name!r} to another weight, and the policy does not"
+            again[name] = _copy(tensor, trained[tied[name]], None, up=None)
+    for name, tensor in again.items():
+        first = received.get(tied[name])
+        if isinstance(first, Tensor) and isinstance(tensor, Tensor) and not torch.equal(first, tensor):
+            problem = problem or f"the engine's model ties {name!r} to {tied[name]!r}, and the policy does not"
     missing = trained.keys() - received.keys() - unchanged
     if problem or missing:
         raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")

@@ -92,7 +92,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _exact(value: float) -> float:
+def _exact(value: float | int) -> float | int:
     """A float without a fraction as an integer: 1.2e23 as 12 * 10^22, which is not the integer that Python stores."""
     return int(Decimal(repr(value))) if isinstance(value, float) and value.is_integer() else value
 

@@ -190,7 +190,7 @@ def test_test_and_predict(tmp_path):
     (tested,) = trainer.test(module, data, verbose=False)
     (validated,) = trainer.validate(module, data, verbose=False)
     assert tested == {name.replace("val/", "test/"): value for name, value in validated.items()}
-    assert set(tested) == {"test/reward", "test/pass@1", "test/pass@2"}
+    assert set(tested) == {"test/reward", "test/pass@1", "test/pass@2", "test/cut_share"}
     samples = iter(module.validator.samples)
     predicted = [one for batch in trainer.predict(module, data) for one in batch]
     assert [one.prompt.text for one in predicted] == [row["prompt"] for row in ROWS[:6]]

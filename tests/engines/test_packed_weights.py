@@ -27,6 +27,8 @@ def pack_small_ones(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
 def test_products_are_those_of_torch(dtype, bias):
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no products in bfloat16, and the engine packs no such weights here")
     torch.manual_seed(0)
     linear = nn.Linear(96, 80, bias=bias, dtype=dtype)
     layer, weight = PackedLinear(linear), linear.weight.clone()

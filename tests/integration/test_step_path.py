@@ -23,9 +23,9 @@ from lit_async_rl.scheduling.admission import Admission
 
 PACKAGE = Path(lit_async_rl.__file__).parent
 LIGHTNING = Path(pl.__file__).parent
-MAX_FILES = 40  # in the trainer's thread
+MAX_FILES = 41  # in the trainer's thread
 MAX_FILES_OF_ALL_THREADS = 56  # with those of the engine, the producer and the rewards
-MAX_FUNCTIONS = 212  # in the trainer's thread; the last few depend on what it finds finished
+MAX_FUNCTIONS = 216  # in the trainer's thread; the last few depend on what it finds finished
 MAX_FRAMES = 3  # from the one that Lightning's `next(feed)` calls to the one that calls Admission.take
 
 

@@ -76,7 +76,7 @@ def test_the_grades_of_json_match_are_the_labels() -> None:
         ("1/3", r"\boxed{0.\overline{3}}", r"\boxed{0.3}"),
         ("2e23", r"\boxed{2 \times 10^{23}}", r"\boxed{2 \times 10^{22}}"),
         ("-7", r"\boxed{-7}", r"\boxed{--7}"),
-        (r"3\sqrt{2} m", r"\boxed{300\sqrt{2} \text{ cm}}", r"\boxed{3\sqrt{2} \text{ cm}}"),
+        (r"3\sqrt{2} \text{ m}", r"\boxed{300\sqrt{2} \text{ cm}}", r"\boxed{3\sqrt{2} \text{ cm}}"),
         ("-10/9", r"-\frac{10}{9}", r"\frac{10}{9}"),
         ("2.74", "It costs 2,74 $ here.", "It costs 27,4 $ here."),
         ("16", "**Answer: 16** (for all 4 people)", "**Answer: 4** (of 16 people)"),

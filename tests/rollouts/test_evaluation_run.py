@@ -117,7 +117,7 @@ def test_what_could_not_be_scored_counts_nowhere_and_who_waits_hears_of_the_end(
     assert result.num_unscored == 1
     assert result.metrics == {
         name: value
-        for key, value in {"reward": 0.75, "pass@1": 0.5, "pass@2": 1.0}.items()
+        for key, value in {"reward": 0.75, "pass@1": 0.5, "pass@2": 1.0, "cut_share": 0.0}.items()
         for name in (key, f"eight/{key}")
     }
     assert (result.version, result.oldest_version, result.newest_version) == (3, 3, 5)

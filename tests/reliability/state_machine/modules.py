@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -372,6 +373,7 @@ class VirtualData(RolloutDataModule):
         self.scorer = VirtualScorer(settings.reward_tries)
         self.tape = None
         self.reward = None
+        self._began = datetime(2026, 1, 1)
         self._source = RolloutSource(
             engine=VirtualEngine(settings.in_flight),
             model="",
