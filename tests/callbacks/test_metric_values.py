@@ -818,8 +818,8 @@ def told(run: Run, name: str) -> list[float | None]:
     return [step.logged.get(key) for step in run.steps]
 
 
-# A gradient in float32 is right to about 300 roundings, 2e-5 of its length. By that the cosine of two is off absolutely,
-# and what is divided by a cosine above LOW relatively.
+# A gradient in float32 is right to about 300 roundings, 2e-5 of its length. By that a cosine is off absolutely, and
+# what is divided by a cosine above LOW relatively.
 COSINE_ERROR = 300 * torch.finfo(torch.float32).eps / 2
 TOLERANCES = {
     "gac/cosine": dict(rel=2e-4, abs=COSINE_ERROR),
