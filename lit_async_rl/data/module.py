@@ -436,7 +436,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.resume`."""
         state = self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
         reward_state = hooks.save_state(self.reward)
-        state |= {BEGAN: self._began.isoformat()}
+        state = state | {BEGAN: self._began.isoformat()}  # a new one: before the start it is what was loaded
         return state | {REWARD_STATE: reward_state} if reward_state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
