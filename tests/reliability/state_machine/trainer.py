@@ -46,6 +46,7 @@ class VirtualTrainer:
     """
 
     settings: VirtualSettings
+    ckpt_path = None
     datamodule: VirtualData
     module: VirtualPolicy
     note: Callable[[], dict[str, Any]]
