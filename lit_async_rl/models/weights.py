@@ -113,9 +113,9 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
             received[name] = _copy(tensor, own[name], down, up=up)
         elif name in tied:
             again[name] = _copy(tensor, trained[tied[name]], None, up=None)
-    for name, tensor in again.items():
+    for name, second in again.items():
         first = received.get(tied[name])
-        if isinstance(first, Tensor) and isinstance(tensor, Tensor) and not torch.equal(first, tensor):
+        if isinstance(first, Tensor) and isinstance(second, Tensor) and not torch.equal(first, second):
             problem = problem or f"the engine's model ties {name!r} to {tied[name]!r}, and the policy does not"
     missing = trained.keys() - received.keys() - unchanged
     if problem or missing:
