@@ -36,8 +36,8 @@ test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of ev
 # What is summed in another order differs in the last digits: a tolerance must not be that of one processor.
 test-arithmetic: $(VENV)/installed  ## numerical tests with the instructions of an old processor, and two threads
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n 1 \
-	    -m "not slow and not ray" --jaxtyping-packages= tests/losses tests/corrections tests/advantages tests/baselines \
-	    tests/stabilizers tests/callbacks/test_weight_drift.py tests/models/test_packing.py
+	    -m "not slow and not ray" --jaxtyping-packages= tests/losses/test_losses.py tests/corrections tests/stabilizers \
+	    tests/callbacks/test_weight_drift.py tests/callbacks/test_metric_values.py
 
 test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray; in one process, so that it starts once
 	$(BIN)/python -m pytest -n 0 -m "ray and not soak"
