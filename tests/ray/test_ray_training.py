@@ -101,7 +101,7 @@ def test_a_replica_that_stands_still_is_named_and_the_verdict_does_not_blame_the
     fit(make_module(), data, 12, [BottleneckVerdict(every_n_steps=2), freeze])
     assert "has given no answer for 5 s, and the run may wait for it" in freeze.lines[0]
     assert "slowest replica" in freeze.sides
-    assert "weight sync" not in freeze.sides
+    assert "weight sync" not in freeze.sides[3:], "the verdicts from step 4 on: it stands still since step 2"
     assert engine.num_lost == 0
 
 
