@@ -132,8 +132,10 @@ def test_each_accepted_answer_counts(tmp_path):
         prompt = source[0]
         assert prompt.answer == "4"
         assert prompt.answers == ("4", "four", "4")
-        assert [exact_match(prompt, text) for text in ("4", " four ", "5")] == [1.0, 1.0, 0.0]
+        assert [exact_match(prompt, text) for text in ("4", " four ", "4.0", "5")] == [1.0, 1.0, 0.0, 0.0]
         assert share_correct(prompt, "fous") == 0.75
+    dozens = Prompt(text="x", answer="12", other_answers=("1 dozen",))
+    assert [last_number(dozens, text) for text in ("it is 12", "just 1", "none")] == [1.0, 0.0, 0.0]
     numbers = Prompt(text="x", answer="12", other_answers=("1 box",))
     assert [last_number(numbers, text) for text in ("it is 12", "just 1", "none")] == [1.0, 1.0, 0.0]
     assert score(exact_match, prompt, "four") == 1.0
