@@ -39,7 +39,7 @@ MIN_DRIFT = 1e-4
 
 
 def is_truncated(
-    weights: Float[Tensor, "B T"], low: Bound, high: Bound, num_tokens: float | Int[Tensor, "B 1"] = 1
+    weights: Float[Tensor, "B T"], low: Bound, high: Bound, num_tokens: int | Int[Tensor, "B 1"] = 1
 ) -> Bool[Tensor, "B T"]:
     """Mask of weights that a truncation changes by more than rounding; each is a product of `num_tokens` ratios."""
     slack = torch.as_tensor(num_tokens * MIN_DRIFT, dtype=weights.dtype, device=weights.device).exp()

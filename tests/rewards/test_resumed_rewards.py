@@ -217,8 +217,8 @@ def test_a_reward_that_cannot_be_compared_is_sampled_again_and_named(tmp_path, c
 
 
 def test_another_environment_with_cut_turns_is_another_one():
-    shown = [rl.EpisodeEngine(rl.EmbeddedEngine(), Room(1.0), step_cut_turns=cut).scoring_identity for cut in (0, 1)]
-    assert shown[0] != shown[1]
+    engines = [rl.EpisodeEngine(rl.EmbeddedEngine(), Room(1.0), step_cut_turns=cut) for cut in (False, True)]
+    assert engines[0].scoring_identity != engines[1].scoring_identity
 
 
 def test_another_threshold_of_success_measures_pass_rates_anew_and_keeps_the_groups(tmp_path, caplog):
