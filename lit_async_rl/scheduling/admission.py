@@ -233,8 +233,8 @@ class Admission:
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
         """Restores a `state_dict` with these groups admitted (index: deadline), as far as the bound allows.
 
-        With unchanged settings it allows all of them. Where a group's bound is above `max_staleness` its deadline moves
-        forward; with fewer groups per round the last ones would miss theirs.
+        With unchanged settings it allows all of them, also those that are due to be dropped. Where a group's bound is
+        above `max_staleness` its deadline moves forward; with fewer groups per round the last ones would miss theirs.
 
         Returns:
             The groups admitted; the others must be sampled again.
@@ -254,7 +254,7 @@ class Admission:
         for deadline, index in sorted((deadline - sooner[index], index) for index, deadline in deadlines.items()):
             ahead = self.num_taken + max(0, len(kept) - self.redundant_groups)
             trains_in = self.round + (0 if self.may_be_late else ahead // self.groups_per_round)
-            if deadline >= trains_in:
+            if deadline >= trains_in or (self.may_be_late and not sooner[index]):
                 kept[index] = deadline
         for index in sorted(kept):
             self._hold(index, kept[index], bounds[index] - sooner[index])

@@ -226,6 +226,44 @@ def test_what_may_be_dropped_later_is_kept_by_a_resume_with_the_same_settings(ma
     assert order == finished
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ExpiringAdmission(2, 1, ahead=3.0),
+        lambda: RingAdmission(2, 1, num_sampling=4, capacity=8),
+    ],
+)
+def test_a_resume_drops_groups_that_are_too_old_where_the_uninterrupted_run_does(make):
+    def train(admission):
+        lost = admission.lose()
+        taken = []
+        while admission.num_left_in_round:
+            taken.append(admission.choose())
+            admission.take(taken[-1])
+        admission.advance()
+        return taken, sorted(lost)
+
+    def finish_all(admission):
+        for index in (admission.admit() for _ in range(admission.num_admissible)):
+            admission.finish(index)
+
+    first = make()
+    finish_all(first)
+    finish_all(first)
+    train(first)
+    train(first)
+    saved = sorted(first.deadlines)
+    assert first.deadlines[saved[0]] < first.round, "a group is too old when this is saved"
+    again = make()
+    assert again.restore(first.state_dict(), first.deadlines) == set(saved)
+    for index in saved:
+        again.finish(index)
+    for _ in range(3):
+        finish_all(again)
+        finish_all(first)
+        assert train(again) == train(first)
+
+
 def test_a_ring_that_is_full_takes_the_groups_of_an_interrupted_step_back_once():
     first = RingAdmission(2, 8, num_sampling=2, capacity=3)
 
