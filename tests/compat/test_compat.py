@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +29,7 @@ from benchmarks.time_to_accuracy import suite as time_suites
 
 ROOT = Path(__file__).parents[2]
 COMMITS = sorted(path.parent for path in Path(__file__).parent.glob("*/frozen.json"))
+OF_FIT = [folder for folder in COMMITS if (folder / "run" / "fit.py").is_file()]
 FROZEN = {folder: yaml.load((folder / "configurations.yaml").read_bytes(), yaml.CSafeLoader) for folder in COMMITS}
 MAIN: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="train")["main"]
 TIMES = ("generation_s", "queue_s", "written_at")
@@ -256,6 +259,21 @@ def test_a_checkpoint_resumes(run):
     tokens = [checkpoint["callbacks"]["ThroughputMonitor"]["total_tokens"] for checkpoint in (before, after)]
     assert tokens[1] > tokens[0]
     assert len(list(Path("tape").glob("*.undone"))) == 2, "the resumed run has recorded two steps of its own"
+    resumed = rollouts("tape")
+    assert {row["step"] for row in resumed} == {0, 1, 2, 3, 4}
+    assert resumed == recorded, "groups that were finished are not sampled again, and have their rewards"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", OF_FIT, ids=lambda path: path.name, indirect=True)
+def test_a_checkpoint_of_fit_resumes(run):
+    """By the script of the run, whose rewards are those of the checkpoint."""
+    shutil.copytree("fit_tape", "tape", dirs_exist_ok=True)
+    recorded = rollouts("tape")
+    words = [sys.executable, "fit.py", "5", "fit_step=3.ckpt"]
+    subprocess.run(words, check=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    (path,) = run.glob("runs/**/checkpoints/epoch=*-step=5.ckpt")
+    assert torch.load(path, weights_only=True)["version"] == 5
     resumed = rollouts("tape")
     assert {row["step"] for row in resumed} == {0, 1, 2, 3, 4}
     assert resumed == recorded, "groups that were finished are not sampled again, and have their rewards"
