@@ -19,7 +19,6 @@ from jsonargparse import Namespace
 from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
 from lit_async_rl.utils.checks import NO_VALUE, meant, with_home
 from lit_async_rl.utils.config_files import own_settings, with_bases
-from lit_async_rl.utils.renamed_keys import moved_flag
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
         elif FILE_IN_WORD.match(word):
             files.append(FILE_IN_WORD.sub("", word))
         else:
-            flags.append(moved_flag(word))
+            flags.append(word)
     return [Path(file).expanduser() for file in files], flags
 
 

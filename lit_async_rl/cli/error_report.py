@@ -43,7 +43,6 @@ from lit_async_rl.errors import (
 from lit_async_rl.prompts.sources import FILE_SOURCES, Records
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
-from lit_async_rl.utils.renamed_keys import new_class, new_name
 from lit_async_rl.utils.secrets import without_secrets
 from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
 
@@ -288,16 +287,14 @@ def explain(message: str, types: Mapping[str, Any]) -> str:
     """
     if match := re.match(r"(?i)unrecognized arguments: (\S+)|Option '(\S+)' is not accepted\s*$", message):
         name = (match[1] or match[2]).lstrip("-").split("=")[0]
-        return new_name(name) or f"there is no setting {name}{_suggested_setting(name, types)}"
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
     if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
         name = f"{match[1]}.{match[2]}"
-        return new_name(name) or f"there is no setting {name}{_suggested_setting(name, types)}"
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
     if match := re.match(r"argument \S+ --> (\S+):", message):
         return f"{match[1]} cannot be given here: it follows model.model"
     if match := re.match(r"Unexpected config: (\w+):\s*$", message):
         return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
-    if (renamed := new_class(message)) is not None:
-        return renamed
     refusals = _refusals(message)
     if not refusals:
         return message

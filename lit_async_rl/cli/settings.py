@@ -1,4 +1,4 @@
-"""All settings of a run, with defaults and choices: the file `settings.json`, from which help and completion are quick.
+"""All settings of a run, with defaults and choices: the file `settings.json`, from which help is quick.
 
 Reading it takes a thousandth of the time that importing the classes takes. After a change of settings
 

@@ -5,7 +5,7 @@
 * `configurations.yaml`: the text of all files of `configs/` and of the YAML blocks of the documentation (with the
   Python modules that their pages show), and the command line that uses each of them.
 * `run/`: short asynchronous runs of a tiny policy, with a code reward and a judge among its rewards. One by the command
-  line (`run.yaml`, given behind the `quickstart.yaml` of the commit), one by `rl.fit` (`fit.py`), and what they wrote:
+  line (`run.yaml`, given behind the quick start of the commit), one by `rl.fit` (`fit.py`), and what they wrote:
   `config.yaml`, checkpoints with groups under way, and rollout tapes.
 * `frozen.json`: commit, versions of libraries, and the SHA-256 of every other file.
 
@@ -35,6 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from markdown_blocks import blocks, blocks_of  # noqa: E402
+
+from lit_async_rl.utils.config_files import with_bases  # noqa: E402
 
 QUICKSTART = "configs/quickstart.yaml"
 GSM8K = "configs/gsm8k_grpo.yaml"
@@ -281,8 +283,12 @@ def run(folder: Path) -> None:
         check_contents(torch.load(checkpoint, weights_only=True))
         for name in ("policy", "judge", "tape"):
             shutil.copytree(at / name, folder / name)
-        for file in ("run.yaml", "prompts.jsonl", "fit.py", QUICKSTART):
+        for file in ("run.yaml", "prompts.jsonl", "fit.py"):
             shutil.copy(at / file, folder)
+        for file in with_bases(ROOT / QUICKSTART):
+            copy = folder / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
         shutil.copy(logs / "config.yaml", folder)
         shutil.copy(checkpoint, folder / "step=3.ckpt")
 

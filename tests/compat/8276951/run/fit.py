@@ -21,9 +21,7 @@ def main(max_steps, ckpt_path=None):
         "code": rl.CodeReward(
             languages={"digits": "cat main.digits"}, language="digits", extract="whole", allow_unsandboxed=True
         ),
-        "judge": rl.JudgeReward(
-            model="judge", engine=rl.EmbeddedEngine(num_slots=2), max_tokens=4, on_unreadable=0.0
-        ),
+        "judge": rl.JudgeReward(model="judge", engine=rl.EmbeddedEngine(num_slots=2), max_tokens=4, on_unreadable=0.0),
     }
     return rl.fit(
         "policy",
