@@ -319,7 +319,7 @@ def main() -> None:
             machine="tables of the staleness benchmark",
         )
         write_measurement(args.write / "collapse_forecast.json", found)
-        harmed = harm(steps, weights, CollapseForecast.LIMIT, command)
+        harmed = harm(steps, weights, CollapseForecast.LIMIT, command=command)
         write_measurement(args.write / "forecast_of_harm.json", harmed)
 
 

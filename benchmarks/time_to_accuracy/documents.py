@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,31 +143,6 @@ def schedule(workload: str, system: str) -> str:
     return "linear" if "--model.scheduler=Linear" in systems()[system].arguments else "constant"
 
 
-def comparisons(summary: pd.DataFrame, name: str, runs: Mapping[str, Sequence[pd.DataFrame]]) -> list[dict[str, Any]]:
-    """How much sooner each system is than another one, with what both are.
-
-    Args:
-        summary: of the workload, as `summarize` gives it.
-        name: of the workload.
-        runs: curves by system, the reference's as that of ""; without any, two systems are compared by the ratio of
-            what `summary` says of them, which has no interval.
-    """
-    reference = workloads()[name].reference
-    rows = summary.set_index("system")
-    found = []
-    for system in rows.index:
-        for against in (reference, LIKE_FOR_LIKE.get(kind(system), "")):
-            if system == reference or against not in rows.index:
-                continue
-            for share in SHARES:
-                one = rows.loc[system, f"time_speedup_{share}"]
-                if against != reference:
-                    one = _against(one, rows.loc[against, f"time_speedup_{share}"], share, runs, (system, against))
-                if one[0] > 0:
-                    found.append(compared(name, system, against, share, one))
-    return found
-
-
 def compared(name: str, system: str, against: str, share: float, found: tuple[float, float, float]) -> dict[str, Any]:
     """One comparison, with the names of both systems."""
     value, low, high = (None if math.isnan(number) else round(number, 2) for number in found)
@@ -179,21 +154,6 @@ def compared(name: str, system: str, against: str, share: float, found: tuple[fl
         "value": value,
         "interval": None if low is None else [low, high],
     } | told
-
-
-def _against(
-    one: tuple[float, float, float],
-    other: tuple[float, float, float],
-    share: float,
-    runs: Mapping[str, Sequence[pd.DataFrame]],
-    names: tuple[str, str],
-) -> tuple[float, float, float]:
-    """S of a system against one that is not the reference, to the level of the reference."""
-    if not runs:
-        return (one[0] / other[0] if other[0] else math.nan, math.nan, math.nan)
-    system, against, reference = (runs[name] for name in (*names, ""))
-    level = level_at(reference, share)
-    return speedup([time_to(curve, level) for curve in against], [time_to(curve, level) for curve in system])
 
 
 def comparable(table: pd.DataFrame) -> list[str]:
@@ -253,14 +213,23 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
 
 
 def compared_in(table: pd.DataFrame, name: str) -> list[dict[str, Any]]:
-    """All comparisons of a workload."""
+    """How much sooner each system of a workload is than another one, to levels of the workload's reference."""
     rows = table[table["workload"] == name]
     reference = workloads()[name].reference
     runs = {
         str(system): [one.sort_values("step") for _, one in own.groupby("seed")]
         for system, own in rows.groupby("system", sort=False)
     }
-    return comparisons(summarize(rows, name, reference), name, runs | {"": runs[reference]})
+    found = []
+    for system, share in product(runs, SHARES):
+        level = level_at(runs[reference], share)
+        times = [time_to(curve, level) for curve in runs[system]]
+        for against in (reference, LIKE_FOR_LIKE.get(kind(system), "")):
+            if system != reference and against in runs:
+                ratio = speedup([time_to(curve, level) for curve in runs[against]], times)
+                if ratio[0] > 0:
+                    found.append(compared(name, system, against, share=share, found=ratio))
+    return found
 
 
 def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, machine: str, root: Path) -> None:
