@@ -274,7 +274,7 @@ def test_the_report_says_what_the_table_says(tmp_path):
     table = made_up(naive | {("vcpo", 8): [0.88, 0.9, 0.9], ("topr", 8): [0.5, 0.5, 0.6]})
     write_table(table, tmp_path / "results.parquet")
     said = write_report(read_table(tmp_path / "results.parquet"), tmp_path, "the command")
-    assert "uncorrected keeps -0.20 of the gain, of 3 runs 0 collapse and 3 are slow" in said
+    assert "uncorrected keeps -0.20 ± 0.00 of the gain, of 3 runs 0 collapse and 3 are slow" in said
     assert said.index("vcpo 0.99") < said.index("topr 0.27")
     page = (tmp_path / "report.html").read_text()
     assert "the command" in page
