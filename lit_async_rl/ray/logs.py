@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_LINE_CHARS = 300
+DEATH = "Fatal Python error: "
 NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
 
 
@@ -25,12 +26,18 @@ def where_it_is(ray: Any) -> dict[str, Any]:
 
 
 def tail(paths: Sequence[str], num_lines: int) -> str:
-    """The last lines of log files, those of each after the other; empty where none can be read."""
+    """The last lines of log files, those of each after the other; empty where none can be read.
+
+    Of a process that Python has seen die the first lines from there on: the stacks of all threads follow.
+    """
     lines = []
     for path in paths:
         try:
             with open(path, errors="replace") as file:
-                lines += [line.rstrip()[:MAX_LINE_CHARS] for line in file.readlines()[-num_lines:]]
+                written = file.readlines()
         except OSError:
             continue
+        deaths = [number for number, line in enumerate(written) if line.startswith(DEATH)]
+        last = written[deaths[-1] :][:num_lines] if deaths else written[-num_lines:]
+        lines += [line.rstrip()[:MAX_LINE_CHARS] for line in last]
     return "\n".join(line for line in lines if line and not line.startswith(NOT_OF_INTEREST))
