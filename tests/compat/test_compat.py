@@ -32,7 +32,7 @@ FROZEN = {
     path.parent: yaml.load(path.read_bytes(), yaml.CSafeLoader)
     for path in sorted(Path(__file__).parent.glob("*/configurations.yaml"))
 }
-GONE: tuple[str, ...] = ()  # settings of these configurations that went on purpose
+GONE = ("keep_engines", "engine_lease_s")  # settings of these configurations that went on purpose
 MAIN: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="train")["main"]
 TIMES = ("generation_s", "queue_s", "written_at")
 DEFAULT_SINCE = {"RewardHackingMonitor"}  # callbacks, since the oldest of the commits
