@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from lit_async_rl.agents.api.bodies import CallLimits, checked_options
 from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, OpenAIClients, import_openai
-from lit_async_rl.agents.endpoint.service import ENDED, CallService
-from lit_async_rl.agents.endpoint.transport import transport_to
+from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClients, import_openai
+from lit_async_rl.agents.api.service import ENDED, CallService
+from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.episode import AgentEpisode
 
 NOWHERE = "http://no-address.invalid/v1"  # a name that is never found: agents that need an address have EndpointClients

@@ -13,8 +13,8 @@ from agent_endpoints import TOOL, WAIT_S, held, wait_for
 
 from lit_async_rl.agents.api.bodies import CallLimits, chat_call, parse_body, text_call
 from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.api.retries import digest_of
 from lit_async_rl.agents.endpoint import app
-from lit_async_rl.agents.endpoint.retries import digest_of
 from lit_async_rl.agents.endpoint.server import EndpointSettings
 from lit_async_rl.types import SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 from agent_endpoints import TOOL
 from openai.types.chat import ChatCompletion
 
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, OpenAIClients
+from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClients
 
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 ANSWER = {

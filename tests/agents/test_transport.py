@@ -12,9 +12,9 @@ from agent_endpoints import TOOL, importable, playing, wait_for
 
 from lit_async_rl.agents import EndpointClients, ProcessAgent
 from lit_async_rl.agents.api.exchange import ApiResponse
+from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, AgentProcessEnded, _Worker
-from lit_async_rl.agents.endpoint.transport import transport_to
 from lit_async_rl.agents.engine import load_agent
 from lit_async_rl.types import Prompt
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
-from lit_async_rl.agents.endpoint.service import CallService
+from lit_async_rl.agents.api.service import CallService
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
 HEAD_TIMEOUT_S = 60.0  # from a connection, or the first byte of a request, to the end of its head

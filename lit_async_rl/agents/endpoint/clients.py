@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
+from lit_async_rl.agents.api.service import ENDED
+from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.clients import ClientFactory
-from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
 from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings, import_server
-from lit_async_rl.agents.endpoint.service import ENDED
-from lit_async_rl.agents.endpoint.transport import transport_to
 from lit_async_rl.agents.episode import AgentEpisode
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress
+from lit_async_rl.agents.api.openai_clients import EndpointAddress
 
 HEADER_BYTES = 8  # the length of a message
 

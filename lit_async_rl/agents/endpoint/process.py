@@ -24,11 +24,11 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+from lit_async_rl.agents.api.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED, end_guarded
 from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.agents.api.bodies import CallLimits, checked_options
-from lit_async_rl.agents.endpoint.openai_clients import MISSING
-from lit_async_rl.agents.endpoint.service import CallService
+from lit_async_rl.agents.api.openai_clients import MISSING
+from lit_async_rl.agents.api.service import CallService
 from lit_async_rl.errors import EngineError, describe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.utils.checks import check_range

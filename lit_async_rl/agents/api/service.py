@@ -16,8 +16,8 @@ from lit_async_rl.agents.api.answers import Answer, TokenTexts
 from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
 from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
 from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
-from lit_async_rl.agents.endpoint.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.errors import describe
 from lit_async_rl.models.tokenizer import TextCodec

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
-from lit_async_rl.agents.endpoint.openai_clients import import_openai
+from lit_async_rl.agents.api.openai_clients import import_openai
 
 
 def transport_to(is_here: Callable[[str], bool], ask: Callable[[ApiRequest], Awaitable[ApiResponse]]) -> Any:
