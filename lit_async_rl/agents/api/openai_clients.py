@@ -121,8 +121,9 @@ def _client_class() -> Any:
             return Completions(self)
 
         def copy(self, **options: Any) -> Any:
-            other = super().copy(**options)
-            vars(other).update({name: value for name, value in vars(self).items() if name == "episode"})
+            other: Any = super().copy(**options)
+            if hasattr(self, "episode"):
+                other.episode = self.episode
             return other
 
         with_options = copy
