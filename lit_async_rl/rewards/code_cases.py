@@ -1,4 +1,4 @@
-"""What `CodeReward` reads: the code of a completion, and the test cases of a prompt in the fields of public sets."""
+"""Input of `CodeReward`: the code of a completion, and test cases in the prompt formats of public data sets."""
 
 from __future__ import annotations
 

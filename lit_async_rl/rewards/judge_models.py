@@ -45,7 +45,7 @@ POLL_S = 0.1
 CONNECTIONS_PER_POOL = 4
 LIMITED = 429
 MAX_TAG_TOKENS = 16  # of the opening tag of reasoning with the whitespace behind it
-MAX_REFUSALS = 4  # consecutive 429s; more than that is an endpoint that refuses everything, not one request in ten
+MAX_REFUSALS = 4  # consecutive 429s from which the endpoint refuses everything, and not one request in ten
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What of the Linux kernel a sandbox uses: namespaces, mounts, capabilities, a seccomp filter, Landlock, limits.
+"""Linux kernel interfaces of a sandbox: namespaces, mounts, capabilities, a seccomp filter, Landlock, limits.
 
 Called with ctypes, in single-threaded processes only. Imports the standard library only: the processes of a sandbox run
 without the packages of the trainer.
