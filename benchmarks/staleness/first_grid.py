@@ -1,4 +1,4 @@
-"""What the page of results shows of the first grid, `docs/results/results.parquet`."""
+"""Tables of the results page from the first grid, `docs/results/results.parquet`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def kept_by_language_model(method: str, lag: int) -> str:
 
 
 def decision() -> str:
-    """What to use, by situation."""
+    """Recommended method, by situation."""
     tails = "heavy_tails"
     model = kept_by_language_model
     tables = "results_small_policies.md"

@@ -1,4 +1,4 @@
-"""What the documentation shows of a suite's results: a picture, and a table as a measurement."""
+"""Results of a suite for the documentation: a picture, and a table as a measurement."""
 
 from __future__ import annotations
 

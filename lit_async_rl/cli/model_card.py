@@ -70,7 +70,7 @@ def write_card(
 
 
 def _measured(table: Path) -> dict[str, str]:
-    """What the run's table says of the data's age and of held-out accuracy; empty where there is none."""
+    """Data age and held-out accuracy from the run's table; empty without a table."""
     if not table.is_file():
         return {}
     with table.open(newline="") as file:

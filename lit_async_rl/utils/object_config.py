@@ -175,7 +175,7 @@ def _with_class(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MADE_FROM = (PACKAGE_PREFIX, "torch.optim.")  # a checkpoint names classes, and no others are called
-CALLED_LATER = ("optimizer", "scheduler")  # settings whose classes of torch are called with parameters or optimizer
+CALLED_LATER = ("optimizer", "scheduler")  # torch classes, called later with parameters or optimizer
 
 
 def as_objects(settings: Mapping[str, Any]) -> dict[str, Any]:
