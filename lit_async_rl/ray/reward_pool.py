@@ -27,7 +27,7 @@ from lit_async_rl.rewards.forms import BatchedReward, wants
 from lit_async_rl.rewards.scorer import is_async, reward_name
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
-from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.elsewhere import RemoteProxy
 
 ONLY = "reward"  # name of a reward without parts
 FORWARDED = ("references", "ask_references", "call_timeout_s", "name")
@@ -381,7 +381,7 @@ class RewardPool(ActorPool):
             part.informed = None
 
 
-class RayReward(Elsewhere):
+class RayReward(RemoteProxy):
     """Stands for a reward, or a part of one, that the actors of a pool call.
 
     Args:

@@ -23,7 +23,7 @@ from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, S
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range, meant
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 PYTHON = "python"
 LANGUAGES = {
@@ -46,7 +46,7 @@ class _Call:
     is_counted: bool = True
 
 
-class CodeReward(Remade):
+class CodeReward(Rebuildable):
     r"""1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
 
     The code is the last fenced block (three backticks or tildes) of the completion that is closed; without one the
@@ -73,7 +73,7 @@ class CodeReward(Remade):
             of the code, `main.` and the language's suffix. Languages other than Python support only cases of standard
             input and output.
         extract: `fence`; or `whole`: the whole completion is code, for models that continue code.
-        partial_credit: whether the reward is the share of cases passed. Without it the first failed case skips the rest.
+        partial_credit: whether the reward is the share of cases passed. Without it the first failure skips the rest.
         tests: `apart`; or `together`: unit tests run in the program's process and get its objects, such as arrays,
             unconverted. A program with objects that equal everything, or that searches its own memory, passes.
         compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for

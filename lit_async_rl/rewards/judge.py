@@ -34,7 +34,7 @@ from lit_async_rl.rewards.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Qu
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 from lit_async_rl.utils.files import LimitedLog, absolute, append, tolerate_full_disk
 from lit_async_rl.utils.guarded_calls import LoopThread, in_thread
 
@@ -193,7 +193,7 @@ class VerdictCache:
 # -- The reward -------------------------------------------------------------------------------------------------------
 
 
-class JudgeReward(Remade):
+class JudgeReward(Rebuildable):
     """Asks a language model how good a completion is; the reward lies between 0 and 1.
 
     The judge must end its answer with a line `VERDICT <mark>: <value>`, where the mark is random and new in each call:

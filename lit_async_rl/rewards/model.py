@@ -39,7 +39,7 @@ from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range
 from lit_async_rl.utils.device_memory import own_stream
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 JOIN_S = 10.0
 RECENT = 1000  # completions in the latency statistics
@@ -53,7 +53,7 @@ class _Waiting:
     since: float
 
 
-class RewardModel(Remade):
+class RewardModel(Rebuildable):
     """The logit of a Hugging Face sequence classifier for prompt and completion.
 
     Completions that wait at the same time are scored in one forward pass. It rounds differently in batches of other
