@@ -143,7 +143,7 @@ def _object(found: dict[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What a client gives, or has got, as JSON has it."""
+    """JSON values of an argument or answer of a client."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

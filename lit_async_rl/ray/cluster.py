@@ -81,7 +81,7 @@ class EngineReplicas:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each replica."""
+        """Resources of each replica."""
         return _as_needs(self.resources)
 
     @property
@@ -121,7 +121,7 @@ class RewardActors:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each actor."""
+        """Resources of each actor."""
         return _as_needs(self.resources)
 
 
@@ -146,7 +146,7 @@ class EnvironmentActors:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each actor."""
+        """Resources of each actor."""
         return _as_needs(self.resources)
 
 

@@ -295,7 +295,7 @@ def _raise(answer: dict[str, Any], worker: Worker) -> None:
 
 
 def _find_wrong(answer: dict[str, Any]) -> str:
-    """What is wrong with an observation; empty if nothing."""
+    """Fault in an observation, in words; empty if valid."""
     for name, kind in FIELDS.items():
         if type(answer.get(name)) is not kind:
             return f"an observation whose {name} is {answer.get(name)!r:.100}"

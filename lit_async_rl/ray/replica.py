@@ -453,7 +453,7 @@ class Replica:
     @ray.method(concurrency_group="poll")
     @guarded
     def take(self, timeout_s: float) -> dict[str, Any]:
-        """What was finished since the last call, packed; waits at most `timeout_s` for the first."""
+        """Results finished since the last call, packed; waits at most `timeout_s` for the first."""
         engine = self.engine
         with self._changed:
             self._wait(lambda: self._finished or self._reports, timeout_s)

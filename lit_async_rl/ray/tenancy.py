@@ -1,4 +1,4 @@
-"""Whose a replica is, and when it ends itself: engines that outlive their trainer, seen from their own process.
+"""Ownership of a replica, and when it ends itself: engines that outlive their trainer, seen from their own process.
 
 A replica has one trainer at a time. A later start of the same run takes it over at once; another run can have it when
 it is free: released, or not called for `BUSY_S`. What an earlier trainer still calls is refused, so that of two only

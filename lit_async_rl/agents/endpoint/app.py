@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Answering(Protocol):
-    """What the routes ask of an endpoint.
+    """Interface of an endpoint for the routes.
 
     Attributes:
         limits: limits of calls.
@@ -160,7 +160,7 @@ async def _read_body(request: Request, endpoint: Answering) -> bytes | None:
 
 
 async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:
-    """What the work returns, or None if the client goes before; the work, given a way to ask, is then cancelled."""
+    """Result of the work; if the client disconnects first, cancels the work and returns None."""
     gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
     task = asyncio.ensure_future(work(gone.done))
     try:
