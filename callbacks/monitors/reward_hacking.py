@@ -147,7 +147,7 @@ class RewardHackingMonitor(pl.Callback):
                 pl_module.log(f"hacking/{name}", value)
 
     def _compare(self, data: RolloutDataModule, groups: Sequence[RolloutGroup]) -> None:
-        """Takes what the second grader has found, and gives it some more completions."""
+        """Collects verdicts of the second grader, and submits more completions."""
         if self._scorer is None:
             return
         try:

@@ -322,7 +322,7 @@ def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
 def main(args: Sequence[str] | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and prints a summary table.
 
-    Where `cluster:` places ranks each of them does that, and this process shows what they say.
+    If `cluster:` places ranks, each of them does that, and this process shows their output.
     """
     _train(args)
 

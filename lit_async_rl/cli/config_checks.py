@@ -266,7 +266,7 @@ def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> N
         actions: of the parser.
 
     Raises:
-        ValueError: names the section, what was found there, and the file.
+        ValueError: names the section, its content, and the file.
     """
     sections = set(_sections(actions))
     for part in (part for file in config_files(args) for part in with_bases(file)):

@@ -156,7 +156,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds something else, such as settings of verl; says what it looks like.
+        ValueError: it holds something else, such as settings of verl.
     """
     wanted = f"{path} must hold settings of TRL (`name: value`)"
     if path.suffix == ".py":

@@ -128,7 +128,7 @@ def measured_cost(
         settings: of the run.
         spread: see `StepCost`.
         efficiency: see `StepCost`.
-        num_ranks: devices that trained; None is what the settings say.
+        num_ranks: devices that trained; None is the number in the settings.
 
     Raises:
         ValueError: the run has logged too little.

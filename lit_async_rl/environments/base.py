@@ -59,7 +59,7 @@ class Episode(ABC):
 class Environment(Rebuildable, ABC):
     """Starts the episodes of an `EpisodeEngine`; their rewards replace `data.reward`.
 
-    An environment is pickled as its class and its constructor's arguments, to be made anew in another process.
+    An environment is pickled as its class and constructor arguments, and rebuilt in another process.
 
     Attributes:
         references: correct turns for prompts, if an episode consists of one turn that is compared with the prompt's

@@ -36,7 +36,7 @@ class MultiRequestEngine(EngineWrapper):
 
     Args:
         engine: engine that generates the turns.
-        policy: time limit and number of tries of what answers the turns.
+        policy: time limit and number of tries for an environment or agent.
 
     Raises:
         ValueError: the engine does not update weights in flight.

@@ -25,7 +25,7 @@ CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
 class PythonTool(Environment):
     r"""Runs the program at the end of a turn, and answers with its output; any other turn is the final answer.
 
-    Each program starts anew, in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
+    Each program starts afresh in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
     expression is printed, as in a notebook.
 
     Example:

@@ -235,8 +235,8 @@ def agrees(found: str, expected: str, compare: str, tolerance: float) -> bool:
     """Whether standard output is the expected one.
 
     Args:
-        found: what a program wrote.
-        expected: what it should have written.
+        found: output of the program.
+        expected: correct output.
         compare: `exact`; `lines`: without space at the ends of lines and of the text; `tokens`: word for word.
         tolerance: greatest difference of numbers, absolute or relative to the expected one; 0 compares texts.
     """

@@ -143,7 +143,7 @@ class CombinedReward:
         return of_loop[name]
 
     def combined_score(self, found: Mapping[str, Any]) -> Score:
-        """The reward of what the parts have returned, see `__call__`."""
+        """Combines the values of the parts, see `__call__`."""
         parts: dict[str, float] = {}
         for name, value in found.items():
             if value is None:
@@ -173,7 +173,7 @@ class CombinedReward:
 
 
 class UnfinishedReward:
-    """A combined reward whose plain parts are known, and whose `async` parts are still to be called.
+    """A combined reward after the calls of its plain parts, and before those of its `async` parts.
 
     Args:
         reward: to which it belongs.

@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier with one logit, on a thread and a device of its own.
+"""A reward model: a sequence classifier with one logit, on its own thread and device.
 
 | who | waits for | woken by |
 |---|---|---|

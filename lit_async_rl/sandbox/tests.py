@@ -274,7 +274,7 @@ def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
 
 
 def run_together(doc: dict[str, Any], program: str) -> dict[str, Any]:
-    """Runs tests in the process of the program, whose objects they get as they are.
+    """Runs tests in the process of the program, with its objects unconverted.
 
     Args:
         doc: see `run_tests`.
@@ -303,7 +303,7 @@ def _namespace(doc: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         doc: see `run_tests`.
-        found: global names of the program, or what stands for them.
+        found: global names of the program, or proxies for them.
     """
     module = types.ModuleType("tests")
     sys.modules["tests"] = module  # dataclasses and pickle look classes up there
@@ -501,7 +501,7 @@ def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[Base
 
 
 def _run_body(doc: dict[str, Any], names: dict[str, Any], counter: _CountedAsserts) -> dict[str, Any]:
-    """Runs tests but those of pytest and unittest; returns what they define."""
+    """Runs tests except those of pytest and unittest; returns their definitions."""
     tree = counter.visit(ast.parse(doc["check"], NAME))
     _execute(ast.fix_missing_locations(tree), names)
     defined = {node.name: names[node.name] for node in tree.body if hasattr(node, "name") and node.name in names}

@@ -194,7 +194,7 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
         given: the arguments by name.
 
     Raises:
-        ValueError: names the setting, what it must be, and what was given.
+        ValueError: names the setting, its requirement, and its value.
     """
     for name, (kind, may_be_none, may_be_function) in wanted_classes(init).items():
         value = given.get(name)

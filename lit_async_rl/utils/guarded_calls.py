@@ -109,7 +109,7 @@ def feed(
 
     Args:
         function: called in a worker.
-        items: what it reads.
+        items: items for the call.
         wait: for the next request of an item, or the result; making an item does not count.
         lasts: whether an item stays valid when the next is produced. It is handed over with the next: two threads that
             take turns wait for each other, the longer the busier the machine is.
@@ -183,7 +183,7 @@ class LastKnown(Generic[T]):
         self._asking = threading.Lock()
 
     def get(self) -> T:
-        """The value, or the last one if it takes longer than `MAX_ANSWER_S`. Raises what the function raises."""
+        """The value, or the last one if it takes longer than `MAX_ANSWER_S`. Raises errors of the function."""
         if not self._asking.acquire(blocking=False):  # another thread does
             return self._value
         try:

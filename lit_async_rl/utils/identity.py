@@ -45,7 +45,7 @@ OF_EVERY_CLASS = re.compile(  # attributes that Python adds to a class
 def reward_identity(value: Any) -> str:
     """Name of a reward, environment, agent or filter, with digests of its settings and of its code.
 
-    Settings are the arguments of a `functools.partial`, the defaults of a function and what it closes over, and of an
+    Settings are the arguments of a `functools.partial`, the defaults and closure of a function, and of an
     object the constructor's arguments, where they are known, and its attributes as they are now. Limits of time and
     memory (`timeout_s` and the like) are excluded, because they do not change rewards. A digest, because a setting may
     be a secret key, and identities are stored in checkpoints and logged. Code is that of functions and classes, without

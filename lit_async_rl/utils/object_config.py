@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         raise _NotPlainError
     if isinstance(value, partial):
-        # the command line makes a partial of a function of its parser, whose last argument is the class
+        # the command line makes a partial of a parser function; its last argument is the class
         kind = value.args[-1] if value.args else value.func
         if not isinstance(kind, type):
             raise _NotPlainError

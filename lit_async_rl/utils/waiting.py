@@ -91,8 +91,8 @@ class Wait:
     Args:
         limit_s: longest time without progress.
         message: of the error: who was waited for, and the setting of the limit; a function is called when it is raised.
-        progress: a counter; a change of its value begins the limit anew.
-        check: called every `POLL_INTERVAL_S`; raises when what is awaited cannot come any more.
+        progress: a counter; a change of its value restarts the limit.
+        check: called every `POLL_INTERVAL_S`; raises when the awaited event can no longer come.
     """
 
     def __init__(
