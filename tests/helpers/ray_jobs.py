@@ -39,6 +39,19 @@ def sleep(folder, place):
     time.sleep(600)
 
 
+def set_up_engines(model, end, place):
+    """Two replicas, which it leaves to the next start, or to the command."""
+    from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+    from lit_async_rl.ray.engine import RayEngine
+
+    engine = RayEngine(EmbeddedEngine(num_slots=4, device="cpu"), replicas=2, num_cpus=0.1)
+    engine.setup(model)
+    place.give(engine.pids)
+    if end == "raises":
+        raise ValueError("the reward is wrong")
+    engine.close()
+
+
 def save_when_told(folder, place):
     """Ends when it is told to; started again, it finds what it has saved."""
     saved = Path(folder, "last.ckpt")
