@@ -121,7 +121,7 @@ def title(system: str) -> str:
 
 
 def algorithm(workload: str, system: str) -> str:
-    """What trains in a system: its loss, its schedule and its steps."""
+    """Training method of a system: loss, schedule and number of steps."""
     return f"{loss(workload, system)}, {schedule(workload, system)} rate, {Cell(workload, system, 0).num_steps} steps"
 
 
