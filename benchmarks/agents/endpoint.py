@@ -1,4 +1,4 @@
-"""What agents behind an HTTP endpoint cost: processor time of a call, and seconds of a step with slow tools.
+"""Cost of agents behind an HTTP endpoint: processor time of a call, and seconds of a step with slow tools.
 
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py calls --output docs/measurements/endpoint_calls.json
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py steps --output docs/measurements/endpoint_steps.json

@@ -54,7 +54,7 @@ QUIET = ("--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "nul
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is run, and what of it is compared."""
+    """Systems of a comparison, their settings, and the quantity compared."""
 
     systems: Sequence[str]
     flags: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the page of results shows of the first grid, `docs/results/results.parquet`."""
+"""Tables of the results page from the first grid, `docs/results/results.parquet`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def synchronous_language_model(device: str) -> pd.DataFrame:
 
 
 def decision() -> str:
-    """What to use, by situation."""
+    """Recommended method, by situation."""
     tails = "heavy_tails"
     tables = "results_small_policies.md"
 

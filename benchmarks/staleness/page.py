@@ -302,7 +302,7 @@ def gac_map() -> str:
 
 
 def _variant(regime: str, method: str) -> list[str]:
-    """What is trained, optimizer and batch size of a method of the map."""
+    """Trained weights, optimizer and batch size of a method in the map."""
     parts = method.split("+")
     of_regime = {"heavy_tails": ("all weights", "128"), "smollm2": ("adapters", "32")}
     trained, batch = of_regime[regime]

@@ -1,4 +1,4 @@
-"""What the documentation shows of a suite's results: a picture, and a table as a measurement."""
+"""Results of a suite for the documentation: a picture, and a table as a measurement."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def title(system: str) -> str:
 
 
 def algorithm(workload: str, system: str) -> str:
-    """What trains in a system: its loss, its schedule and its steps."""
+    """Training method of a system: loss, schedule and number of steps."""
     return f"{loss(workload, system)}, {schedule(workload, system)} rate, {Cell(workload, system, 0).num_steps} steps"
 
 

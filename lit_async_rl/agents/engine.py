@@ -374,7 +374,7 @@ class AgentEngine(MultiRequestEngine):
                     self._error = self._error or error
 
     async def _result(self, episode: AgentEpisode) -> AgentResult:
-        """What the agent returns within its limit. All errors but the engine's are `EnvironmentFailure`."""
+        """Result of the agent within its time limit. All errors but the engine's are `EnvironmentFailure`."""
         task = asyncio.ensure_future(self._call_agent(episode))
         try:
             # Not `wait_for`: it would wait for an agent that does not let itself be cancelled, with the slot taken.

@@ -37,7 +37,7 @@ MAX_SAMPLES = 128  # of one call
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCallInfo:
-    """What a rule knows of a call, see `AgentEngine.side_calls`.
+    """Description of a call for a rule, see `AgentEngine.side_calls`.
 
     Attributes:
         messages: messages of the call; empty for a text.
@@ -345,7 +345,7 @@ class AgentEpisode:
     def _continuation(
         self, match: Match, messages: Messages, tools: Messages, *, options: Mapping[str, Any]
     ) -> str | None:
-        """What follows the last turn that a call continues; None if the template writes what was before differently.
+        """Text after the last turn that a call continues; None if the template renders earlier turns differently.
 
         Raises:
             AgentCallError: the template refuses the messages.

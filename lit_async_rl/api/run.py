@@ -227,7 +227,7 @@ def _fit(
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments of `fit`, of which each process of a run makes its own objects."""
+    """Arguments of `fit`, from which each process of a run builds its own objects."""
 
     model: str | os.PathLike[str] | PreTrainedModel | PolicyModule
     prompts: Records

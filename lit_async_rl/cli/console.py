@@ -72,11 +72,11 @@ def _train_parser() -> argparse.ArgumentParser:
 
 
 def _app() -> ModuleType:
-    """The module of these commands, whose import is announced unless it is there already."""
+    """The module of these commands; announces its import, unless it is loaded."""
     if "lightning" not in sys.modules:
         with loading():
             importlib.import_module(CONFIGURED)
-        gc.freeze()  # what was imported stays: no collection need look at it again
+        gc.freeze()  # imported objects stay: collections need not scan them again
     return importlib.import_module(CONFIGURED)
 
 

@@ -104,7 +104,7 @@ def shorten(text: str) -> str:
 
 
 def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) -> str:
-    """Where the whole traceback is, if it says more than the message; user's code is shown without it."""
+    """Location of the full traceback, if it adds to the message; frames of user code are shown without it."""
     if isinstance(error, SELF_EXPLAINING_ERRORS) and not is_users:
         return ""
     found = folder()
@@ -188,7 +188,7 @@ def _on_one_line(error: Exception) -> str:
 
 
 def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], setting: str = "") -> str:
-    """Full name of the setting whose value is a class with these arguments; empty if there is none.
+    """Full name of the setting with a class of these arguments as its value; empty if there is none.
 
     Args:
         config: as parsed.
@@ -366,7 +366,7 @@ def _refusals(message: str) -> list[_Refusal]:
             above.pop()
         text = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
         made_by = re.search(r" Got value: Namespace\(class_path='([\w.]+)'", text)
-        text = re.sub(r"\.? Got value: Namespace\(.*\)$", "", text)  # of what is around the value
+        text = re.sub(r"\.? Got value: Namespace\(.*\)$", "", text)  # the surrounding settings
         if node := NODE.match(text):
             above.append((indentation, node["key"], node["path"]))
             text = node["rest"]
@@ -444,7 +444,7 @@ def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
 
 def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
     """A value that is no number, list or choice."""
-    same = [one.reason for one in refusals if one.keys == refusals[0].keys]  # not those of what is around it
+    same = [one.reason for one in refusals if one.keys == refusals[0].keys]  # not those of the enclosing setting
     kinds = [re.match(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", reason) for reason in same]
     if kinds[0] is None:
         return None
@@ -500,7 +500,7 @@ def classes_in(hint: Any) -> Iterator[type]:
 
 
 def known_names(bases: Sequence[type]) -> list[str]:
-    """Names that a setting may have whose value is an object of one of some classes; of rewards, dotted paths."""
+    """Allowed class names for a setting with one of some base classes; for rewards, dotted paths."""
     if not bases:
         return [f"lit_async_rl.rewards.{name}" for name in REWARDS]
     public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
@@ -550,7 +550,7 @@ def _suggested_setting(name: str, known: Iterable[str]) -> str:
 
 
 def _suggested_path(value: str, is_class: bool) -> str | None:
-    """The dotted path of a function or class in a file that was given, as the end of a message; None if it is no file.
+    """Dotted path of a function or class in the given file, as the end of a message; None if it is no file.
 
     Args:
         value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What Ray finds room for, for each replica.
+    """Resources that Ray reserves for each replica.
 
     Attributes:
         num_cpus, num_gpus: counted, not reserved; a replica sees only its own GPUs.
@@ -118,7 +118,7 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """What Ray tells of an actor that could not be made ends with the cause."""
+    """Last line of an actor's creation error, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:400]}" if lines else type(error).__name__
 

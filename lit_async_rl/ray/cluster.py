@@ -67,7 +67,7 @@ class EngineReplicas:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each replica."""
+        """Resources of each replica."""
         return _as_needs(self.resources)
 
     @property
@@ -107,7 +107,7 @@ class RewardActors:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each actor."""
+        """Resources of each actor."""
         return _as_needs(self.resources)
 
 
@@ -132,7 +132,7 @@ class EnvironmentActors:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each actor."""
+        """Resources of each actor."""
         return _as_needs(self.resources)
 
 

@@ -89,14 +89,14 @@ class Coordinator:
         self._orders.append(signal_number)
 
     def take(self) -> tuple[list[Said], list[Ended]]:
-        """What was said since the last call, and all ends so far."""
+        """New output lines and exit records."""
         said = self._said
         self._said = []
         self._num_waiting = 0
         return said, self._ended
 
     def result(self) -> Any:
-        """What rank 0 has returned; None before."""
+        """Return value of rank 0; None before it has returned."""
         return self._result
 
     def folder(self) -> str | None:

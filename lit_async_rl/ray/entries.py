@@ -1,4 +1,4 @@
-"""What the trainer's side knows of replicas: their state, what they hold, and validation of what they answer."""
+"""Replicas as the trainer's side sees them: state, assignments, and validation of their answers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Assignment:
         )
 
     def again(self) -> Part:
-        """What is left of it to sample.
+        """Remaining part to sample.
 
         Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
         """
@@ -120,7 +120,7 @@ class Sample:
 
 @dataclass(eq=False)
 class ReplicaEntry:
-    """What the trainer's side knows of a replica."""
+    """A replica as the trainer's side sees it."""
 
     number: int
     actor: Any = None

@@ -250,7 +250,7 @@ class _Run:
         return list(ended)
 
     def _outcome(self, ended: list[Ended]) -> Outcome:
-        """What the ends of the ranks come to.
+        """Outcome of the run from the exit records of the ranks.
 
         Raises:
             RankError: they failed.

@@ -411,7 +411,7 @@ class Replica:
 
     @guarded
     def take(self, timeout_s: float) -> dict[str, Any]:
-        """What was finished since the last call, packed; waits at most `timeout_s` for the first."""
+        """Results finished since the last call, packed; waits at most `timeout_s` for the first."""
         engine = self.engine
         with self._changed:
             self._wait(lambda: self._finished or self._reports, timeout_s)

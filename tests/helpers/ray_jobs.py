@@ -1,4 +1,4 @@
-"""What trainer ranks on Ray do in tests, in place of training. Each is called in a process of its own."""
+"""Jobs of trainer ranks on Ray in tests, in place of training. Each runs in its own process."""
 
 import os
 import signal

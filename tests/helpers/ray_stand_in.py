@@ -1,4 +1,4 @@
-"""What `RayEngine` uses of Ray, within this process: actors are objects whose methods run in threads.
+"""In-process stand-in for the parts of Ray that `RayEngine` uses: actors are objects whose methods run in threads.
 
 What crosses is pickled as by Ray, so that nobody shares what he is sent. An actor that was killed answers nothing any
 more, and is made again from its constructor's arguments.

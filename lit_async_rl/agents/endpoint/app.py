@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def make_app(service: CallService) -> ASGIApp:
-    """What a service answers, over HTTP."""
+    """ASGI application that serves a service over HTTP."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -108,7 +108,7 @@ async def _read_body(request: Request, service: CallService) -> bytes | None:
 
 
 async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:
-    """What the work returns, or None if the client goes before; the work, given a way to ask, is then cancelled."""
+    """Result of the work, which may ask whether the client has gone; None if it goes first, which cancels the work."""
     gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
     task = asyncio.ensure_future(work(gone.done))
     try:

@@ -34,7 +34,7 @@ from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.elsewhere import RemoteProxy
 from lit_async_rl.utils.processes import guarded
 
 START_TIMEOUT_S = 300.0  # imports of the child
@@ -52,7 +52,7 @@ class AgentProcessEnded(ProcessAgentError):
     """The process ended with the episode in it."""
 
 
-class ProcessAgent(Elsewhere):
+class ProcessAgent(RemoteProxy):
     """Plays the episodes of an agent in processes of their own, each with an `openai.AsyncOpenAI` at the endpoint.
 
     An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Its

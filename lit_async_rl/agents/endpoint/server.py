@@ -187,7 +187,7 @@ class Endpoint:
 
 
 def import_server() -> Callable[[CallService], Any]:
-    """What makes a server of a service.
+    """Factory of servers, imported when it is needed.
 
     Raises:
         ImportError: Starlette or uvicorn is not installed.
