@@ -43,12 +43,14 @@ GSM8K = "configs/gsm8k_grpo.yaml"
 CALCULATOR = "configs/calculator.yaml"
 BENCH = "configs/bench/base.yaml"
 TOOLS = "configs/time_to_accuracy/tools.yaml"
+AGENT = "configs/time_to_accuracy/agent.yaml"
 ALONE = (QUICKSTART, GSM8K, CALCULATOR, BENCH, "configs/smollm2.yaml", "configs/time_to_accuracy/lengths.yaml")
 BEHIND_OTHERS = {
     "configs/gsm8k_grpo_vllm.yaml": GSM8K,
     "configs/multi_node_vllm.yaml": GSM8K,
     "configs/systems/sampo.yaml": CALCULATOR,
     TOOLS: CALCULATOR,
+    "configs/time_to_accuracy/agent_process.yaml": AGENT,
 }
 NEED_DOWNLOADS = (
     GSM8K,
@@ -58,6 +60,7 @@ NEED_DOWNLOADS = (
     "configs/time_to_accuracy/lengths.yaml",
 )
 OF_BENCHMARKS = ("workloads.yaml", "systems.yaml")  # read by a benchmark, as the suites are
+OF_CLUSTERS = ("clusters", "sweeps", "ray.yaml")  # read by other programs, or started on Ray before they are parsed
 RUN = """\
 # Behind configs/quickstart.yaml: a tiny policy, and much that keeps state. Two slots of the engine, so that a
 # checkpoint finds groups in every state: finished, being sampled, waiting.
@@ -196,7 +199,7 @@ def write_configurations(path: Path) -> None:
             page = ROOT / Path(name).parent.relative_to("pages").with_suffix(".md")
             pages[name] = "\n".join(block.code for block in blocks_of(page) if block.module == Path(name).stem)
     commands = {
-        name: command(name) for name in shipped if "suites" not in name and Path(name).name not in OF_BENCHMARKS
+        name: command(name) for name in shipped if not {"suites", *OF_BENCHMARKS, *OF_CLUSTERS} & set(Path(name).parts)
     }
     frozen = {
         "commands": commands,
