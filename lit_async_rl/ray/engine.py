@@ -75,12 +75,12 @@ from lit_async_rl.utils.waiting import clock
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request
-NUM_GOOD = 1000
-TAKE_S = 0.5  # a replica that has nothing finished answers after it
-LOOK_S = 0.1  # between two looks at all replicas
+NUM_SAMPLES_TO_FORGIVE = 1000
+TAKE_TIMEOUT_S = 0.5  # a replica that has nothing finished answers after it
+LOOK_INTERVAL_S = 0.1  # between two looks at all replicas
 SILENT_S = 5.0  # without an answer, after which a line names a replica
 IDLE_S = 30.0  # the same without a token, which may be due to long prompts, or to large weights
-STILL_S = 3.0
+FROZEN_AFTER_S = 3.0
 log = logging.getLogger(__name__)
 
 
@@ -644,7 +644,7 @@ class RayEngine(EngineWrapper):
             entry.weights = int(version), dict(sums)
             entry.was_there = True
         self._max_model_len = min(longest, self._max_model_len or longest)
-        self._call(entry, self._taken, "take", TAKE_S)
+        self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
         if self._table is not None:
             self._send_weights(entry, self._table)
 
@@ -739,7 +739,7 @@ class RayEngine(EngineWrapper):
         if problem:
             self._lose(entry, problem, is_running=True)
             return
-        self._call(entry, self._taken, "take", TAKE_S)
+        self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
 
     def _verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> bool:
         if version > self._version:
@@ -811,11 +811,11 @@ class RayEngine(EngineWrapper):
     def _look_after(self, now: float) -> None:
         """Starts replicas anew that wait for it, and loses those that hang. The lock is held."""
         still_s = now - self._looked  # nobody looked: this process stood still, or was not asked for tokens
-        if still_s < LOOK_S:
+        if still_s < LOOK_INTERVAL_S:
             return
         self._looked = now
         for entry in list(self._entries):
-            if still_s > STILL_S:
+            if still_s > FROZEN_AFTER_S:
                 entry.heard += still_s
                 entry.answered += still_s
             if entry.is_draining and not entry.held and not entry.unverified:
@@ -878,7 +878,7 @@ class RayEngine(EngineWrapper):
         entry.why = reason
         entry.num_failures += 1
         if is_running:
-            entry.num_wrong = 1 if entry.num_good >= NUM_GOOD else entry.num_wrong + 1
+            entry.num_wrong = 1 if entry.num_good >= NUM_SAMPLES_TO_FORGIVE else entry.num_wrong + 1
             entry.num_good = 0
         entry.num_starts += 1
         self._num_tokens_before += entry.num_tokens
