@@ -142,9 +142,7 @@ class ReplicaEntry:
     is_silent: bool = False  # and a line has said so
     heard: float = 0.0  # when it last had all it was asked for, or gave a token; while it loads, when it was asked to
     num_failures: int = 0  # in a row, without a finished sample in between
-    num_wrong: int = (
-        0  # of them, or between `NUM_SAMPLES_TO_FORGIVE` samples, those in which its process was there and did wrong
-    )
+    num_wrong: int = 0  # of them, or within `NUM_SAMPLES_TO_FORGIVE`, those in which its process did wrong
     num_good: int = 0  # samples since then
     num_starts: int = 0
     busy_s: float = 0.0
