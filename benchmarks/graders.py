@@ -1,4 +1,4 @@
-"""What `MathVerify` makes of the public test sets of grader libraries.
+"""Verdicts of `MathVerify` on the public test sets of grader libraries.
 
     pip download --no-deps --no-binary :all: math-verify==0.9.0 && tar xzf math_verify-0.9.0.tar.gz
     curl -O https://raw.githubusercontent.com/hendrycks/math/main/modeling/math_equivalence_test.py

@@ -35,15 +35,17 @@ class Bar:
     colour: str
 
 
-SYNCHRONOUS = Bar(row="synchronous", label="synchronous (the measure)", colour=GREY)
+SYNCHRONOUS = Bar(row="synchronous", label="synchronous PPO-clip (the measure)", colour=GREY)
 TOOLS = (
     SYNCHRONOUS,
-    Bar(row="synchronous redundant", label="synchronous, with spare prompts", colour=LIGHT_GREY),
-    Bar(row="plain GRPO, `max_staleness` 8", label="asynchronous, uncorrected (plain GRPO)", colour=ORANGE),
-    Bar(row="recipe, `max_staleness` 8", label="asynchronous, corrected (VCPO)", colour=BLUE),
+    Bar(
+        row="synchronous, 4 of 20 groups redundant", label="synchronous PPO-clip, with spare prompts", colour=LIGHT_GREY
+    ),
+    Bar(row="plain GRPO, `max_staleness` 8", label="asynchronous PPO-clip", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 8", label="asynchronous VCPO", colour=BLUE),
     Bar(
         row="recipe, 4 of 20 groups redundant, `max_staleness` 8",
-        label="asynchronous, corrected, with spare prompts",
+        label="asynchronous VCPO, with spare prompts",
         colour=GREEN,
     ),
 )
@@ -51,27 +53,27 @@ QUICK_TOOLS = (
     SYNCHRONOUS,
     Bar(row="Periodic Asynchrony", label="Periodic Asynchrony", colour=LIGHT_GREY),
     Bar(row="PipelineRL", label="PipelineRL", colour=PURPLE),
-    Bar(row="plain GRPO, `max_staleness` 4", label="uncorrected, at most 4 versions old", colour=ORANGE),
-    Bar(row="recipe, `max_staleness` 1", label="corrected, at most 1 version old", colour=BLUE),
-    Bar(row="recipe, `max_staleness` 4", label="corrected, at most 4 versions old", colour=BLUE),
-    Bar(row="recipe, `max_staleness` 8", label="corrected, at most 8 versions old", colour=BLUE),
+    Bar(row="plain GRPO, `max_staleness` 4", label="PPO-clip, at most 4 versions old", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 1", label="VCPO, at most 1 version old", colour=BLUE),
+    Bar(row="recipe, `max_staleness` 4", label="VCPO, at most 4 versions old", colour=BLUE),
+    Bar(row="recipe, `max_staleness` 8", label="VCPO, at most 8 versions old", colour=BLUE),
 )
 QUICK_START = (
-    Bar(row="plain GRPO, synchronous", label="synchronous, plain GRPO (the measure)", colour=GREY),
-    Bar(row="recipe, synchronous", label="synchronous, corrected (VCPO)", colour=LIGHT_GREY),
+    Bar(row="plain GRPO, synchronous", label="synchronous PPO-clip (the measure)", colour=GREY),
+    Bar(row="recipe, synchronous", label="synchronous VCPO", colour=LIGHT_GREY),
     Bar(row="TRL GRPOTrainer, two threads", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
-    Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous, uncorrected (plain GRPO)", colour=ORANGE),
-    Bar(row="recipe, `max_staleness` 4", label="asynchronous, corrected (VCPO)", colour=BLUE),
+    Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous PPO-clip", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 4", label="asynchronous VCPO", colour=BLUE),
     Bar(
         row="recipe, `max_staleness` 4, `own_process`",
-        label="the same, engine in a process of its own",
+        label="asynchronous VCPO, engine in its own process",
         colour=GREEN,
     ),
 )
 LENGTHS = (
     SYNCHRONOUS,
-    Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous, uncorrected (plain GRPO)", colour=ORANGE),
-    Bar(row="recipe, `max_staleness` 4", label="asynchronous, corrected (VCPO)", colour=BLUE),
+    Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous PPO-clip", colour=ORANGE),
+    Bar(row="recipe, `max_staleness` 4", label="asynchronous VCPO", colour=BLUE),
 )
 LENGTHS_TRL = (
     SYNCHRONOUS,
@@ -80,16 +82,18 @@ LENGTHS_TRL = (
 )
 LANGUAGE_MODEL = (
     SYNCHRONOUS,
-    Bar(row="synchronous, 1 of 5 groups redundant", label="synchronous, with spare prompts", colour=LIGHT_GREY),
-    Bar(row="recipe, `max_staleness` 8", label="asynchronous, at most 8 versions old", colour=BLUE),
+    Bar(
+        row="synchronous, 1 of 5 groups redundant", label="synchronous PPO-clip, with spare prompts", colour=LIGHT_GREY
+    ),
+    Bar(row="recipe, `max_staleness` 8", label="asynchronous VCPO, at most 8 versions old", colour=BLUE),
     Bar(
         row="recipe, 1 of 5 groups redundant, `max_staleness` 4",
-        label="at most 4 versions old, with spare prompts",
+        label="VCPO, at most 4 versions, with spare prompts",
         colour=GREEN,
     ),
     Bar(
         row="recipe, 1 of 5 groups redundant, `max_staleness` 8",
-        label="at most 8 versions old, with spare prompts",
+        label="VCPO, at most 8 versions, with spare prompts",
         colour=GREEN,
     ),
 )

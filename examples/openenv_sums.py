@@ -29,7 +29,7 @@ class Said(Action):
 
 
 class Seen(Observation):
-    """What the policy reads."""
+    """Text for the policy."""
 
     text: str = ""
 

@@ -21,12 +21,6 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks
 
 def __getattr__(name: str) -> Any:
     """Imports a public name. A person who waits for the first of those that need all libraries is told why."""
-    if name == "Intake":
-        raise AttributeError("lit_async_rl.Intake is now arguments of RolloutDataModule (docs/migration.md)")
-    if name in ("VLLMReplicas", "VLLMServerEngine"):
-        from lit_async_rl.utils.renamed_keys import REMOVED
-
-        raise AttributeError(f"lit_async_rl.{name} is now {REMOVED[name]}")
     if name in _NEED_ALL and sys.stderr is not None and sys.stderr.isatty():
         from lit_async_rl.utils.loading import loading
 

@@ -1,4 +1,4 @@
-"""Refuses three ways of writing several things at once, which no rule of ruff knows; part of `make lint`.
+"""Refuses several things written as one, and docstrings that begin as a riddle; part of `make lint`.
 
     python scripts/lint_style.py lit_async_rl callbacks
 
@@ -7,10 +7,11 @@
 | tuple-assignment | `a, b = 1, 2` | `a = 1` and `b = 2`; swaps (`a, b = b, a`) and `a, b = f()` are fine |
 | splatted-local | `options = {"x": 1}` and then `f(**options)`, its only use | `f(x=1)` |
 | positional-arguments | `f(1, 2, 3, 4)`, where `f` is defined in the folders | `f(1, 2, 3, x=4)` |
+| docstring-opener | a docstring that begins with What, Whose or Whoever | a noun or an imperative verb |
 
 (Two statements in one line are ruff's E701 and E702.) Calls are traced to definitions through imports, base classes,
 `self`, `cls` and `super()`, without running anything; calls that cannot be traced are not examined, nor are functions
-that take `*args`.
+that take `*args`. Docstrings are those of modules, classes and functions.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from house import Function, module_names, module_of, source_of, tuple_assignments
+from house import Documented, Function, module_names, module_of, source_of, tuple_assignments
 
 MAX_POSITIONAL = 3
+REFUSED_OPENERS = ("What", "Whose", "Whoever")
 Scope = Function | ast.Lambda
 Loop = ast.For | ast.AsyncFor | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -243,6 +245,18 @@ def long_calls(
         yield from long_calls(definitions, module, child, scope=inner, owner=within)
 
 
+# -- docstrings -------------------------------------------------------------------------------------------------------
+
+
+def refused_openers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines and first words of docstrings that begin with a refused word."""
+    for node in ast.walk(tree):
+        if isinstance(node, Documented) and (docstring := ast.get_docstring(node)):
+            word = docstring.split()[0]
+            if word in REFUSED_OPENERS:
+                yield node.body[0].lineno, word
+
+
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +275,8 @@ def problems(folders: list[Path]) -> list[str]:
             for name, call in splatted_locals(function):
                 what = f"splatted-local: write the items of {name!r} as arguments of {ast.unparse(call.func)}(...)"
                 found.append((place, call.lineno, what))
+        for line, word in refused_openers(tree):
+            found.append((place, line, f"docstring-opener: begin with a noun or an imperative verb, not {word!r}"))
         for call in long_calls(definitions, definitions.modules[path], tree, scope={}):
             what = (
                 f"{ast.unparse(call.func)}(...) has {len(call.args)} arguments by position; name those after the third"

@@ -78,6 +78,11 @@ REFUSED = {
         "from package.below.defined import Base\nclass C(Base):\n"
         "    def method(self):\n        return [super().method(1, 2, 3, 4) for _ in self.all]",
     ],
+    "docstring-opener": [
+        '"""What a module has."""',
+        'class C:\n    """Whose it is."""',
+        'class C:\n    async def f(self):\n        """\n        Whoever calls it.\n        """',
+    ],
 }
 ACCEPTED = [
     "a, b = b, a",
@@ -105,6 +110,9 @@ ACCEPTED = [
     "from package.below.defined import four\ndef f():\n    four = g()\n    four(1, 2, 3, 4)",
     "class C(Elsewhere):\n    def f(self):\n        self.g(1, 2, 3, 4)\n        super().f(1, 2, 3, 4)",
     "print(1, 2, 3, 4)",
+    'def f(x):\n    """Whether x is even.\n\n    Args:\n        x: what is divided.\n    """',
+    'x = 1\n"""What follows an assignment is no docstring of a module."""',
+    'def f():\n    """"""',
 ]
 
 

@@ -1,4 +1,4 @@
-"""What agents behind an HTTP endpoint cost: processor time of a call, and seconds of a step with slow tools.
+"""Cost of agents behind an HTTP endpoint: processor time of a call, and seconds of a step with slow tools.
 
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py calls --output docs/measurements/endpoint_calls.json
     OMP_NUM_THREADS=1 python benchmarks/agents/endpoint.py steps --output docs/measurements/endpoint_steps.json
@@ -40,7 +40,6 @@ from benchmarks.common.process import csv_logger
 from lit_async_rl.agents import AgentEngine, AgentEpisode, CallSampling, EndpointClients
 from lit_async_rl.agents.api.bodies import CHAT
 from lit_async_rl.agents.api.exchange import ApiRequest
-from lit_async_rl.agents.endpoint.server import respond_at
 from lit_async_rl.tasks.calculator import Calculator, CalculatorEpisode
 from lit_async_rl.tasks.calculator_agent import ADD, CalculatorAgent
 from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
@@ -129,13 +128,15 @@ def direct_cpu_s(episode: AgentEpisode, body: dict[str, Any], num_calls: int, nu
     return loop_cpu_s(complete, num_calls, num_connections)
 
 
-def answered_cpu_s(client: Any, body: dict[str, Any], num_calls: int, num_connections: int) -> float:
+def answered_cpu_s(
+    clients: EndpointClients, client: Any, body: dict[str, Any], num_calls: int, num_connections: int
+) -> float:
     """Processor time of the same calls of a client that needs no connection, on the endpoint's side, in seconds."""
     content = json.dumps({"model": "policy", "max_tokens": 12} | body).encode()
     call = ApiRequest(path=CHAT, body=content, authorization=f"Bearer {client.api_key}")
 
     async def answer() -> None:
-        response = await respond_at(str(client.base_url), call)
+        response = await clients.respond(call)
         assert response.status == 200, response.body
 
     return loop_cpu_s(answer, num_calls, num_connections)
@@ -163,10 +164,11 @@ def loop_cpu_s(call: Callable[[], Awaitable[object]], num_calls: int, num_connec
 def measure_calls(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of processor time that the endpoint adds to a call."""
     agent = Waiting()
+    clients = EndpointClients()
     engine = AgentEngine(
         rl.EmbeddedEngine(num_slots=16),
         agent,
-        clients=EndpointClients(),
+        clients=clients,
         max_calls=10**9,
         timeout_s=TIMEOUT_S,
         parser=rl.CalculatorParser(),
@@ -204,7 +206,9 @@ def measure_calls(args: argparse.Namespace) -> dict[str, Any]:
                 assert episode is not None
                 direct_s = direct_cpu_s(episode, body, args.num_calls, num_connections=args.connections)
                 served_s = server_cpu_s(agent.client, body, args.num_calls, num_connections=args.connections)
-                answered_s = answered_cpu_s(agent.client, body, args.num_calls, num_connections=args.connections)
+                answered_s = answered_cpu_s(
+                    clients, agent.client, body, num_calls=args.num_calls, num_connections=args.connections
+                )
                 found.append((1e3 * served_s, 1e3 * answered_s, 1e3 * direct_s))
                 print(name, *(f"{ms:.2f} ms" for ms in found[-1]), sep=", ", flush=True)
                 engine.abort([request.id])

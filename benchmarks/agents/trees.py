@@ -334,7 +334,7 @@ class Oracle:
 
 @dataclass
 class Checked:
-    """What one tree has shown.
+    """Result for one tree.
 
     Attributes:
         error: largest difference of log-probabilities in nats, over 1 + the size of the log-probability, with which

@@ -1,1 +1,1 @@
-"""What benchmarks share: grids of training runs, their report as a page, measurements of the documentation."""
+"""Shared by benchmarks: grids of training runs, their report as a page, measurements for the documentation."""

@@ -101,7 +101,7 @@ def run(name: str, device: str, timeout_s: float) -> dict:
 
 
 def line(result: dict) -> str:
-    """What a check found."""
+    """One line with the result of a check."""
     state = "skipped" if result["skipped"] else "ok" if result["ok"] else "FAILED"
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["numbers"].items())
     return f"{result['check']:<12} {state:<8} {result['seconds']:>6.1f} s  {numbers}  {result['note']}".rstrip()

@@ -1,4 +1,4 @@
-"""What the checks share: models with random weights, requests, times, and what ends a check."""
+"""Shared by the checks: models with random weights, requests, timers, and exceptions that end a check."""
 
 from __future__ import annotations
 

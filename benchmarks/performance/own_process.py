@@ -1,4 +1,4 @@
-"""What `data.engine.own_process` saves: seconds of a step, synchronous and with the engine in either process, in turns.
+"""Savings of `data.engine.own_process`: seconds of a step, synchronous and with the engine in either process, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/performance/own_process.py --output docs/measurements/own_process.json
 

@@ -1,4 +1,4 @@
-"""What score centering costs with a vocabulary of 49 thousand tokens, as shares of a training step and of generation.
+"""Cost of score centering with a vocabulary of 49 thousand tokens, as shares of a training step and of generation.
 
 A random policy of SmolLM2-135M's shape. Steps are forward and backward pass of one micro-batch, with score centering
 and with REINFORCE; generation is that of the embedded engine, with and without recorded heads. Processor time of each,

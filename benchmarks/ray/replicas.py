@@ -54,7 +54,7 @@ QUIET = ("--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "nul
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is run, and what of it is compared."""
+    """Systems of a comparison, their settings, and the quantity compared."""
 
     systems: Sequence[str]
     flags: tuple[str, ...] = ()
@@ -161,8 +161,8 @@ def main() -> None:
     else:
         last = found[args.systems[-1]]
         compared = [b["accuracy"] - a["accuracy"] for a, b in zip(base, last, strict=True)]
-        unit = f"difference in final accuracy of the quick start, {args.systems[-1]} against {args.systems[0]}"
-        columns = ["run", "final accuracy", "largest staleness (bound 4)"]
+        unit = f"difference in accuracy at the end of the quick start, {args.systems[-1]} against {args.systems[0]}"
+        columns = ["run", "accuracy at the end", "largest staleness (bound 4)"]
     repeated = "one run each" if args.rounds == 1 else f"{args.rounds} paired runs; the table has their medians"
     write_measurement(
         args.output,

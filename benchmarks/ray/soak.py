@@ -151,7 +151,7 @@ class Run:
         return found
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What each step of each rank has trained on, in the order of time."""
+        """Training data of each step of each rank, in order of time."""
         for path in sorted(self.folder.glob("groups_*.jsonl")):
             for line in path.read_text().splitlines():
                 if line.endswith("}"):  # else it was being written when its rank was killed

@@ -1,4 +1,4 @@
-"""What `RewardHackingMonitor` costs, and what it says of runs in which nobody hacks.
+"""Cost of `RewardHackingMonitor`, and its false alarms in runs without reward hacking.
 
     python benchmarks/rewards/hacking_monitor.py --out docs/measurements/hacking_monitor.json
 

@@ -55,8 +55,9 @@ def run_cell(
     folder = out / cell.folder
     arguments = [*cell.arguments(), *settings]
     last = folder / "checkpoints" / "last.ckpt"
-    with recorded(folder, arguments, continues=last.exists()):
+    with recorded(folder, arguments, continues=last.exists()) as result:
         cli = AsyncRLCLI([*arguments, *csv_logger(folder), *_checkpoints(last.parent, checkpoint_every_n_steps)])
+        result["device"] = cli.trainer.strategy.root_device.type
         if checkpoint_every_n_steps is None:
             cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=str(last) if last.exists() else None)

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from benchmarks.staleness.statistics import interval, naive_method
+from benchmarks.staleness.statistics import LAST_EVALUATIONS, interval, naive_method
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -51,6 +51,12 @@ REGIMES = {
     "length_bias": "long completions are late",
     "very_stale": "very stale data",
 }
+POLICIES = {  # of a regime; the others have that of `SMALL`
+    "quickstart_constant": "a policy of 0.5 million parameters",
+    "smollm2": "SmolLM2, 135 million parameters",
+    "smollm2_price": "SmolLM2, 135 million parameters",
+}
+SMALL = "a policy of 88 thousand parameters"
 METHODS = {  # what a picture calls a method whose class name says less
     "uncorrected": "no correction",
     "ppo_clip": "PPO-clip",
@@ -77,6 +83,11 @@ METHODS = {  # what a picture calls a method whose class name says less
 }
 WIDTH = 8.3  # inches: the width of a page
 FONT = 13
+
+
+def policy(table: pd.DataFrame) -> str:
+    """The policy of a regime, for the title of a figure."""
+    return POLICIES.get(str(table["regime"].iloc[0]), SMALL)
 
 
 def said(method: str) -> str:
@@ -143,6 +154,7 @@ def accuracy_by_lag(table: pd.DataFrame, methods: list[str]) -> Figure:
     for axis in axes[-2:]:
         axis.set_xlabel("optimizer step", fontsize=FONT)
     figure.supylabel("held-out accuracy", fontsize=FONT)
+    figure.suptitle(policy(table), fontsize=FONT)
     return figure
 
 
@@ -169,12 +181,12 @@ def signals_by_lag(table: pd.DataFrame, method: str) -> Figure:
     _legend(figure, axes)
     for axis in axes[-2:]:
         axis.set_xlabel("optimizer step", fontsize=FONT)
-    figure.suptitle(said(method), fontsize=FONT)
+    figure.suptitle(f"{said(method)}; {policy(table)}", fontsize=FONT)
     return figure
 
 
 def final_against_lag(summary: pd.DataFrame) -> Figure:
-    """Final accuracy against lag, for methods that ran at more than one."""
+    """Accuracy at the end against lag, for methods that ran at more than one."""
     figure, axis = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
     tried = summary.groupby("method")["lag"].nunique()
     for n, method in enumerate(tried[tried > 1].index):
@@ -186,7 +198,8 @@ def final_against_lag(summary: pd.DataFrame) -> Figure:
     lags = sorted(summary["lag"].unique())
     axis.set_xticks(lags, [str(lag) for lag in lags])
     axis.set_xlabel("age of the data (versions)", fontsize=FONT)
-    axis.set_ylabel("final accuracy", fontsize=FONT)
+    axis.set_ylabel(f"accuracy, last {LAST_EVALUATIONS} evaluations", fontsize=FONT)
+    axis.set_title(policy(summary), fontsize=FONT)
     axis.set(ylim=(0, 1))
     axis.tick_params(labelsize=FONT - 1)
     axis.grid(alpha=0.3)
@@ -211,7 +224,7 @@ def ranking(summary: pd.DataFrame, lag: int) -> Figure:
     axis.axvline(1, color="0.5", linewidth=0.8)
     axis.axvline(0.5, color="0.5", linewidth=0.8, linestyle=":")
     axis.set_yticks(range(len(order)), [said(method) for method in order], fontsize=FONT - 1)
-    axis.set_title(f"data {versions(lag)}", fontsize=FONT)
+    axis.set_title(f"data {versions(lag)}; {policy(summary)}", fontsize=FONT)
     axis.set_xlabel("synchronous gain kept", fontsize=FONT)
     axis.set(xlim=(-0.7, 1.4))
     axis.tick_params(axis="x", labelsize=FONT - 1)
@@ -240,7 +253,7 @@ def equal_cost(table: pd.DataFrame, methods: list[str], lag: int) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator(5))
     _legend(figure, axes)
     figure.supylabel("held-out accuracy", fontsize=FONT)
-    figure.suptitle(f"data {versions(lag)}", fontsize=FONT)
+    figure.suptitle(f"data {versions(lag)}; {policy(table)}", fontsize=FONT)
     return figure
 
 
@@ -262,7 +275,7 @@ def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: S
     for axis in axes[-2:]:
         axis.set_xlabel("optimizer step", fontsize=FONT)
     regime = str(table["regime"].iloc[0])
-    figure.suptitle(f"data {versions(lag)}; {REGIMES.get(regime, regime)}", fontsize=FONT)
+    figure.suptitle(f"{policy(table)}; data {versions(lag)};\n{REGIMES.get(regime, regime)}", fontsize=FONT)
     return figure
 
 

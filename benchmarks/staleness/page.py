@@ -23,7 +23,15 @@ from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.ranking import equal_tuning
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
-from benchmarks.staleness.statistics import COLLAPSE, gain_share, interval, per_cell, synchronous
+from benchmarks.staleness.statistics import (
+    HALF,
+    gain_share,
+    generations,
+    interval,
+    per_cell,
+    synchronous,
+    synchronous_gain,
+)
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 from benchmarks.staleness.table import CELL, SOURCES, collect, read_table
 
@@ -36,6 +44,7 @@ LANGUAGE_MODEL_METHODS = {
     "token_tis": "token TIS",
     "vcpo": "VCPO",
 }
+DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 ENGINES = {"bf16": "bfloat16", "int8": "INT8 weights", "int8_cache": "INT8 keys, values", "noise": "noise of 2 %"}
 
 
@@ -60,8 +69,20 @@ def paired(name: str, regime: str, baseline: str, only: str = "lag >= 0") -> str
         accuracy = pm(*interval(group["final"]), 3)
         worst = f"{group['final'].min():.3f}"
         cosine = pm(*interval(group["cosine"]))
-        rows.append([str(method), str(lag), str(len(group)), accuracy, worst, cosine, *other])
-    head = ["method", "lag", "seeds", "accuracy", "worst seed", "cosine", f"difference to {baseline}", "p", "q"]
+        counted = generations(group["steps"].max(), int(lag))
+        rows.append([str(method), str(lag), counted, str(len(group)), accuracy, worst, cosine, *other])
+    head = [
+        "method",
+        "lag",
+        "generations",
+        "seeds",
+        "accuracy",
+        "worst seed",
+        "cosine",
+        f"difference to {baseline}",
+        "p",
+        "q",
+    ]
     return markdown(head, rows)
 
 
@@ -78,29 +99,49 @@ def language_model(name: str) -> str:
     if runs is None:
         return _not_run(name)
     steps = read_table(shown_runs.FOLDER / f"{name}.parquet")
-    evaluations = steps[steps["accuracy"].notna()].groupby(["lag", "method", "learning_rate_scale", "step"])["accuracy"]
+    setting = ["lag", "method", "learning_rate_scale", "device"]
+    evaluations = steps[steps["accuracy"].notna()].groupby([*setting, "step"])["accuracy"]
     rows = []
-    for key, group in runs.groupby(["lag", "method", "learning_rate_scale"]):
-        lag, method, scale = key
+    for key, group in runs.groupby(setting):
+        lag, method, scale, device = key
         course = evaluations.mean().loc[key]
         accuracies = [f"{accuracy:.2f}" for accuracy in course]
         signals = [f"{group[name].mean():.2f}" for name in ("ess_ratio", "cosine")]
-        rows.append([str(lag), str(method), f"{scale:g}", str(len(group)), *accuracies, *signals])
+        counted = generations(group["steps"].max(), int(lag))
+        rows.append(
+            [str(lag), counted, str(method), f"{scale:g}", DEVICES[str(device)], str(len(group)), *accuracies, *signals]
+        )
     at = [
         f"accuracy, step {step}" if step == 0 else str(step)
         for step in sorted(steps["step"][steps["accuracy"].notna()].unique())
     ]
-    return markdown(["lag", "method", "rate ×", "runs", *at, "effective sample size", "cosine"], rows)
+    return markdown(
+        ["lag", "generations", "method", "rate ×", "on a", "runs", *at, "effective sample size", "cosine"], rows
+    )
 
 
 def language_model_kept() -> str:
-    """Share of the synchronous gain that SmolLM2 keeps, over seeds that did not choose the rate, where there are."""
-    lags = (16, 64)
-    rows = [
-        [title, *(first_grid.kept_by_language_model(method, lag) for lag in lags)]
+    """Share of the synchronous gain that SmolLM2 keeps, over seeds that did not choose the rate, by kind of device."""
+    runs = runs_of("smollm2")
+    if runs is None:
+        return _not_run("smollm2")
+    columns = [(lag, device) for lag in (16, 64) for device in DEVICES]
+    shares = {
+        (title, lag): first_grid.kept_by_language_model(method, lag)
         for method, title in LANGUAGE_MODEL_METHODS.items()
+        for lag in (16, 64)
+    }
+    columns = [
+        (lag, device) for lag, device in columns if any(device in shares[key] for key in shares if key[1] == lag)
     ]
-    return markdown(["method, at the better of two rates", *(f"lag {lag}" for lag in lags)], rows)
+    rows = [
+        [title, *(shares[title, lag].get(device, "") for lag, device in columns)]
+        for title in LANGUAGE_MODEL_METHODS.values()
+    ]
+    head = [
+        f"lag {lag} ({generations(runs['steps'].max(), lag)} generations), {DEVICES[device]}" for lag, device in columns
+    ]
+    return markdown(["method, at the better of two rates", *head], rows)
 
 
 def controller() -> str:
@@ -116,7 +157,7 @@ def controller() -> str:
         regime, method, lag = key
         loss = str(method).split("+")[0]
         reference = synchronous(tables["smollm2" if regime == "smollm2" else "results"], str(regime))
-        gain = (reference["final"] - reference["start"]).mean()
+        gain = synchronous_gain(reference)
         means = group.groupby("learning_rate_scale")["final"].mean()
         apart = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
         without = apart[apart["learning_rate_scale"] > 1]
@@ -133,21 +174,23 @@ def controller() -> str:
                 str(regime),
                 loss,
                 str(lag),
+                generations(group["steps"].max(), int(lag)),
                 *(f"{means[scale]:.2f}" for scale in (2.0, 4.0, 8.0)),
-                collapsed(group, gain),
+                *lost(group, gain),
                 f"{without['final'].mean():.2f}" if len(without) else "",
-                collapsed(without, gain) if len(without) else "",
+                *(lost(without, gain) if len(without) else ("", "")),
                 "" if best is None else f"{best:.2f}",
             ]
         )
-    head = ["regime", "loss", "lag", "with it, rate × 2", "× 4", "× 8", "collapsed"]
-    return markdown([*head, "without it, × 2 to 8", "collapsed without it", "without it, best rate"], rows)
+    head = ["regime", "loss", "lag", "generations", "with it, rate × 2", "× 4", "× 8", "end below half", "collapsed"]
+    head += ["without it, × 2 to 8", "end below half without it", "collapsed without it"]
+    return markdown([*head, "without it, best rate"], rows)
 
 
-def collapsed(runs: pd.DataFrame, gain: float) -> str:
-    """How many of them keep less than `COLLAPSE` of the synchronous gain."""
-    shares = (runs["final"] - runs["start"]) / gain
-    return f"{(shares < COLLAPSE).sum()} of {len(runs)}"
+def lost(runs: pd.DataFrame, gain: float) -> tuple[str, str]:
+    """How many of them end below half of the synchronous gain, and how many of these had risen and fallen again."""
+    is_below = runs["final"] - runs["start"] < HALF * gain
+    return f"{is_below.sum()} of {len(runs)}", str((is_below & runs["collapsed"]).sum())
 
 
 def controller_on_healthy_runs() -> str:
@@ -198,8 +241,9 @@ def very_stale() -> str:
     rows = []
     for (method, scale), group in stale.groupby(["method", "learning_rate_scale"]):
         share = gain_share(group["final"], float(group["start"].mean()), reference)
-        rows.append([str(method), f"{scale:g}", str(len(group)), pm(*interval(group["final"]), 3), pm(*share)])
-    return markdown(["method", "rate ×", "seeds", "accuracy", "share of the gain kept"], rows)
+        counted = generations(group["steps"].max(), 256)
+        rows.append([str(method), counted, f"{scale:g}", str(len(group)), pm(*interval(group["final"]), 3), pm(*share)])
+    return markdown(["method", "generations", "rate ×", "seeds", "accuracy", "share of the gain kept"], rows)
 
 
 def gac_search() -> str:
@@ -249,13 +293,16 @@ def gac_map() -> str:
                 ("final", 2, MAP_LAGS),
             )
         ]
-        rows.append([str(regime), *_variant(str(regime), str(method)), f"{scale:g}", *cells])
-    head = ["regime", "trained", "optimizer", "rollouts a step", "rate ×", "cosine at lag 0, 16, 64"]
+        longest = steps.loc[steps["regime"] == regime, "step"].max()
+        counted = ", ".join(generations(longest, lag) for lag in MAP_LAGS[1:])
+        rows.append([str(regime), *_variant(str(regime), str(method)), f"{scale:g}", counted, *cells])
+    head = ["regime", "trained", "optimizer", "rollouts a step", "rate ×", "generations at 16, 64"]
+    head += ["cosine at lag 0, 16, 64"]
     return markdown([*head, "`drift/stale` over R at 16, 64", "accuracy at lag 0, 16, 64"], rows)
 
 
 def _variant(regime: str, method: str) -> list[str]:
-    """What is trained, optimizer and batch size of a method of the map."""
+    """Trained weights, optimizer and batch size of a method in the map."""
     parts = method.split("+")
     of_regime = {"heavy_tails": ("all weights", "128"), "smollm2": ("adapters", "32")}
     trained, batch = of_regime[regime]

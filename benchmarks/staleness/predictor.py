@@ -10,9 +10,11 @@ changed once: the noise of few rewards is no collapse, as runs of a language mod
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,6 +23,9 @@ from scipy.optimize import minimize
 from torchmetrics.functional.classification import binary_auroc
 
 from benchmarks.common.measurement import measurement, write_measurement
+from benchmarks.staleness.first_grid import synchronous_language_model
+from benchmarks.staleness.statistics import per_cell, synchronous, synchronous_gain
+from benchmarks.staleness.table import read_table
 from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
 
 TABLES = Path("docs/results")
@@ -29,6 +34,22 @@ RUN = ["source", "regime", "method", "lag", "learning_rate_scale", "seed"]
 # -- What is predicted -------------------------------------------------------------------------------------------------
 
 HORIZON = 20  # "collapses within the next 20 steps", as `GainWatch` says it
+
+# The target of runs to come, written down and committed before any of them: that a run is *harmed*. Of the alarms that
+# were false by the collapse alone, nearly all were of runs that are. A run is harmed if it loses a third of its gain on
+# the way (more than noise, as `GainWatch` counts it) or ends below `HARMED` of the synchronous gain; it is *sound* if
+# it keeps `SOUND` of that and never lost a third. What is in between is neither. An alarm is in time before the third
+# is lost, and in a run that only ends low before its end.
+
+HARMED = 0.9
+SOUND = 0.95
+
+
+class ThirdWatch(GainWatch):
+    """Finds the loss of a third of the gain."""
+
+    COLLAPSE = 1 / 3
+
 
 # -- Who fits and who tests --------------------------------------------------------------------------------------------
 
@@ -165,6 +186,91 @@ def scores(runs: list[Run], weights: np.ndarray, limit: float) -> dict[str, floa
     }
 
 
+# -- Harmed runs -------------------------------------------------------------------------------------------------------
+
+
+def shares_kept() -> pd.Series:
+    """Share of the synchronous gain that each run keeps, by `RUN`; the reference is of the same kind of device."""
+    runs = pd.concat(
+        [per_cell(read_table(path)).assign(source=path.stem) for path in sorted(TABLES.glob("*.parquet"))],
+        ignore_index=True,
+    )
+    runs = runs[~runs["source"].isin(LEFT_OUT)]
+    gains = {}
+    for (source, regime, device), own in runs.groupby(["source", "regime", "device"]):
+        reference = synchronous(own, str(regime))
+        if reference.empty and regime == "smollm2":
+            reference = synchronous_language_model(str(device))
+        if len(reference):
+            gains[source, regime, device] = synchronous_gain(reference)
+    of_regime = {(regime, device): gain for (_, regime, device), gain in gains.items()}
+    keys = zip(runs["source"], runs["regime"], runs["device"], strict=True)
+    full = np.array([gains.get(key, of_regime[key[1:]]) for key in keys])
+    return runs.assign(share=(runs["final"] - runs["start"]) / full).set_index(RUN)["share"]
+
+
+def fates(steps: pd.DataFrame, weights: np.ndarray, limit: float) -> pd.DataFrame:
+    """One row for each run: `share` of the gain kept, and the steps of the alarm and the lost third; nan if never."""
+    shares = shares_kept()
+    rows = []
+    for key, own in steps.groupby(RUN):
+        forecast = CollapseForecast()
+        watch = ThirdWatch()
+        alarm = lost = math.nan
+        for step, (ess_ratio, grad_norm, reward) in enumerate(
+            zip(own.ess_ratio, own.grad_norm, own.reward, strict=True)
+        ):
+            if forecast.observe(StepHealth(ess_ratio=ess_ratio, grad_norm=grad_norm)) is not None:
+                is_alarm = float(np.dot(weights, [*forecast.signals, 1.0])) > limit
+                alarm = step if is_alarm and math.isnan(alarm) else alarm
+            watch.observe(reward)
+            lost = step if watch.is_collapse and math.isnan(lost) else lost
+        at = (*key[:4], round(key[4], 6), key[5])
+        rows.append({"regime": key[1], "share": shares[at], "alarm": alarm, "lost": lost})
+    return pd.DataFrame(rows)
+
+
+def judged(runs: pd.DataFrame) -> dict[str, float | int | None]:
+    """Precision, recall and lead of the alarms as signs of harm."""
+    is_harmed = (runs["share"] < HARMED) | runs["lost"].notna()
+    is_sound = (runs["share"] >= SOUND) & ~is_harmed
+    has_alarm = runs["alarm"].notna()
+    in_time = has_alarm & ~(runs["alarm"] >= runs["lost"])
+    counted = has_alarm & (is_harmed | is_sound)
+    lead = (runs["lost"] - runs["alarm"])[in_time]
+    return {
+        "runs": len(runs),
+        "harmed": int(is_harmed.sum()),
+        "sound": int(is_sound.sum()),
+        "alarms": int(has_alarm.sum()),
+        "of_harmed": int((has_alarm & is_harmed).sum()),
+        "of_sound": int((has_alarm & is_sound).sum()),
+        "precision": round(float((counted & is_harmed).sum() / counted.sum()), 2) if counted.any() else None,
+        "recall": round(float((in_time & is_harmed).sum() / is_harmed.sum()), 2) if is_harmed.any() else None,
+        "lead_median": float(lead.median()) if lead.notna().any() else None,
+    }
+
+
+def harm(steps: pd.DataFrame, weights: np.ndarray, limit: float, command: str) -> dict[str, Any]:
+    """Measurement of the rule in use against the target of runs to come, on the runs that there are."""
+    runs = fates(steps[~is_fitted(steps)], weights, limit)
+    rows = [[regime, *judged(own).values()] for regime, own in runs.groupby("regime")]
+    whole = judged(runs)
+    random = np.random.default_rng(0)
+    drawn = [judged(runs.iloc[random.integers(len(runs), size=len(runs))])["recall"] for _ in range(500)]
+    columns = ["runs of", "runs", "harmed", "sound", "alarms", "of harmed runs", "of sound runs", "precision", "recall"]
+    return measurement(
+        "forecast_of_harm",
+        float(whole["recall"] or 0.0),
+        "share of the harmed runs with an alarm in time, retrospective",
+        columns=[*columns, "median lead to the lost third, steps"],
+        rows=[*rows, ["all that were not fitted", *whole.values()]],
+        interval=[round(float(limit), 2) for limit in np.quantile(drawn, [0.025, 0.975])],
+        command=command,
+        machine="tables of the staleness benchmark, whose runs came before this target",
+    )
+
+
 # -- What it is worth --------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +287,7 @@ def interval_of_auroc(runs: list[Run], weights: np.ndarray, samples: int = 500) 
 def main() -> None:
     """Fits the rule again, and prints or writes what the one in use is worth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="file of the measurement, docs/measurements/collapse_forecast.json")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="of the measurements, docs/measurements")
     args = parser.parse_args()
     steps = read_steps()
     fitted = runs_of(steps[is_fitted(steps)])
@@ -199,7 +305,8 @@ def main() -> None:
     for row in rows:
         print(*row, sep="  ")
     if args.write:
-        columns = ["runs of", "runs", "collapses", "area under the ROC", "healthy runs", "false alarms"]
+        command = "python -m benchmarks.staleness.predictor --write docs/measurements"
+        columns = ["runs of", "runs", "collapses", "area under the ROC", "runs without one", "alarms in these"]
         columns += ["alarms before the collapse", "median lead, steps"]
         found = measurement(
             "collapse_forecast",
@@ -208,10 +315,12 @@ def main() -> None:
             columns=columns,
             rows=rows,
             interval=interval_of_auroc(tested, weights),
-            command="python -m benchmarks.staleness.predictor --write docs/measurements/collapse_forecast.json",
+            command=command,
             machine="tables of the staleness benchmark",
         )
-        write_measurement(args.write, found)
+        write_measurement(args.write / "collapse_forecast.json", found)
+        harmed = harm(steps, weights, CollapseForecast.LIMIT, command=command)
+        write_measurement(args.write / "forecast_of_harm.json", harmed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pandas as pd
 
 from benchmarks.staleness.comparisons import KEY, at_best_rate, compare, robustness
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
-from benchmarks.staleness.statistics import best_scales, gain_share, interval, synchronous
+from benchmarks.staleness.statistics import best_scales, gain_share, generations, interval, synchronous
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 BASELINE = "ppo_clip"
@@ -54,7 +54,7 @@ def equal_tuning() -> str | None:
     for (regime, lag), found in runs[runs["lag"] > 0].groupby(KEY[::2]):
         searched = found[found["seed"] >= FIRST_SEARCH_SEED]
         counted = tuned_alike(found)
-        title = f"Lag {lag} (`{regime}`)"
+        title = f"Lag {lag} (`{regime}`, {generations(found['steps'].max(), int(lag))} generations)"
         if counted.empty:
             tables += [f"{title}, the search alone:", searched_rates(searched)]
         else:

@@ -97,7 +97,7 @@ def read_sweeps() -> list[Sweep]:
 
 
 def handling_of(method: str) -> Handling | None:
-    """What a method of the benchmark does about stale data, from its configuration."""
+    """Treatment of stale data by a method of the benchmark, from its configuration."""
     model = load_config(find("method", method.split("+")[0])).get("model", {})
     loss, correction, baseline = (
         None if model.get(name) is None else build(model[name]) for name in ("loss", "correction", "baseline")

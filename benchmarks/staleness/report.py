@@ -11,7 +11,15 @@ from benchmarks.common.page import as_html
 from benchmarks.staleness import figures
 from benchmarks.staleness.comparisons import comparison_table
 from benchmarks.staleness.ranking import searched_rates
-from benchmarks.staleness.statistics import COLLAPSE, naive_method, per_cell, summarize, synchronous, warning_time
+from benchmarks.staleness.statistics import (
+    LAST_EVALUATIONS,
+    generations,
+    naive_method,
+    per_cell,
+    summarize,
+    synchronous,
+    warning_time,
+)
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 PICTURES = "pictures"
@@ -70,21 +78,18 @@ def words(runs: pd.DataFrame, summary: pd.DataFrame, regime: str) -> list[str]:
         alone = at[at["method"] == naive]
         if len(alone):
             one = alone.iloc[0]
-            fate = "collapses" if one["gain_share"] < COLLAPSE else "does not collapse"
+            fates = f"of {one['seeds']} runs {one['collapsed']} collapse and {one['slow']} are slow"
             said.append(
-                f"Lag {lag}: {naive} {fate}, it keeps {_pm(one, 'gain_share')} of the gain; its consecutive gradients "
+                f"Lag {lag}: {naive} keeps {_pm(one, 'gain_share')} of the gain, {fates}; its consecutive gradients "
                 f"have cosine {_pm(one, 'cosine')} (synchronous: {_pm(reference, 'cosine')}), its effective sample "
                 f"size is {_pm(one, 'ess_ratio')} of the rollouts."
             )
         kept = [f"{r['method']} {_pm(r, 'gain_share')}" for _, r in at[at["method"] != naive].iterrows()]
         if kept:
             said.append(f"Lag {lag}, share of the gain kept: {', '.join(kept)}.")
-    fallen, first, ahead = warning_time(runs[(runs["regime"] == regime) & (runs["lag"] > 0)])
-    if fallen:
-        said.append(
-            f"In {first} of the {fallen} stale runs that lost half of their accuracy the effective sample size had "
-            f"fallen below one half before (median: {ahead:.0f} steps before)."
-        )
+    warning = warning_time(runs[(runs["regime"] == regime) & (runs["lag"] > 0)])
+    if warning.fallen:
+        said.append(str(warning))
     return said
 
 
@@ -140,12 +145,16 @@ def _effects(table: pd.DataFrame, out: Path) -> list[str]:
 
 def _table(rows: pd.DataFrame) -> str:
     """Markdown table, a row for each (method, lag, learning rate)."""
-    head = "method | lag | lr × | seeds | final accuracy | gain kept | collapsed | cosine | ESS ratio | KL | staleness"
-    lines = [f"| {head} |", "|" + "---|" * 11]
+    head = (
+        f"method | lag | generations | lr × | seeds | accuracy, last {LAST_EVALUATIONS} evaluations | gain kept | "
+        "collapsed | slow | cosine | ESS ratio | KL | staleness"
+    )
+    lines = [f"| {head} |", "|" + "---|" * 13]
     for _, r in rows.sort_values(["lag", "gain_share"], ascending=[True, False]).iterrows():
         cells = [
-            *(r["method"], r["lag"], f"{r['learning_rate_scale']:g}", r["seeds"]),
-            *(_pm(r, "final", 3), _pm(r, "gain_share"), f"{r['collapsed']}/{r['seeds']}"),
+            *(r["method"], r["lag"], generations(r["steps"], r["lag"])),
+            *(f"{r['learning_rate_scale']:g}", r["seeds"], _pm(r, "final", 3), _pm(r, "gain_share")),
+            *(f"{r['collapsed']}/{r['seeds']}", f"{r['slow']}/{r['seeds']}"),
             *(_pm(r, "cosine"), _pm(r, "ess_ratio"), f"{r['kl']:.3f}", f"{r['staleness']:.1f}"),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")

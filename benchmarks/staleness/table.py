@@ -41,6 +41,7 @@ COLUMNS = {
     "drift/radius": "drift_radius",
 }
 NOT_IN_OLD_TABLES = {"reward_sampled", "drift_step", "drift_stale", "drift_radius"}
+CPU = "cpu"  # where the runs of a table trained that does not name their device
 
 
 def read_cell(folder: Path, cell: Cell) -> pd.DataFrame:
@@ -56,6 +57,7 @@ def read_cell(folder: Path, cell: Cell) -> pd.DataFrame:
     for key in CELL:
         rows.insert(CELL.index(key), key, getattr(cell, key))
     rows["error"] = result["error"]
+    rows["device"] = result.get("device", CPU)
     rows["wall_s"] = result["wall_s"]
     return rows
 
@@ -94,6 +96,8 @@ def read_table(path: Path) -> pd.DataFrame:
     if missing := {*CELL, "step", *COLUMNS.values(), "error"} - NOT_IN_OLD_TABLES - set(table):
         raise ValueError(f"{path}: not a table of the staleness benchmark, it has no columns {sorted(missing)}")
     table = table.assign(**dict.fromkeys(NOT_IN_OLD_TABLES - set(table), math.nan))
+    if "device" not in table:
+        table = table.assign(device=CPU)
     table = table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))
     return table.assign(learning_rate_scale=table["learning_rate_scale"].round(6))  # 0.3 again
 

@@ -1,8 +1,9 @@
-"""What the documentation shows of a suite's results: a picture, and a table as a measurement."""
+"""Results of a suite for the documentation: a picture, and a table as a measurement."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pandas as pd
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.staleness.figures import save
 from benchmarks.time_to_accuracy.report import speedup_with_interval, with_interval
-from benchmarks.time_to_accuracy.statistics import SHARES, level_at, smoothed, summarize
-from benchmarks.time_to_accuracy.suite import workloads
+from benchmarks.time_to_accuracy.statistics import LAST, SHARES, level_at, smoothed, speedup, summarize, time_to
+from benchmarks.time_to_accuracy.suite import Cell, systems, workloads
 
 # not beside the tables of the staleness benchmark, all of which that benchmark reads
 CURVES = Path("docs/results/time_to_accuracy")
@@ -57,6 +58,10 @@ NAMES = {
     "synchronous_redundant": "synchronous, 4 of 20 groups redundant",
     "redundant1": "recipe, 1 of 5 groups redundant",
     "synchronous_redundant1": "synchronous, 1 of 5 groups redundant",
+    "synchronous_recipe": "recipe, synchronous",
+    "synchronous_recipe_twice": "recipe, synchronous, twice the steps",
+    "synchronous_recipe_linear": "recipe, synchronous, linear rate",
+    "synchronous_recipe_linear_twice": "recipe, synchronous, linear rate, twice the steps",
     "synchronous_1e4": "synchronous, rate 1e-4",
     "default_4_1e4": "recipe, `max_staleness` 4, rate 1e-4",
     "plain_4_1e4": "plain GRPO, `max_staleness` 4, rate 1e-4",
@@ -83,6 +88,14 @@ SHOWN = {  # in the pictures; the tables have all
     "smollm2_2s": ("synchronous", "smollm2_trl", "default_8", "redundant1_8"),
     "smollm2_8s": ("synchronous", "default_8", "redundant1_4"),
 }
+LIKE_FOR_LIKE = {  # what a kind of system is compared with, besides the workload's reference
+    "redundant": "synchronous_redundant",
+    "redundant_process": "synchronous_redundant",
+    "redundant1": "synchronous_redundant1",
+    "quickstart_default": "quickstart_sync",
+    "quickstart_own_process": "quickstart_sync",
+    "default": "synchronous_recipe_linear_twice",
+}
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
     "lengths": ("lengths", "default_4", "completions of 3 to 120 digits, recipe, max_staleness 4"),
@@ -105,6 +118,42 @@ def title(system: str) -> str:
     """A system for readers: `recipe, max_staleness 8`."""
     name = NAMES.get(kind(system), kind(system).replace("_", " "))
     return name if kind(system) == system else f"{name}, `max_staleness` {system.rpartition('_')[2]}"
+
+
+def algorithm(workload: str, system: str) -> str:
+    """Training method of a system: loss, schedule and number of steps."""
+    return f"{loss(workload, system)}, {schedule(workload, system)} rate, {Cell(workload, system, 0).num_steps} steps"
+
+
+def loss(workload: str, system: str) -> str:
+    """The loss and correction of a system."""
+    one = systems()[system]
+    if "pipeline" in system:
+        return "CISPO"
+    has_recipe = any("vcpo" in config for config in one.configs)
+    is_quick_start = workload == "quickstart" and not one.is_trl and "periodic" not in system
+    has_recipe |= is_quick_start and "configs/stabilizers/plain.yaml" not in one.configs
+    return "VCPO" if has_recipe else "PPO-clip GRPO"
+
+
+def schedule(workload: str, system: str) -> str:
+    """How the rate of a system changes."""
+    if workload == "quickstart":
+        return "stable and decaying" if loss(workload, system) == "VCPO" else "one-cycle"
+    return "linear" if "--model.scheduler=Linear" in systems()[system].arguments else "constant"
+
+
+def compared(name: str, system: str, against: str, share: float, found: tuple[float, float, float]) -> dict[str, Any]:
+    """One comparison, with the names of both systems."""
+    value, low, high = (None if math.isnan(number) else round(number, 2) for number in found)
+    sides = {"system": system, "against": against}
+    told = {side: {"name": title(one), "trains": algorithm(name, one)} for side, one in sides.items()}
+    return {
+        "workload": TITLES[name],
+        "share": share,
+        "value": value,
+        "interval": None if low is None else [low, high],
+    } | told
 
 
 def comparable(table: pd.DataFrame) -> list[str]:
@@ -154,11 +203,32 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
     for _, row in summarize(table, name, workloads()[name].reference).iterrows():
         ratios = [speedup_with_interval(row[f"time_speedup_{share}"]) for share in SHARES]
         steps = row["steps_speedup_0.95"][0] or math.nan
-        cells = [TITLES[name], title(row["system"]), row["seeds"], round(row["step_s"], 2), *ratios]
+        cells = [TITLES[name], title(row["system"]), algorithm(name, str(row["system"])), row["seeds"]]
+        cells += [round(row["step_s"], 2), *ratios]
         cells += ["not reached" if math.isnan(steps) else f"{steps:.2f}", f"{row['final']:.3f}"]
         cells += [with_interval(row["difference"], 3), f"{row['staleness']:.1f}", f"{row['wait_share']:.0%}"]
         cells += [f"{row['cpu_s']:.2f}", f"{row['cpu_s'] / row['step_s']:.2f}"]
         found.append([*cells, f"{row['load']:.0f}"])
+    return found
+
+
+def compared_in(table: pd.DataFrame, name: str) -> list[dict[str, Any]]:
+    """How much sooner each system of a workload is than another one, to levels of the workload's reference."""
+    rows = table[table["workload"] == name]
+    reference = workloads()[name].reference
+    runs = {
+        str(system): [one.sort_values("step") for _, one in own.groupby("seed")]
+        for system, own in rows.groupby("system", sort=False)
+    }
+    found = []
+    for system, share in product(runs, SHARES):
+        level = level_at(runs[reference], share)
+        times = [time_to(curve, level) for curve in runs[system]]
+        for against in (reference, LIKE_FOR_LIKE.get(kind(system), "")):
+            if system != reference and against in runs:
+                ratio = speedup([time_to(curve, level) for curve in runs[against]], times)
+                if ratio[0] > 0:
+                    found.append(compared(name, system, against, share=share, found=ratio))
     return found
 
 
@@ -174,20 +244,23 @@ def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, 
     curves.mkdir(parents=True, exist_ok=True)
     table.to_parquet(curves / f"{file}.parquet")
     save(picture(table, names), str(root / f"docs/assets/{file}_curves.png"))
-    summary = summarize(table, workload, workloads()[workload].reference)
+    reference = workloads()[workload].reference
+    summary = summarize(table, workload, reference)
     best = summary.set_index("system").loc[system, "time_speedup_0.95"]
-    columns = ["workload", "system", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]
-    columns += ["over steps: S(0.95)", "final accuracy", "less synchronous", "mean staleness", "waiting"]
+    columns = ["workload", "system", "trains", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]
+    columns += ["over steps: S(0.95)", f"accuracy, last {LAST} evaluations", "less synchronous"]
+    columns += ["mean staleness", "waiting"]
     columns += ["processor s per step", "cores it got", "load"]
     found = measurement(
         file,
         round(best[0], 2),
-        f"times as fast to 95 % of the synchronous rise ({said})",
+        f"times as fast to 95 % of the synchronous rise ({said}, against {title(reference)})",
         columns=columns,
         rows=[row for name in names for row in rows_of(table, name)],
         interval=[round(best[1], 2), round(best[2], 2)],
         command=command,
         commit=commit,
         machine=f"{machine} (load average in the table)",
+        comparisons=[one for name in names for one in compared_in(table, name)],
     )
     write_measurement(root / f"docs/measurements/{file}.json", found)

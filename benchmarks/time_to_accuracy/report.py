@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common.page import as_html
 from benchmarks.staleness.figures import save
-from benchmarks.time_to_accuracy.statistics import SHARES, level_at, smoothed, summarize
+from benchmarks.time_to_accuracy.statistics import LAST, SHARES, level_at, smoothed, summarize
 from benchmarks.time_to_accuracy.suite import workloads
 
 AXES = {"wall_s": "seconds of training", "step": "optimizer steps", "tokens": "tokens trained on"}
@@ -42,7 +42,15 @@ def as_table(summary: pd.DataFrame) -> str:
     """Markdown: a row per system; S(p) with its interval, over time and over steps."""
     head = ["system", "seeds", "s per step"]
     head += [f"{kind} S({share})" for share in SHARES for kind in ("time", "steps")]
-    head += ["final accuracy", "less reference", "staleness", "waiting", "engine idle", "publishing", "load"]
+    head += [
+        f"accuracy, last {LAST} evaluations",
+        "less reference",
+        "staleness",
+        "waiting",
+        "engine idle",
+        "publishing",
+        "load",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for _, row in summary.iterrows():
         cells = [row["system"], str(row["seeds"]), f"{row['step_s']:.2f}"]

@@ -15,7 +15,7 @@ import pandas as pd
 
 SHARES = (0.5, 0.8, 0.95)
 SMOOTH = 3  # evaluations in the running mean
-LAST = 3  # evaluations whose mean is the final accuracy
+LAST = 3  # evaluations whose mean is the accuracy at the end
 SLACK = 0.02
 NUM_RESAMPLED = 2000
 
@@ -53,7 +53,7 @@ def final(curve: pd.DataFrame) -> float:
 
 
 def level_at(reference: Sequence[pd.DataFrame], share: float) -> float:
-    """q_p: between the mean first and the mean final accuracy of the reference runs."""
+    """q_p: between the mean first accuracy of the reference runs and their mean at the end."""
     first = float(np.mean([curve["accuracy"].iloc[0] for curve in reference]))
     return first + share * (float(np.mean([final(curve) for curve in reference])) - first)
 

@@ -71,7 +71,7 @@ def run(cli: AsyncRLCLI, every_n_steps: int, seed: int, folder: Path) -> tuple[l
 
 
 def settings_of(cli: AsyncRLCLI, every_n_steps: int, seed: int) -> dict[str, Any]:
-    """What TRL's side is told. It trains on a step in one piece: micro-batches do not change the mean over tokens.
+    """Settings for TRL, which trains on a step in one piece: micro-batches do not change the mean over tokens.
 
     Raises:
         ValueError: the run's settings are none that TRL has.

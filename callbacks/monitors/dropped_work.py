@@ -49,7 +49,7 @@ def dropped_sentence(stats: ProducerStats, before: ProducerStats | None = None) 
 
 
 def remedy(cause: str, stats: ProducerStats, before: ProducerStats | None = None) -> str:
-    """What would drop less. Prompts without a signal are too easy, or too hard, as their rewards are."""
+    """Advice for dropping less. Mean rewards tell whether prompts without a signal are too easy or too hard."""
     if cause != "DynamicSampling":
         return REMEDIES.get(cause, "look at data.filters")
     then = before or ProducerStats.zero()

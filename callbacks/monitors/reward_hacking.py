@@ -147,7 +147,7 @@ class RewardHackingMonitor(pl.Callback):
                 pl_module.log(f"hacking/{name}", value)
 
     def _compare(self, data: RolloutDataModule, groups: Sequence[RolloutGroup]) -> None:
-        """Takes what the second grader has found, and gives it some more completions."""
+        """Collects verdicts of the second grader, and submits more completions."""
         if self._scorer is None:
             return
         try:
@@ -193,7 +193,7 @@ class RewardHackingMonitor(pl.Callback):
 
 
 def observed(groups: Sequence[RolloutGroup], data: RolloutDataModule) -> Seen:
-    """What the watch sees of the groups of a step."""
+    """Means over the groups of a step, for `HackingWatch`."""
     is_grader = references_of(data.reward) is not None or data.held_out.success.part is not None
     special = frozenset(data.codec.tokenizer.all_special_ids)
     return means_of(groups, data.held_out.success, is_grader, special=special)

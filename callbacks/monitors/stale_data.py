@@ -1,4 +1,4 @@
-"""What the age of a run's data and the parts of its ratios say about the settings, in words, for the last verdict."""
+"""Advice on settings from data age and the parts of importance ratios, for the last verdict of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StaleDataWords:
                 found.append(values)
 
     def sentences(self, remedy: str) -> list[str]:
-        """What there is to say.
+        """Advice in sentences; empty if there is none.
 
         Args:
             remedy: besides a lower rate, for data that are too old; empty if the run has it: runs with an optimal

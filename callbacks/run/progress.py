@@ -132,7 +132,7 @@ class Bars:
 
 
 class OneAtATime(Console):
-    """A console of which one thread at a time prints, from the place of the cursor to the last character.
+    """A console that serialises output of threads, from cursor movement to the last character.
 
     rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
     line would stay on the screen. And where it prints, words that are longer than a line, such as paths, stay in one
@@ -290,7 +290,7 @@ class Progress(ProgressBar):
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts optimizer steps, of which a micro-batch is a part only."""
+        """Counts optimizer steps, not micro-batches."""
         self._end_wait()
         if trainer.global_step > self.num_steps:
             self.num_steps = trainer.global_step

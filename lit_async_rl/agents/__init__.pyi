@@ -5,7 +5,6 @@ from .calls import Reply as Reply
 from .calls import ReplyMessage as ReplyMessage
 from .calls import ToolCall as ToolCall
 from .clients import ClientFactory as ClientFactory
-from .clients import InProcessClient as InProcessClient
 from .clients import InProcessClients as InProcessClients
 from .credit import BranchCredit as BranchCredit
 from .credit import BranchInfo as BranchInfo

@@ -33,7 +33,7 @@ class AgentCallError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSampling:
-    """What a call asks of the sampler; None leaves the run's own setting.
+    """Sampling parameters of a call; None leaves the run's own setting.
 
     Only what leaves the distribution of the tokens alone is followed: tokens that train must be sampled as
     `data.sampling` says, so temperature and truncation are those of the run, whatever a call asks for.
@@ -70,7 +70,7 @@ class CallSampling:
 
     @property
     def asked(self) -> dict[str, float]:
-        """What it asks for that the run decides."""
+        """Requested parameters that the run decides."""
         values = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -96,7 +96,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyMessage:
-    """What a parser has found in a reply.
+    """Parsed reply.
 
     Attributes:
         content: text for the user, without reasoning and tool calls.
@@ -147,7 +147,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """What an agent may return in place of a number.
+    """Result of an agent, in place of a plain number.
 
     Attributes:
         reward: reward of the whole episode.
@@ -159,7 +159,7 @@ class AgentResult:
 
 
 def result_of(returned: Any) -> AgentResult:
-    """What an agent has returned, with a reward that is a number.
+    """Converts the return value of an agent to an `AgentResult`.
 
     Raises:
         ValueError: it is none.

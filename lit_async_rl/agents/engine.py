@@ -31,7 +31,7 @@ from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
-from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.errors import EngineError, EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
@@ -110,7 +110,7 @@ class AgentEngine(MultiRequestEngine):
         engine: engine that samples the replies.
         agent: coroutine function of a prompt and a client, or its name, `module.function`. Returns the reward, or an
             `AgentResult`. See also `HoldingAgent`.
-        clients: makes the clients; None gives each agent an `InProcessClient`, unless the agent has `clients`.
+        clients: makes the clients; None is `InProcessClients`, unless the agent has `clients`.
         timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
         max_calls: calls to the policy in one episode.
         tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
@@ -206,6 +206,10 @@ class AgentEngine(MultiRequestEngine):
             trains=self._trains,
         )
 
+    def setup(self, model: str) -> None:
+        self.clients.prepare()
+        super().setup(model)
+
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """See `RolloutEngine`; the totals go on."""
         other: Any = super().fresh(out_of_memory)
@@ -252,7 +256,7 @@ class AgentEngine(MultiRequestEngine):
             submit=lambda inner, call: self._submit_call(inner, call, episode),
             max_model_len=self.max_model_len,
         )
-        episode = AgentEpisode(session, self._rules, self._lock, abort=self._abort_calls)
+        episode = AgentEpisode(session, self._rules, self._lock, abort=self._abort_calls, fail=self._break)
         self._running[request.id].append(episode)
         self._by_key[episode.key] = episode
         self._tasks.begin(episode, self._play(episode, pause_s))
@@ -268,6 +272,10 @@ class AgentEngine(MultiRequestEngine):
         except Exception as error:  # the engine's, which `poll` raises: another engine may replace it
             self._error = self._error or error
             raise AgentCallError("the engine has failed", "engine_failed", status=503) from error
+
+    def _break(self, error: Exception) -> None:
+        """Has `poll` raise an error; without the lock, which a thread that hangs in the inner engine may hold."""
+        self._error = self._error or error
 
     def _abort_calls(self, numbers: Iterable[int]) -> None:
         with self._lock:
@@ -353,6 +361,8 @@ class AgentEngine(MultiRequestEngine):
         try:
             if pause_s:
                 await asyncio.sleep(pause_s)
+            if self._error is not None:  # `poll` raises it: nobody waits for this episode
+                return
             if isinstance(self.agent, HoldingAgent):
                 await self.agent.astart()
             self._finish(episode, await self._result(episode))
@@ -364,7 +374,7 @@ class AgentEngine(MultiRequestEngine):
                     self._error = self._error or error
 
     async def _result(self, episode: AgentEpisode) -> AgentResult:
-        """What the agent returns within its limit. All errors are `EnvironmentFailure`."""
+        """Result of the agent within its time limit. All errors but the engine's are `EnvironmentFailure`."""
         task = asyncio.ensure_future(self._call_agent(episode))
         try:
             # Not `wait_for`: it would wait for an agent that does not let itself be cancelled, with the slot taken.
@@ -379,6 +389,8 @@ class AgentEngine(MultiRequestEngine):
         if task.cancelled():
             raise self._failure(episode, "was cancelled")
         error = task.exception()
+        if isinstance(error, EngineError):  # of what serves the episodes
+            raise error
         if error is not None:
             raise self._failure(episode, f"raised {type(error).__name__}: {error}") from error
         return task.result()
@@ -434,8 +446,8 @@ class AgentEngine(MultiRequestEngine):
         """Begins an episode anew, or gives its sample up; `poll` raises the error if the run must end."""
         request = episode.request
         with self._lock:
-            if episode.is_over:
-                return  # aborted
+            if episode.is_over or self._error is not None:
+                return  # aborted, or the engine has failed, and the agent perhaps by that
             inner = self._end(episode)
             self._running[request.id].remove(episode)
             place = (request.id, episode.sample_index)

@@ -37,7 +37,7 @@ MAX_SAMPLES = 128  # of one call
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCallInfo:
-    """What a rule knows of a call, see `AgentEngine.side_calls`.
+    """Description of a call for a rule, see `AgentEngine.side_calls`.
 
     Attributes:
         messages: messages of the call; empty for a text.
@@ -106,6 +106,7 @@ class AgentEpisode:
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
         abort: aborts requests of the inner engine, called without the lock.
+        fail: see the attribute of this name.
 
     Attributes:
         key: random and unguessable; an endpoint takes it as the API key of the agent.
@@ -113,6 +114,7 @@ class AgentEpisode:
         is_over: whether it has ended; calls are then refused.
         graph: what was said.
         idle_since: `time.monotonic` when the policy last had nothing to do for it.
+        fail: tells the engine that it has failed, by an error of what serves its episodes.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class AgentEpisode:
         rules: EpisodeRules,
         lock: Any,
         abort: Callable[[Sequence[int]], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self.key = f"agent-{secrets.token_urlsafe(24)}"
         self.is_over = False
@@ -130,6 +133,7 @@ class AgentEpisode:
         self._rules = rules
         self._lock = lock
         self._abort = abort
+        self.fail = fail
         self._calls: list[_Call] = []
         self._by_id: dict[str, _Call] = {}
         self._first: tuple[Messages, Messages] | None = None
@@ -341,7 +345,7 @@ class AgentEpisode:
     def _continuation(
         self, match: Match, messages: Messages, tools: Messages, *, options: Mapping[str, Any]
     ) -> str | None:
-        """What follows the last turn that a call continues; None if the template writes what was before differently.
+        """Text after the last turn that a call continues; None if the template renders earlier turns differently.
 
         Raises:
             AgentCallError: the template refuses the messages.

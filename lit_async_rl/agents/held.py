@@ -63,7 +63,7 @@ class Held(Generic[T]):
             await self.get()
 
     async def get(self) -> T:
-        """What the context manager gives, entered by the first caller.
+        """Value of the context manager, entered by the first caller.
 
         Raises:
             StalledError: it took too long to be entered.

@@ -132,7 +132,7 @@ class McpTools:
                 return found
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
-        """What a tool answers, as text. Mistakes of the caller, and errors of the tool, are text as well.
+        """Calls a tool and returns its answer as text. Mistakes of the caller and errors of the tool are text as well.
 
         Args:
             name: of the tool.
@@ -230,7 +230,7 @@ class McpAgent:
         self._server = Held(self._tools().name, self._tools, START_LIMITS * timeout_s)
 
     def identified_by(self) -> dict[str, Any]:
-        """What makes its rewards besides the arguments: the server's files, see `reward_identity`."""
+        """Contents of the server's files, which affect rewards like arguments; see `reward_identity`."""
         return {"files": file_contents(self.command)}
 
     async def astart(self) -> None:

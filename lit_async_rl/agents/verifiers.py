@@ -95,7 +95,7 @@ def _prompt(index: int, task: Any) -> Prompt:
 
 
 def _loaders() -> Any:
-    """What `verifiers` loads its configurations with.
+    """Configuration loaders of `verifiers`.
 
     Raises:
         ImportError: the package `verifiers` is not installed.
@@ -195,7 +195,7 @@ class VerifiersAgent:
 
 
 class _Services:
-    """What episodes of a run share.
+    """State shared by the episodes of a run.
 
     Attributes:
         env: the environment of `verifiers`, with its servers.

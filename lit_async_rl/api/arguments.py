@@ -1,4 +1,4 @@
-"""What `fit` accepts in place of names and objects: models and tokenizers in memory, dictionaries, lists, PEFT's LoRA.
+"""Arguments of `fit` in other forms: models and tokenizers in memory, dictionaries, lists, PEFT's LoRA.
 
 A model in memory is written to the run's folder, from which trainer and engine read it like any other.
 """

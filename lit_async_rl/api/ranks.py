@@ -1,4 +1,4 @@
-"""A run whose ranks Ray places: what each rank is told, and what the process that started it gets back."""
+"""Ranks placed by Ray: input of each rank, and results for the process that started the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def placed_settings(place: Place | None, settings: Mapping[str, Any]) -> dict[st
 
 
 def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
-    """Last values of what was logged, as plain data."""
+    """Last logged values, as plain data."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

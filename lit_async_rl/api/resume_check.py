@@ -1,4 +1,4 @@
-"""What a run cannot go on with from a checkpoint: refused before anything is sampled or written.
+"""Refuses resumes that the checkpoint does not allow, before anything is sampled or written.
 
 Lightning restores weights in the validation ahead of training, and optimizers and rollouts after it, by which time
 tables in the run's folder have been cut at the checkpoint's step.

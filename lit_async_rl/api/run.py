@@ -53,7 +53,6 @@ from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import check_kinds, meant
 from lit_async_rl.utils.config_files import load_config
-from lit_async_rl.utils.renamed_keys import new_name
 from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.user_code import user_traceback, wants_traceback, write_traceback
 
@@ -190,8 +189,7 @@ def _fit(
         if name not in known:
             if is_module and name in MODULE_SETTINGS:
                 raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
-            renamed = new_name(f"data.{name}") or new_name(f"model.{name}")
-            raise TypeError(renamed or f"fit has no setting {name!r}{meant(name, known)}")
+            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
     check_model(model, tokenizer)
     settings = as_groups(settings)
     if not is_module:
@@ -229,7 +227,7 @@ def _fit(
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments of `fit`, of which each process of a run makes its own objects."""
+    """Arguments of `fit`, from which each process of a run builds its own objects."""
 
     model: str | os.PathLike[str] | PreTrainedModel | PolicyModule
     prompts: Records

@@ -152,7 +152,7 @@ class AsyncRLCLI(LightningCLI):
         parser.link_arguments("model.model", "data.model")
 
     def before_instantiate_classes(self) -> None:
-        """Refuses what would fail late; threads must be set before any parallel work."""
+        """Refuses settings that would fail late; sets threads, which must precede any parallel work."""
         if self.config["ckpt_path"] is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             check_checkpoint(self.config["ckpt_path"])
         check_range("", ">= 1", num_threads=self.config["num_threads"])
@@ -286,7 +286,7 @@ def run_name(args: Sequence[str]) -> str:
 
 
 def _has_wandb_name(args: Sequence[str]) -> bool:
-    """Whether files or flags name W&B's run. jsonargparse keeps the name of a logger whose place it took."""
+    """Whether files or flags name W&B's run. jsonargparse keeps the name of a replaced logger."""
     if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
         return True
     kind = ""  # class that settings without `class_path` belong to
@@ -322,7 +322,7 @@ def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
 def main(args: Sequence[str] | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and prints a summary table.
 
-    Where `cluster:` places ranks each of them does that, and this process shows what they say.
+    If `cluster:` places ranks, each of them does that, and this process shows their output.
     """
     _train(args)
 
@@ -335,7 +335,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
             print_dry_run(cli.cluster, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
             return
         if cli.places_ranks and cli.cluster is not None:
-            load_config(cli.config["model"]["model"])  # a wrong path is said before Ray and the ranks start
+            load_config(cli.config["model"]["model"])  # reports a wrong path before Ray and the ranks start
             from lit_async_rl.ray.launcher import launch  # imports ray
 
             job = partial(_train_in_rank, list(sys.argv[1:] if args is None else args))
@@ -391,7 +391,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def export(args: Sequence[str] | None = None) -> None:
-    """Writes a checkpoint as a Hugging Face folder with a model card, and uploads it if asked to."""
+    """Writes a checkpoint as a Hugging Face folder with a model card; optionally uploads it."""
     with command():
         cli = AsyncRLCLI(
             args,

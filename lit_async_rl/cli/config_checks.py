@@ -19,7 +19,6 @@ from jsonargparse import Namespace
 from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
 from lit_async_rl.utils.checks import NO_VALUE, meant, with_home
 from lit_async_rl.utils.config_files import own_settings, with_bases
-from lit_async_rl.utils.renamed_keys import moved_flag
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def files_first(args: Sequence[str]) -> list[str]:
     return files_of_all + with_prompt_sources(_with_combined_reward(flags))
 
 
-# -- Prompts that are given as the name of a file or data set, in the place of a class --------------------------------
+# -- Prompts as the name of a file or data set, in place of a class ----------------------------------------------------
 
 
 PROMPT_SETTINGS = ("data.prompts", "data.validation.prompts")
@@ -158,7 +157,7 @@ def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
         elif FILE_IN_WORD.match(word):
             files.append(FILE_IN_WORD.sub("", word))
         else:
-            flags.append(moved_flag(word))
+            flags.append(word)
     return [Path(file).expanduser() for file in files], flags
 
 
@@ -198,7 +197,7 @@ def _suggested_file(file: Path) -> str:
 
 
 def _warn_of_early_overlays(files: Sequence[Path]) -> None:
-    """Warns of settings that are lost to a later file that names the model: an overlay given before its base."""
+    """Warns of settings overridden by a later file that names the model: an overlay before its base."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     try:
@@ -260,14 +259,14 @@ _NO_VALUE = f"{NO_VALUE} null: leave it out for its default"
 
 
 def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> None:
-    """Refuses a list, a text or a number in a file where settings are meant: the parser ends within, or goes on.
+    """Refuses a list, text or number in place of settings in a file, which the parser crashes on or ignores.
 
     Args:
         args: of the command line.
         actions: of the parser.
 
     Raises:
-        ValueError: names the section, what was found there, and the file.
+        ValueError: names the section, its content, and the file.
     """
     sections = set(_sections(actions))
     for part in (part for file in config_files(args) for part in with_bases(file)):

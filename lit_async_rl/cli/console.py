@@ -14,7 +14,6 @@ from types import ModuleType
 
 from lit_async_rl import __version__
 from lit_async_rl.cli import help_pages
-from lit_async_rl.cli.deferred_imports import deferred_imports
 from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.loading import loading
 
@@ -31,7 +30,6 @@ COMMANDS = {
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "grade": ("lit_async_rl.cli.grade", "main", "show what a reward makes of a file of references and answers"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
-    "completion": ("lit_async_rl.cli.completion", "main", "print a script that completes commands and settings"),
     "env": ("lit_async_rl.cli.env", "main", "print versions and machine, for a report of a bug"),
 }
 
@@ -52,10 +50,6 @@ def main(args: Sequence[str] | None = None) -> None:
             _run_configured(command, rest)
         else:
             getattr(importlib.import_module(module), function)(rest)
-    elif command == "serve":
-        from lit_async_rl.utils.renamed_keys import REMOVED
-
-        sys.exit(f"error: lit-async-rl serve is now {REMOVED[command]}")
     else:
         known = f"{', '.join(COMMANDS)} and --version"
         sys.exit(f"error: there is no command {command!r}{meant(command, COMMANDS)} (commands: {known})")
@@ -78,12 +72,11 @@ def _train_parser() -> argparse.ArgumentParser:
 
 
 def _app() -> ModuleType:
-    """The module of these commands, imported the quick way unless it is there already."""
+    """The module of these commands; announces its import, unless it is loaded."""
     if "lightning" not in sys.modules:
-        deferred_imports()
         with loading():
             importlib.import_module(CONFIGURED)
-        gc.freeze()  # what was imported stays: no collection need look at it again
+        gc.freeze()  # imported objects stay: collections need not scan them again
     return importlib.import_module(CONFIGURED)
 
 

@@ -23,7 +23,7 @@ from lit_async_rl.cli.error_report import one_line_errors
 from lit_async_rl.utils.checks import OneLineParser, check_range, meant
 from lit_async_rl.utils.secrets import without_secrets
 
-# Without influence on what is trained, or given here by other means: where logs go, how TRL's own loops are run.
+# Without influence on training, or set here by other means: where logs go, how TRL runs its loops.
 IGNORED = {
     "average_tokens_across_devices", "cache_implementation", "disable_tqdm", "do_eval", "do_train",
     "ds3_gather_for_generation", "gradient_checkpointing_kwargs", "heartbeat_stale_after_s", "ignore_data_skip",
@@ -48,7 +48,7 @@ SYNCHRONOUS = re.compile(
 )
 VERL = ("actor_rollout_ref", "algorithm", "critic", "reward_model", "custom_reward_function")  # sections of its files
 
-# Settings that change what is trained and have no counterpart, with the nearest there is.
+# Settings that change training and have no counterpart, with the nearest one.
 LEFT_OUT = {
     "accelerator_config": "processes are trainer.strategy, see docs/scaling.md",
     "adam_epsilon": "that of AdamW is 1e-8; model.optimizer sets another",
@@ -156,7 +156,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds something else, such as settings of verl; says what it looks like.
+        ValueError: it holds something else, such as settings of verl.
     """
     wanted = f"{path} must hold settings of TRL (`name: value`)"
     if path.suffix == ".py":
@@ -285,7 +285,7 @@ class Conversion:
         return config
 
     def _every(self, name: str, max_steps: int, default: Any = None) -> int | None:
-        """Steps between two saves or validations; below 1 it is a share of the run. None if none is given.
+        """Steps between two saves or validations; below 1, a share of the run. None if not set.
 
         Raises:
             ValueError: it is not above 0.
@@ -486,7 +486,7 @@ class Conversion:
         return {"class_path": "TokenMean" if of_micro_batch else AGGREGATIONS.get(self._kind, "TokenMean")}
 
     def _max_staleness(self, accumulation: int, batches_sampled: int) -> int:
-        """Updates after the first that TRL makes on what it has sampled; `batches_sampled` are micro-batches."""
+        """Number of TRL's updates on the same samples after the first; `batches_sampled` are micro-batches."""
         if self._is_asynchronous:
             return int(self.number("max_staleness", 4, int))
         iterations = self.number("num_iterations", 1, int)

@@ -1,4 +1,4 @@
-"""Prints what a report of a bug needs: versions, machine, and settings of the environment.
+"""Prints information for a bug report: versions, machine, and environment settings.
 
     lit-async-rl env
 
@@ -70,7 +70,7 @@ def _memory_gb() -> float:
 
 
 def _commit() -> str:
-    """The commit that is checked out, where the package runs from a checkout of its own."""
+    """Commit of the checkout from which the package runs."""
     root = Path(lit_async_rl.__file__).parents[1]
     if not (root / ".git").exists():
         return ""

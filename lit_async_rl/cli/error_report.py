@@ -43,7 +43,6 @@ from lit_async_rl.errors import (
 from lit_async_rl.prompts.sources import FILE_SOURCES, Records
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
-from lit_async_rl.utils.renamed_keys import new_class, new_name
 from lit_async_rl.utils.secrets import without_secrets
 from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
 
@@ -105,7 +104,7 @@ def shorten(text: str) -> str:
 
 
 def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) -> str:
-    """Where the whole traceback is, if it says more than the message; user's code is shown without it."""
+    """Location of the full traceback, if it adds to the message; frames of user code are shown without it."""
     if isinstance(error, SELF_EXPLAINING_ERRORS) and not is_users:
         return ""
     found = folder()
@@ -189,7 +188,7 @@ def _on_one_line(error: Exception) -> str:
 
 
 def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], setting: str = "") -> str:
-    """Full name of the setting whose value is a class with these arguments; empty if there is none.
+    """Full name of the setting with a class of these arguments as its value; empty if there is none.
 
     Args:
         config: as parsed.
@@ -288,16 +287,14 @@ def explain(message: str, types: Mapping[str, Any]) -> str:
     """
     if match := re.match(r"(?i)unrecognized arguments: (\S+)|Option '(\S+)' is not accepted\s*$", message):
         name = (match[1] or match[2]).lstrip("-").split("=")[0]
-        return new_name(name) or f"there is no setting {name}{_suggested_setting(name, types)}"
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
     if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
         name = f"{match[1]}.{match[2]}"
-        return new_name(name) or f"there is no setting {name}{_suggested_setting(name, types)}"
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
     if match := re.match(r"argument \S+ --> (\S+):", message):
         return f"{match[1]} cannot be given here: it follows model.model"
     if match := re.match(r"Unexpected config: (\w+):\s*$", message):
         return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
-    if (renamed := new_class(message)) is not None:
-        return renamed
     refusals = _refusals(message)
     if not refusals:
         return message
@@ -369,7 +366,7 @@ def _refusals(message: str) -> list[_Refusal]:
             above.pop()
         text = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
         made_by = re.search(r" Got value: Namespace\(class_path='([\w.]+)'", text)
-        text = re.sub(r"\.? Got value: Namespace\(.*\)$", "", text)  # of what is around the value
+        text = re.sub(r"\.? Got value: Namespace\(.*\)$", "", text)  # the surrounding settings
         if node := NODE.match(text):
             above.append((indentation, node["key"], node["path"]))
             text = node["rest"]
@@ -447,7 +444,7 @@ def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
 
 def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
     """A value that is no number, list or choice."""
-    same = [one.reason for one in refusals if one.keys == refusals[0].keys]  # not those of what is around it
+    same = [one.reason for one in refusals if one.keys == refusals[0].keys]  # not those of the enclosing setting
     kinds = [re.match(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", reason) for reason in same]
     if kinds[0] is None:
         return None
@@ -503,7 +500,7 @@ def classes_in(hint: Any) -> Iterator[type]:
 
 
 def known_names(bases: Sequence[type]) -> list[str]:
-    """Names that a setting may have whose value is an object of one of some classes; of rewards, dotted paths."""
+    """Allowed class names for a setting with one of some base classes; for rewards, dotted paths."""
     if not bases:
         return [f"lit_async_rl.rewards.{name}" for name in REWARDS]
     public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
@@ -553,7 +550,7 @@ def _suggested_setting(name: str, known: Iterable[str]) -> str:
 
 
 def _suggested_path(value: str, is_class: bool) -> str | None:
-    """The dotted path of a function or class in a file that was given, as the end of a message; None if it is no file.
+    """Dotted path of a function or class in the given file, as the end of a message; None if it is no file.
 
     Args:
         value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.

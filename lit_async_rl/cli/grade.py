@@ -1,4 +1,4 @@
-"""Shows what a reward makes of a file of references and answers.
+"""Shows the rewards of a file of references and answers.
 
     lit-async-rl grade answers.jsonl                                   # MathVerify
     lit-async-rl grade answers.csv --reward my_rewards.short --only wrong

@@ -1,4 +1,4 @@
-"""Pages of `lit-async-rl train --help`: the settings that people change, all of them, or one with what it can be.
+"""Pages of `lit-async-rl train --help`: commonly changed settings, all settings, or one with its choices.
 
 The first page needs no class: defaults come from `settings.json`. The others make the parser, which takes seconds.
 """
@@ -95,7 +95,7 @@ def first_page() -> Iterator[str]:
 
 
 def pages(parser: argparse.ArgumentParser, topic: str, width: int) -> Iterator[str]:
-    """Settings of a parser: name, default and meaning; of a single one, what it can be, too.
+    """Settings of a parser: name, default and meaning; for a single one, also its choices.
 
     Args:
         parser: of the command.
@@ -119,7 +119,7 @@ def pages(parser: argparse.ArgumentParser, topic: str, width: int) -> Iterator[s
 
 
 def _classes(action: argparse.Action, width: int) -> Iterator[str]:
-    """What a setting can be: classes with the first sentence of their docstrings, or values."""
+    """Choices of a setting: classes with the first sentence of their docstrings, or values."""
     import lit_async_rl
 
     names = all_settings()[action.dest].get("choices", [])

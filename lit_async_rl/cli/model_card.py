@@ -34,7 +34,7 @@ def write_card(
         module: with the checkpoint's version.
         data: of the configuration.
         callbacks: of the Trainer.
-        checkpoint: whose run's `metrics.csv`, where it is there, has the ages of the data and the accuracy.
+        checkpoint: its run's `metrics.csv`, if it exists, has data ages and accuracy.
     """
     is_local = Path(module.model).exists()
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -70,7 +70,7 @@ def write_card(
 
 
 def _measured(table: Path) -> dict[str, str]:
-    """What the run's table says of the data's age and of held-out accuracy; empty where there is none."""
+    """Data age and held-out accuracy from the run's table; empty without a table."""
     if not table.is_file():
         return {}
     with table.open(newline="") as file:

@@ -128,7 +128,7 @@ def measured_cost(
         settings: of the run.
         spread: see `StepCost`.
         efficiency: see `StepCost`.
-        num_ranks: devices that trained; None is what the settings say.
+        num_ranks: devices that trained; None is the number in the settings.
 
     Raises:
         ValueError: the run has logged too little.
@@ -236,7 +236,7 @@ def _count(settings: Mapping[str, Any], name: str) -> int:
 
 
 def _num_slots(settings: Mapping[str, Any]) -> int:
-    """Slots of the engine, inside of what wraps it; where the source is silent, the default of its class.
+    """Slots of the innermost engine; the default of its class if the source does not set them.
 
     Raises:
         ValueError: the engine has no such setting.

@@ -1,4 +1,4 @@
-"""All settings of a run, with defaults and choices: the file `settings.json`, from which help and completion are quick.
+"""All settings of a run, with defaults and choices: the file `settings.json`, for fast help.
 
 Reading it takes a thousandth of the time that importing the classes takes. After a change of settings
 
@@ -34,7 +34,7 @@ def all_settings() -> Mapping[str, Mapping[str, Any]]:
 
 
 def from_classes() -> dict[str, dict[str, Any]]:
-    """What the file has to hold, from the classes themselves; choices that an earlier setting has are named by it."""
+    """Required content of the file, from the classes; repeated choices refer to the first setting that has them."""
     found = {}
     known: dict[tuple[str, ...], str] = {}
     for action in setting_actions(train_parser()):
@@ -73,7 +73,7 @@ def setting_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action
 
 
 def plain_default(value: Any) -> Any:
-    """A default as JSON has it: of a class its name, with its arguments if some are given."""
+    """A default as a JSON value; for a class its name, with any arguments."""
     path = getattr(value, "class_path", None)
     if path is None:
         return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Lightning's `Tuner`, which is refused by name: what it tries is not what a run on rollouts needs."""
+"""Refuses Lightning's `Tuner` by name: its trials do not fit a run on rollouts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from lit_async_rl.rewards.references import References
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class Episode(ABC):
         """Frees the episode's resources; called exactly once, after its last step. Errors are logged."""
 
 
-class Environment(Remade, ABC):
-    """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`.
+class Environment(Rebuildable, ABC):
+    """Starts the episodes of an `EpisodeEngine`; their rewards replace `data.reward`.
 
-    An environment is pickled as its class and its constructor's arguments, to be made anew in another process.
+    An environment is pickled as its class and constructor arguments, and rebuilt in another process.
 
     Attributes:
         references: correct turns for prompts, if an episode consists of one turn that is compared with the prompt's

@@ -36,7 +36,7 @@ from lit_async_rl.types import (
     join_heads,
 )
 from lit_async_rl.utils.checks import as_reward, check_range
-from lit_async_rl.utils.elsewhere import Elsewhere, original_of
+from lit_async_rl.utils.elsewhere import RemoteProxy, original_of
 from lit_async_rl.utils.identity import reward_identity
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.utils.tries import TryPolicy, Work
@@ -178,8 +178,8 @@ log = logging.getLogger(__name__)
 
 
 def prepare(environment: Environment) -> None:
-    """Has an environment start what its episodes are played in, before their time begins, if it can."""
-    if isinstance(environment, Elsewhere):
+    """Starts the processes of an environment, if it has any, before the time of its episodes counts."""
+    if isinstance(environment, RemoteProxy):
         environment.prepare()
 
 
@@ -229,7 +229,7 @@ class EnvironmentGrader:
 
 
 class EpisodeEngine(MultiRequestEngine):
-    """Alternates turns of `engine` and `environment`, whose rewards replace `data.reward`.
+    """Alternates turns of `engine` and `environment`; the environment's rewards replace `data.reward`.
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
     environment receives the text before the stop string. `sampling.max_tokens` bounds one turn. An episode that the

@@ -1,4 +1,4 @@
-"""Base class of engines whose samples are each many requests of an inner engine: environments and agents.
+"""Base class of engines that make each sample from many requests of an inner engine: environments and agents.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -27,7 +27,7 @@ from lit_async_rl.utils.files import LimitedLog
 from lit_async_rl.utils.tries import Retries, TryPolicy
 
 log = logging.getLogger(__name__)
-POLL_INTERVAL_S = 0.01  # while environments work, whose responses do not wake up the inner engine's `poll`
+POLL_INTERVAL_S = 0.01  # while environments work: their responses do not wake the inner engine's `poll`
 LOCK_TIMEOUT_S = 1.0  # longest wait of `close` for a thread that submits
 
 
@@ -36,7 +36,7 @@ class MultiRequestEngine(EngineWrapper):
 
     Args:
         engine: engine that generates the turns.
-        policy: time limit and number of tries of what answers the turns.
+        policy: time limit and number of tries for an environment or agent.
 
     Raises:
         ValueError: the engine does not update weights in flight.
@@ -69,7 +69,7 @@ class MultiRequestEngine(EngineWrapper):
         self._trains = True  # not if its samples are of a validation
 
     def _share_loop(self, other: MultiRequestEngine) -> None:
-        """Has another engine play in the event loop of this one."""
+        """Makes another engine use the event loop of this one."""
         other._tasks = EnvironmentTasks(self._tasks.shared)
 
     def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
@@ -78,7 +78,7 @@ class MultiRequestEngine(EngineWrapper):
         self._ledger = RequestLedger(engine, codec.vocab_size)
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
-        """What answers the turns of this one answers those of another engine, in the same event loop."""
+        """This environment or agent around another engine, in the same event loop and without training."""
         other = self.with_engine(engine)
         other._trains = False
         other._use(engine, codec)
@@ -86,7 +86,7 @@ class MultiRequestEngine(EngineWrapper):
         return other
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
-        """See `RolloutEngine`; what answers the turns is the same object and stays in its event loop."""
+        """See `RolloutEngine`; environment or agent stay the same object, in the same event loop."""
         other = self.with_engine(self.engine.fresh(out_of_memory))
         other.special_tokens = self.special_tokens
         other._is_successor = True
@@ -141,7 +141,7 @@ class MultiRequestEngine(EngineWrapper):
 
     @abstractmethod
     def _end_turn(self, completion: Completion) -> None:
-        """Passes a completion of the inner engine on to the sample that asked for it."""
+        """Passes a completion of the inner engine to the sample that requested it."""
 
     def take_given_up(self) -> list[int]:
         with self._lock:
@@ -175,4 +175,4 @@ class MultiRequestEngine(EngineWrapper):
 
     @abstractmethod
     def _end_all(self) -> None:
-        """Ends all samples, of which nothing is returned; called with the lock held."""
+        """Ends all samples without results; called with the lock held."""

@@ -38,7 +38,7 @@ class OpenEnvServer:
         key_of_variable("OpenEnvEnvironment.api_key_env", api_key_env)
 
     def client(self) -> Any:
-        """A client of an environment of its own, not connected.
+        """Creates a client for a separate environment, not yet connected.
 
         Raises:
             ImportError: the package `openenv` is not installed.

@@ -1,4 +1,4 @@
-"""A tool for environments: the policy writes a Python program, and reads what it prints."""
+"""A tool for environments: the policy writes a Python program, and reads its output."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
 
 
 class PythonTool(Environment):
-    r"""Runs the program that a turn ends with, and answers with what it printed; any other turn is the final answer.
+    r"""Runs the program at the end of a turn, and answers with its output; any other turn is the final answer.
 
-    Each program starts anew, in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
+    Each program starts afresh in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
     expression is printed, as in a notebook.
 
     Example:
@@ -113,7 +113,7 @@ class PythonTool(Environment):
         return PythonEpisode(self, prompt)
 
     async def run(self, code: str) -> str:
-        """What a program prints and how it fails, at most `max_chars` of it.
+        """Runs a program; returns its output and its failure, at most `max_chars`.
 
         Raises:
             SandboxError: the sandbox failed.
@@ -166,7 +166,7 @@ class PythonEpisode(Episode):
 
 
 def described(result: ProgramResult) -> str:
-    """Output of a program for the policy: what it printed, the last line of its error, and what ended it."""
+    """Result of a program for the policy: its output, the last line of its error, and the cause of its end."""
     parts = [result.stdout.rstrip()]
     if result.verdict != "ended":
         parts.append(f"(ended: too much {'time' if result.verdict == 'time' else result.verdict})")

@@ -1,4 +1,4 @@
-"""What a model's configuration and modules say about its architecture: context length, kinds of layers, buffers."""
+"""Architecture from a model's configuration and modules: context length, kinds of layers, buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actors of replicas: how they are made, how they end, and the last lines that their processes have written."""
+"""Needs of actors, how they are killed, the last lines that their processes have written, and their errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.own_process import from_json
 from lit_async_rl.errors import EngineError
 from lit_async_rl.ray.logs import tail
-from lit_async_rl.ray.residence import Residence
 
 LOG_LINES = 12
 RETRY_S = 0.3  # between two tries to start an actor that Ray is bringing back
@@ -23,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What Ray finds room for, for each replica.
+    """Resources that Ray reserves for each replica.
 
     Attributes:
         num_cpus, num_gpus: counted, not reserved; a replica sees only its own GPUs.
@@ -58,30 +56,6 @@ class Resources:
     def __str__(self) -> str:
         parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.others or {})}
         return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
-
-
-def make_actor(ray: Any, engine: RolloutEngine, number: int, resources: Resources, residence: Residence) -> Any:
-    """An actor that Ray starts when it has found room, and again whenever its process or node is gone.
-
-    One that an earlier trainer has left under the same name is found as it is.
-
-    Args:
-        ray: the module, connected.
-        engine: the replica makes its own with the same arguments.
-        number: of the replica.
-        resources: that it needs.
-        residence: its name, and whether it outlives this process.
-    """
-    from lit_async_rl.ray.replica import Recipe, Replica
-
-    kind = ray.remote(concurrency_groups={"control": 1, "update": 1, "poll": 1, "lease": 1})(Replica)
-    options = kind.options(
-        **residence.options(number),
-        max_restarts=-1,
-        max_task_retries=0,  # requests are placed again by the engine, which knows what is missing
-        **resources.options,
-    )
-    return options.remote(Recipe.of(engine), number, residence.lease)
 
 
 def kill_actor(ray: Any, actor: Any, is_for_good: bool) -> None:
@@ -144,7 +118,7 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """What Ray tells of an actor that could not be made ends with the cause."""
+    """Last line of an actor's creation error, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:400]}" if lines else type(error).__name__
 

@@ -20,8 +20,6 @@ from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import Resources
-from lit_async_rl.ray.residence import check_kept
-from lit_async_rl.ray.tenancy import LEASE_RULE
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.secrets import without_secrets
 
@@ -41,10 +39,6 @@ class EngineReplicas:
         max: most of them; None is `replicas`.
         resources: of one replica, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
         delta: between nodes only what has changed of the weights travels, see `RayEngine`.
-        keep_engines: replicas stay on the cluster, with their weights, for the next run with the same model and engine,
-            see `RayEngine`.
-        engine_lease_s: seconds without a trainer after which replicas that outlive theirs end themselves. It should
-            exceed `cluster.start_timeout_s`. None is 600, and without limit with `keep_engines`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -55,8 +49,6 @@ class EngineReplicas:
     max: int | None = None
     resources: dict[str, int | float] | None = None
     delta: bool = False
-    keep_engines: bool = False
-    engine_lease_s: float | None = None
 
     def __post_init__(self) -> None:
         owner = "cluster.engines"
@@ -65,12 +57,6 @@ class EngineReplicas:
             raise ValueError(
                 f"{owner}.replicas must be between min and max, got replicas={self.replicas}, min={self.least}, "
                 f"max={self.most}"
-            )
-        check_range(owner, LEASE_RULE, engine_lease_s=self.engine_lease_s)
-        if self.keep_engines and self.most == 1:
-            raise ValueError(
-                f"{owner}.keep_engines=true needs replicas or max above 1, got 1: that one is in the leading rank, "
-                "and ends with it"
             )
         _check_resources(f"{owner}.resources", self.resources)
 
@@ -81,7 +67,7 @@ class EngineReplicas:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each replica."""
+        """Resources of each replica."""
         return _as_needs(self.resources)
 
     @property
@@ -121,7 +107,7 @@ class RewardActors:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each actor."""
+        """Resources of each actor."""
         return _as_needs(self.resources)
 
 
@@ -146,7 +132,7 @@ class EnvironmentActors:
 
     @property
     def needs(self) -> Resources:
-        """What Ray finds room for, for each actor."""
+        """Resources of each actor."""
         return _as_needs(self.resources)
 
 
@@ -244,12 +230,10 @@ class RayCluster:
         """Refuses a cluster where Ray is needed and not installed; does not import it.
 
         Raises:
-            SetupError: says how to install it; or engines are to be kept on a Ray that ends with the run.
+            SetupError: says how to install it.
         """
         if (self.places_ranks or self.has_actors) and importlib.util.find_spec("ray") is None:
             raise SetupError("cluster is set, and Ray is not installed here: pip install 'lit-async-rl[ray]'")
-        keeps = self.engines.keep_engines
-        check_kept(keeps, self.address, owner="cluster.engines", address_setting="cluster.address")
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
@@ -287,8 +271,6 @@ class RayCluster:
             address=self.address,
             min_replicas=self.engines.least,
             delta=self.engines.delta,
-            keep_engines=self.engines.keep_engines,
-            engine_lease_s=self.engines.engine_lease_s,
         )
 
     def with_reward_actors(self, reward: Any, *, workers: int, timeout_s: float) -> Any:

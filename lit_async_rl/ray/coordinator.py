@@ -1,7 +1,11 @@
-"""The actor through which the command and the ranks that Ray has placed talk: the job, signals, output, and the end."""
+"""The actor through which the command and the ranks that Ray has placed talk: the job, signals, output, and the end.
+
+It owns the replicas of the ranks' engines, see `ownership.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,10 +52,35 @@ class Coordinator:
         self._ended: list[Ended] = []
         self._pids: dict[int, int] = {}
         self._result: Any = None
+        self._replicas: dict[str, Any] = {}
 
     def job(self) -> list[Any]:
         """The reference of what each rank calls."""
         return self._job
+
+    # -- the ranks' engines -------------------------------------------------------------------------------------------
+
+    def replica(self, name: str, made: bytes, options: Mapping[str, Any]) -> Any:
+        """The actor of a replica, which is made unless there is one of this name; Ray ends it with this one."""
+        if name not in self._replicas:
+            import ray
+
+            from lit_async_rl.ray.process import make_actor
+
+            self._replicas[name] = make_actor(ray, made, options)
+        return self._replicas[name]
+
+    def replicas(self, prefix: str = "") -> dict[str, Any]:
+        """Actors of the replicas whose names begin so."""
+        return {name: actor for name, actor in self._replicas.items() if name.startswith(prefix)}
+
+    def end_replicas(self, names: Sequence[str]) -> None:
+        """Kills replicas for good."""
+        import ray
+
+        for name in names:
+            if name in self._replicas:
+                ray.kill(self._replicas.pop(name), no_restart=True)
 
     # -- from the command ---------------------------------------------------------------------------------------------
 
@@ -60,14 +89,14 @@ class Coordinator:
         self._orders.append(signal_number)
 
     def take(self) -> tuple[list[Said], list[Ended]]:
-        """What was said since the last call, and all ends so far."""
+        """New output lines and exit records."""
         said = self._said
         self._said = []
         self._num_waiting = 0
         return said, self._ended
 
     def result(self) -> Any:
-        """What rank 0 has returned; None before."""
+        """Return value of rank 0; None before it has returned."""
         return self._result
 
     def folder(self) -> str | None:

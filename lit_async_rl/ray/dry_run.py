@@ -37,7 +37,7 @@ class Role:
 
     @property
     def each(self) -> str:
-        """What each needs, for people."""
+        """Resources of each, in words."""
         return _listed(self.needs)
 
 
@@ -66,7 +66,7 @@ class Node:
 
 
 def roles_of(cluster: RayCluster, has_gpus: bool, *, at_least: bool = False) -> list[Role]:
-    """What Ray would place.
+    """Roles that Ray would place.
 
     Args:
         cluster: as it was configured.
@@ -233,7 +233,7 @@ def print_dry_run(cluster: RayCluster, *, uses_gpus: bool) -> None:
 
 
 def _used(ray: Any) -> dict[str, float]:
-    """What others use at the moment."""
+    """Resources in use by others."""
     free = ray.available_resources()
     amounts = {name: total - free.get(name, 0.0) for name, total in ray.cluster_resources().items()}
     return {name: amount for name, amount in amounts.items() if amount > ROUNDING and name in ("CPU", "GPU")}

@@ -60,21 +60,13 @@ from lit_async_rl.ray.actors import (
     kill_actor,
     last_line,
     log_of,
-    make_actor,
     warn_with_log,
 )
 from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
 from lit_async_rl.ray.identity import describe_model, find_other_arithmetic, find_other_model
+from lit_async_rl.ray.ownership import ReplicaActors
 from lit_async_rl.ray.placement import Placement
-from lit_async_rl.ray.residence import (
-    Residence,
-    check_kept,
-    end_unwanted,
-    find_residence,
-    leave_actors,
-    stop_actors,
-)
-from lit_async_rl.ray.tenancy import BUSY_S, LEASE_RULE, RENEW_S, TakenOver
+from lit_async_rl.ray.process import TakenOver, call_actor, stop_actors
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
@@ -83,12 +75,12 @@ from lit_async_rl.utils.waiting import clock
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request
-NUM_GOOD = 1000
-TAKE_S = 0.5  # a replica that has nothing finished answers after it
-LOOK_S = 0.1  # between two looks at all replicas
+NUM_SAMPLES_TO_FORGIVE = 1000
+TAKE_TIMEOUT_S = 0.5  # a replica that has nothing finished answers after it
+LOOK_INTERVAL_S = 0.1  # between two looks at all replicas
 SILENT_S = 5.0  # without an answer, after which a line names a replica
 IDLE_S = 30.0  # the same without a token, which may be due to long prompts, or to large weights
-STILL_S = 3.0
+FROZEN_AFTER_S = 3.0
 log = logging.getLogger(__name__)
 
 
@@ -126,11 +118,6 @@ class RayEngine(EngineWrapper):
         spread: places replicas on different nodes where possible, rather than on few.
         delta: between nodes only what has changed bit by bit in the engine's dtype travels; the trainer and each
             replica keep a copy of the weights in host memory for it.
-        keep_engines: replicas stay on the cluster with their weights when the run ends, and the next one with the same
-            model and engine takes them over; `python -m lit_async_rl.cli.kept_engines --end` ends them.
-        engine_lease_s: seconds without a trainer after which replicas that outlive theirs end themselves: those of
-            trainer ranks that Ray has placed, which start again, and those that are kept. None is 600, and without
-            limit with `keep_engines`.
 
     Attributes:
         update_timeout_s: of the inner engine. A replica that takes longer for an update, or that holds requests and
@@ -161,13 +148,10 @@ class RayEngine(EngineWrapper):
         session_margin: float = 4.0,
         spread: bool = True,
         delta: bool = False,
-        keep_engines: bool = False,
-        engine_lease_s: float | None = None,
     ) -> None:
         check_range("data.engine", "integer positive", replicas=replicas)
         check_range("data.engine", ">= 0", num_cpus=num_cpus, num_gpus=num_gpus, session_margin=session_margin)
         check_range("data.engine", f"integer in [1, {replicas}]", min_replicas=min_replicas)
-        check_range("data.engine", LEASE_RULE, engine_lease_s=engine_lease_s)
         super().__init__(engine or EmbeddedEngine())
         _check_inner(self.engine)
         self.replicas = replicas
@@ -176,8 +160,6 @@ class RayEngine(EngineWrapper):
         self.resources = resources
         self.address = address
         self.delta = delta
-        self.keep_engines = keep_engines
-        self.engine_lease_s = engine_lease_s
         self.min_replicas = replicas if min_replicas is None else min_replicas
         self.in_flight_weight_updates = self.engine.in_flight_weight_updates
         self.uses_probe = self.has_model
@@ -188,7 +170,7 @@ class RayEngine(EngineWrapper):
         self._described: dict[str, Any] = {}  # the model
         self._vocab_size = 0
         self._max_model_len = 0
-        self._residence: Residence | None = None
+        self._replicas: ReplicaActors | None = None
         self._is_taken_over = False
         self._store: WeightStore | None = None
         self._table: Table | None = None  # of the newest weights; None before the first
@@ -211,7 +193,6 @@ class RayEngine(EngineWrapper):
         self._busy_s = 0.0
         self._num_tokens_before = 0  # of processes that are gone
         self._closed = False
-        self._is_over = threading.Event()  # the same, for who waits
         self._warnings = LimitedLog(log)
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
@@ -296,24 +277,16 @@ class RayEngine(EngineWrapper):
         """Connects to Ray, starts the replicas, and waits until `min_replicas` have built their engines.
 
         Raises:
-            SetupError: Ray is not installed, or not to be reached; `keep_engines` on a Ray that ends with the run.
+            SetupError: Ray is not installed, or not to be reached.
             StalledError: too few replicas were there within `startup_timeout_s`.
             EngineError: a replica's process ended. Errors of an engine are raised as they are.
         """
-        check_kept(self.keep_engines, self.address, owner="data.engine", address_setting="data.engine.address")
         self._ray = runtime.connect(self.address, self.replicas * self.num_cpus, user=self)
         self._model = model
         self._described = describe_model(base_of(model))
         self._vocab_size = int(load_config(base_of(model)).get_text_config().vocab_size)
-        self._residence = find_residence(
-            self.engine,
-            {"name": model, "described": self._described, "needs": vars(self._resources)},
-            keep_engines=self.keep_engines,
-            lease_s=self.engine_lease_s,
-        )
-        if self._residence.outlives:
-            end_unwanted(self._ray, self._residence, self.replicas)
-            threading.Thread(target=self._renew, name="renew", daemon=True).start()
+        self._replicas = ReplicaActors(self._ray, self.engine, model=model, resources=self._resources)
+        self._replicas.end_beyond(self.replicas)
         with self._lock:
             self._entries = [ReplicaEntry(number) for number in range(self.replicas)]
             for entry in self._entries:
@@ -541,7 +514,7 @@ class RayEngine(EngineWrapper):
     def _call(self, entry: ReplicaEntry, handle: Callable[[ReplicaEntry, Any], None], name: str, *args: Any) -> None:
         """Calls a replica; `handle` gets the answer, with the lock held. The lock is held."""
         try:
-            ref = getattr(entry.actor, name).remote(self._home.owner, *args)
+            ref = call_actor(entry.actor, name, self._actors.trainer, *args)
         except Exception as error:  # Ray itself is gone
             self._error = self._error or EngineError(f"Ray does not answer: {error}")
             return
@@ -605,8 +578,8 @@ class RayEngine(EngineWrapper):
         with self._lock:
             asked = [e for e in self._entries if e.state is State.READY] if entries is None else entries
             given = [()] * len(asked) if args is None else args
-            owner = self._home.owner
-            refs = [getattr(entry.actor, name).remote(owner, *one) for entry, one in zip(asked, given, strict=False)]
+            trainer = self._actors.trainer
+            refs = [call_actor(entry.actor, name, trainer, *one) for entry, one in zip(asked, given, strict=False)]
         answers = []
         for ref in refs:
             try:
@@ -621,33 +594,26 @@ class RayEngine(EngineWrapper):
 
     def _begin(self, entry: ReplicaEntry) -> None:
         """Makes the actor, if there is none, claims it, and asks it to build its engine. The lock is held."""
-        home = self._home
-        if entry.actor is None:
-            entry.actor = make_actor(self._ray, self.engine, entry.number, resources=self._resources, residence=home)
         entry.retry_at = None
+        if entry.actor is None:
+            try:
+                entry.actor = self._actors.actor(entry.number)
+            except self._ray.exceptions.RayError as error:  # the command is gone, which owns the actors
+                self._error = self._error or EngineError(f"Ray does not answer: {first_line(error)}")
+                return
         entry.called = time.monotonic()
         entry.began = entry.began or entry.called
-        self._call(entry, self._claimed, "claim", home.run, home.who)
+        self._call(entry, self._claimed, "claim")
 
     def _claimed(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        if not answer["held_by"]:
-            entry.called = now
-            entry.place = _place(answer)
-            self._call(entry, self._started, "start", base_of(self._model))
-        elif now - entry.began < 2 * BUSY_S:  # perhaps it has just ended
-            entry.retry_at = now + RETRY_S
-        else:
-            self._error = self._error or EngineError(
-                f"replica {entry.number} is in use by {answer['held_by']}: keep_engines=true is for runs of the same "
-                "model and engine one after the other"
-            )
-            self._is_taken_over = True
+        entry.called = time.monotonic()
+        entry.place = _place(answer)
+        self._call(entry, self._started, "start", base_of(self._model))
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
         """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""
         if isinstance(error, self._ray.exceptions.ActorDiedError):  # such as a class that cannot be imported there
-            kill_actor(self._ray, entry.actor, is_for_good=True)
+            self._actors.end(entry.number, entry.actor)
             entry.actor = None
             if not self._has_been_ready:
                 self._error = self._error or EngineError(f"{entry.where} did not start: {last_line(error)}")
@@ -678,7 +644,7 @@ class RayEngine(EngineWrapper):
             entry.weights = int(version), dict(sums)
             entry.was_there = True
         self._max_model_len = min(longest, self._max_model_len or longest)
-        self._call(entry, self._taken, "take", TAKE_S)
+        self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
         if self._table is not None:
             self._send_weights(entry, self._table)
 
@@ -773,7 +739,7 @@ class RayEngine(EngineWrapper):
         if problem:
             self._lose(entry, problem, is_running=True)
             return
-        self._call(entry, self._taken, "take", TAKE_S)
+        self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
 
     def _verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> bool:
         if version > self._version:
@@ -845,11 +811,11 @@ class RayEngine(EngineWrapper):
     def _look_after(self, now: float) -> None:
         """Starts replicas anew that wait for it, and loses those that hang. The lock is held."""
         still_s = now - self._looked  # nobody looked: this process stood still, or was not asked for tokens
-        if still_s < LOOK_S:
+        if still_s < LOOK_INTERVAL_S:
             return
         self._looked = now
         for entry in list(self._entries):
-            if still_s > STILL_S:
+            if still_s > FROZEN_AFTER_S:
                 entry.heard += still_s
                 entry.answered += still_s
             if entry.is_draining and not entry.held and not entry.unverified:
@@ -912,7 +878,7 @@ class RayEngine(EngineWrapper):
         entry.why = reason
         entry.num_failures += 1
         if is_running:
-            entry.num_wrong = 1 if entry.num_good >= NUM_GOOD else entry.num_wrong + 1
+            entry.num_wrong = 1 if entry.num_good >= NUM_SAMPLES_TO_FORGIVE else entry.num_wrong + 1
             entry.num_good = 0
         entry.num_starts += 1
         self._num_tokens_before += entry.num_tokens
@@ -930,7 +896,10 @@ class RayEngine(EngineWrapper):
             del self._calls[ref]
         is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
         is_over |= failure is not None and not self._has_been_ready and is_new
-        kill_actor(self._ray, entry.actor, is_for_good=is_over) if is_running or is_over else None
+        if is_over:
+            self._actors.end(entry.number, entry.actor)
+        elif is_running:
+            kill_actor(self._ray, entry.actor, is_for_good=False)
         message = f"{entry.where} {reason}"
         if is_over:
             message += log_of(self._ray, entry.place)
@@ -965,27 +934,15 @@ class RayEngine(EngineWrapper):
     # -- end ----------------------------------------------------------------------------------------------------------
 
     @property
-    def _home(self) -> Residence:
-        return set_up(self._residence)
-
-    def _renew(self) -> None:
-        """Says that the trainer is there, also while it asks for nothing."""
-        while not self._is_over.wait(RENEW_S):
-            with self._lock:
-                actors = [entry.actor for entry in self._entries if entry.actor is not None]
-            for actor in actors:
-                try:
-                    actor.renew.remote(self._home.owner)
-                except Exception as error:  # Ray is gone, which others notice
-                    log.debug("renewing the lease of a replica: %s", error)
+    def _actors(self) -> ReplicaActors:
+        return set_up(self._replicas)
 
     def close(self) -> None:
-        """Ends the replicas, or leaves them to the next trainer; unblocks `poll` and `load_weights`."""
+        """Ends the replicas, or leaves them to the next start of the trainer; unblocks `poll` and `load_weights`."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._is_over.set()
             is_sound = self._error is None and not self.has_failed
             self._error = self._error or EngineError("the engine was closed")
             entries = self._entries
@@ -993,27 +950,20 @@ class RayEngine(EngineWrapper):
             self._num_tokens_before += sum(entry.num_tokens for entry in entries)
             self._calls = {}
             self._table_ref = self._table = self._store = None
-        if self._residence is not None:
-            self._residence.leave()
+        if self._replicas is not None:
+            self._replicas.leave()
         if self._is_taken_over:
             return
-        if is_sound and self._residence is not None and self._residence.outlives:
-            entries = self._leave(entries)
+        if is_sound and self._replicas is not None and self._replicas.outlive_the_trainer:
+            entries = [e for e in entries if e.state not in (State.LOADING, State.READY) or e.is_draining]
         self._stop(entries)
-
-    def _leave(self, entries: Sequence[ReplicaEntry]) -> list[ReplicaEntry]:
-        """Leaves replicas as they are to the trainer that comes next; returns those that are not fit for that."""
-        stays = [e for e in entries if e.state in (State.LOADING, State.READY) and not e.is_draining]
-        if self._ray.is_initialized():
-            leave_actors(self._ray, [entry.actor for entry in stays], self._home)
-        return [entry for entry in entries if entry not in stays]
 
     def _stop(self, entries: Sequence[ReplicaEntry]) -> None:
         if self._ray is not None and self._ray.is_initialized():
             answering = [entry.actor for entry in entries if entry.state in (State.LOADING, State.READY)]
             stop_actors(self._ray, answering)
             for entry in entries:
-                kill_actor(self._ray, entry.actor, is_for_good=True)
+                self._actors.end(entry.number, entry.actor)
 
     def end(self) -> None:
         """Ends a Ray that was started here, unless another engine of this process uses it."""

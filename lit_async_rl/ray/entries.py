@@ -1,4 +1,4 @@
-"""What the trainer's side knows of replicas: their state, what they hold, and validation of what they answer."""
+"""Replicas as the trainer's side sees them: state, assignments, and validation of their answers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Assignment:
         )
 
     def again(self) -> Part:
-        """What is left of it to sample.
+        """Remaining part to sample.
 
         Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
         """
@@ -120,7 +120,7 @@ class Sample:
 
 @dataclass(eq=False)
 class ReplicaEntry:
-    """What the trainer's side knows of a replica."""
+    """A replica as the trainer's side sees it."""
 
     number: int
     actor: Any = None
@@ -142,7 +142,7 @@ class ReplicaEntry:
     is_silent: bool = False  # and a line has said so
     heard: float = 0.0  # when it last had all it was asked for, or gave a token; while it loads, when it was asked to
     num_failures: int = 0  # in a row, without a finished sample in between
-    num_wrong: int = 0  # of them, or between `NUM_GOOD` samples, those in which its process was there and did wrong
+    num_wrong: int = 0  # of them, or within `NUM_SAMPLES_TO_FORGIVE`, those in which its process did wrong
     num_good: int = 0  # samples since then
     num_starts: int = 0
     busy_s: float = 0.0

@@ -20,7 +20,7 @@ from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.rewards.scorer import reward_name
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
-from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.elsewhere import RemoteProxy
 
 FIELDS = {"text": str, "reward": float, "done": bool}
 
@@ -173,7 +173,7 @@ class EnvironmentPool(ActorPool):
         return bool(self._waiting)
 
 
-class RayEnvironment(Elsewhere, Environment):
+class RayEnvironment(RemoteProxy, Environment):
     """Stands for an environment whose episodes the actors of a pool play.
 
     Args:
@@ -295,7 +295,7 @@ def _raise(answer: dict[str, Any], worker: Worker) -> None:
 
 
 def _find_wrong(answer: dict[str, Any]) -> str:
-    """What is wrong with an observation; empty if nothing."""
+    """Fault in an observation, in words; empty if valid."""
     for name, kind in FIELDS.items():
         if type(answer.get(name)) is not kind:
             return f"an observation whose {name} is {answer.get(name)!r:.100}"

@@ -48,7 +48,7 @@ IGNORED_FIELDS = frozenset(
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """What a process has under a model's name, as JSON values: configuration, and versions of what reads it."""
+    """A process's view of a model name, as JSON values: configuration, and versions of the packages that read it."""
     fields = load_config(model).get_text_config().to_dict()
     kept = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS and value is not None}
     return {
@@ -92,7 +92,7 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_onl
 
 
 def find_other_arithmetic(answer: Mapping[str, Any], version: int, probe: Probe | None) -> str:
-    """What a replica's proof lacks, in words that follow its name; empty if nothing.
+    """Fault in a replica's proof, in words that follow its name; empty if valid.
 
     Args:
         answer: of `Replica.prove`.

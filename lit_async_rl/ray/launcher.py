@@ -30,8 +30,8 @@ from lit_async_rl.errors import RankError, SetupError
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.coordinator import Coordinator, Ended, Said, Stream
 from lit_async_rl.ray.dry_run import connected_with_room
+from lit_async_rl.ray.process import stop_actors
 from lit_async_rl.ray.rank import Place
-from lit_async_rl.ray.residence import end_replicas, names_with, prefix_of
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
@@ -154,7 +154,7 @@ class _Run:
 
     @contextlib.contextmanager
     def coordinated(self, job: Callable[[Place], None]) -> Iterator[None]:
-        """The coordinator is there; with it, whatever is left of the ranks ends, and the engines that they shared.
+        """The coordinator is there; with it, whatever is left of the ranks ends, and the engines that it owns.
 
         It is on the command's own node: on another one the loss of that would end the run.
         """
@@ -169,13 +169,6 @@ class _Run:
             yield
         finally:
             ray.kill(self._coordinator)
-            self._end_engines()
-
-    def _end_engines(self) -> None:
-        try:
-            end_replicas(self._ray, names_with(self._ray, prefix_of(self._name)))
-        except self._ray.exceptions.RayError as error:  # they end themselves when they miss the coordinator
-            log.warning("the engines of the run could not be ended from here: %s", type(error).__name__)
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_S)
@@ -200,6 +193,7 @@ class _Run:
                     return Outcome(128 + received[0], None, None)
                 time.sleep(PAUSE_S)
             ended = self._show(is_last=True)
+            stop_actors(self._ray, list(self._ask("replicas").values()))
         finally:
             shutil.rmtree(storage, ignore_errors=True)
         return self._outcome(ended)
@@ -256,7 +250,7 @@ class _Run:
         return list(ended)
 
     def _outcome(self, ended: list[Ended]) -> Outcome:
-        """What the ends of the ranks come to.
+        """Outcome of the run from the exit records of the ranks.
 
         Raises:
             RankError: they failed.

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Worker:
-    """What the pool knows of one of its actors.
+    """State of one actor of the pool.
 
     Attributes:
         number: in the pool.
@@ -199,7 +199,7 @@ class ActorPool(ABC):
     @property
     @abstractmethod
     def what(self) -> str:
-        """What the actors do, for messages: `reward my_rewards.judge`."""
+        """Task of the actors, for messages: `reward my_rewards.judge`."""
 
     def close(self) -> None:
         """Has the actors close what they have made, and ends them. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""What the actors of all pools do: they start, say where they are, answer, and end."""
+"""Base of the actors of all pools: they start, report their location, answer, and end."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def find_fault(error: Any) -> str:
-    """What is wrong with the `error` of an answer; empty if nothing."""
+    """Fault in the `error` of an answer, in words; empty if valid."""
     if not isinstance(error, dict):
         return f"an error that is {type(error).__name__}"
     kinds = {"type": str, "message": str, "at": str, "is_final": bool, "ends_run": bool, "is_ours": bool}

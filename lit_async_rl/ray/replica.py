@@ -6,11 +6,11 @@
 | Ray's for `control` | `start`, `submit`, `abort`, ... in the order of the calls | the versions that requests need |
 | Ray's for `update` | `load` and `prove` in the order of the calls | the engine |
 | Ray's for `poll` | `take`: hands over what is finished | something finished, at most its timeout |
-| Ray's for `lease` | `claim` and `renew`: whose the replica is | - |
-| `lease` | ends the replica when no trainer will come for it, see `tenancy.py` | - |
+| Ray's for `claim` | `claim`: which trainer the replica works for | - |
 
-Each call names the trainer that makes it, and one that is no longer the owner is refused. A trainer that finds a
-replica with its engine built takes it over as it is: process, weights and what they were proved by (`_hand_over`).
+Each call names the trainer that makes it, and one that came before the latest to claim the replica is refused. A
+trainer that finds a replica with its engine built takes it over as it is: process, weights and what they were proved by
+(`_hand_over`).
 
 An error never crosses as an object: each answer is plain data, with the error's type and message where there is one.
 """
@@ -38,7 +38,7 @@ from lit_async_rl.errors import StalledError
 from lit_async_rl.models.weights import LORA_A, LORA_B
 from lit_async_rl.ray.identity import describe_model
 from lit_async_rl.ray.logs import where_it_is
-from lit_async_rl.ray.tenancy import Lease, TakenOver, Tenancy
+from lit_async_rl.ray.process import TakenOver
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.waiting import FairLock
@@ -89,27 +89,21 @@ class Recipe:
 
 
 def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Has a method of the actor answer with its error's type and message instead of raising it.
+    """Has a method of the replica answer with its error's type and message instead of raising it.
 
-    The caller names itself in the first argument, and is refused unless it is the owner.
+    The trainer that calls names itself in the first argument, and is refused unless it has the replica.
     """
 
     @functools.wraps(method)
-    def answer(self: Replica, owner: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._caller.owner = owner
+    def answer(self: Replica, trainer: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._caller.trainer = trainer
         try:
-            if not self.tenancy.hears(owner):
-                raise TakenOver("another trainer has it")
+            self._check_trainer()
             return method(self, *args, **kwargs)
         except Exception as error:
             traceback.print_exc()  # into the log of this process
             return {"error": as_data(error)}
 
-    # Ray compares calls with the signature, and would see that of the method, without the owner
-    del answer.__wrapped__
-    this, *others = inspect.signature(method).parameters.values()
-    owner = inspect.Parameter("owner", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    answer.__signature__ = inspect.Signature([this, owner, *others])  # type: ignore[attr-defined]
     return answer
 
 
@@ -120,23 +114,22 @@ def as_data(error: BaseException) -> dict[str, str]:
 
 
 class Replica:
-    """The actor. Its constructor does nothing: Ray makes it anew after a crash, and `start` must be called again.
+    """An engine in an actor. Its constructor does nothing: Ray makes it anew after a crash, and `start` comes again.
 
     Args:
         recipe: of the engine.
         number: of this replica, from 0.
-        lease: how long it stays without its trainer; None if Ray ends it with that.
     """
 
-    def __init__(self, recipe: Recipe, number: int, lease: Lease | None = None) -> None:
+    def __init__(self, recipe: Recipe, number: int) -> None:
         faulthandler.enable()
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._recipe = recipe
         self._number = number
-        self.tenancy = Tenancy(lease)
-        self._caller = threading.local()  # `owner`: whose call this thread answers
+        self._trainer = ""  # the latest that has claimed it
+        self._caller = threading.local()  # `trainer`: whose call this thread answers
         self._described: dict[str, Any] = {}  # answer of `start`
-        self._served = ""  # owner that `start` was called by
+        self._served = ""  # trainer that `start` was called by
         self._engine: RolloutEngine | None = None
         self._changed = threading.Condition()  # guards all below
         self._finished: list[tuple[int, Completion]] = []  # with the assignment that each belongs to
@@ -157,9 +150,6 @@ class Replica:
         self._updating = threading.Lock()  # while weights are loaded or proved
         self._first_random_state: Tensor | None = None  # before the first token
         self._before = (0.0, 0)  # seconds and tokens for earlier trainers
-        if lease is not None:
-            self._self = ray.get_runtime_context().current_actor
-            self.tenancy.watch(ray, self._end)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -168,29 +158,22 @@ class Replica:
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="lease")
-    def claim(self, owner: str, run: str, who: str) -> dict[str, Any]:
-        """Makes a trainer the owner, see `Tenancy`; what an earlier one still waits for here ends with an error."""
-        held_by = self.tenancy.claim(owner, run, who)
+    def claim(self, trainer: str) -> dict[str, Any]:
+        """Gives the replica to a trainer, and says where it is; what an earlier one still waits for here ends."""
         with self._changed:
+            self._trainer = trainer
             self._changed.notify_all()
-        return {"held_by": held_by, **where_it_is(ray)}
+        return where_it_is(ray)
 
-    @ray.method(concurrency_group="lease")
-    def renew(self, owner: str) -> None:
-        """Says that the trainer is there, while it asks for nothing else."""
-        self.tenancy.hears(owner)
-
-    @ray.method(concurrency_group="control")
     @guarded
     def start(self, model: str) -> dict[str, Any]:
         """Builds the engine, unless there is one of an earlier trainer, and says where and what it is.
 
         Of an engine that is there already: which weights it has, by version and checksums.
         """
-        owner = self._caller.owner
-        is_next = self._served != owner
-        self._served = owner
+        trainer = self._caller.trainer
+        is_next = self._served != trainer
+        self._served = trainer
         if self._was_started:
             # the trainer has lost this process, and may not know what still runs in it
             if not is_next or not self._is_usable(model) or not self._hand_over():
@@ -252,23 +235,6 @@ class Replica:
             self._updating.release()
         return self._failure is None
 
-    @ray.method(concurrency_group="control")
-    @guarded
-    def release(self) -> dict[str, Any]:
-        """Ends what the trainer has asked for, and leaves the engine with its weights to the next one."""
-        with self._turn.hold(HAND_OVER_S):
-            self.engine.abort([*self._assignments, PROOF])
-        self.tenancy.release()
-        return {}
-
-    def _end(self, reason: str) -> None:
-        """Ends the engine and this process for good; Ray starts it no more."""
-        print(f"the replica ends: {reason}", flush=True)
-        closing = threading.Thread(target=self._close, daemon=True)
-        closing.start()
-        closing.join(HAND_OVER_S)
-        ray.kill(self._self, no_restart=True)
-
     def _wait(self, condition: Callable[[], Any], limit_s: float | None = None) -> bool:
         """Waits for the engine with `_changed` held; False after the limit.
 
@@ -277,22 +243,21 @@ class Replica:
         """
 
         def is_over() -> Any:
-            return condition() or self._failure or not self._is_owner
+            return condition() or self._failure or not self._is_current
 
         found = self._changed.wait_for(is_over, self._limit_s if limit_s is None else limit_s)
-        self._check_owner()
+        self._check_trainer()
         return bool(found)
 
     @property
-    def _is_owner(self) -> bool:
+    def _is_current(self) -> bool:
         """Whether the trainer whose call this thread answers has the replica still."""
-        return bool(self.tenancy.owner == self._caller.owner)
+        return bool(self._trainer == self._caller.trainer)
 
-    def _check_owner(self) -> None:
-        if not self._is_owner:
+    def _check_trainer(self) -> None:
+        if not self._is_current:
             raise TakenOver("another trainer has it")
 
-    @ray.method(concurrency_group="control")
     @guarded
     def submit(self, requests: Sequence[dict[str, Any]], assignments: Sequence[int], version: int) -> dict[str, Any]:
         """Submits packed requests once the engine has accepted the weights of `version`."""
@@ -308,7 +273,6 @@ class Replica:
             self._changed.notify_all()
         return {}
 
-    @ray.method(concurrency_group="control")
     @guarded
     def abort(self, request_ids: Sequence[int]) -> dict[str, Any]:
         """Aborts requests, and drops what is finished of them."""
@@ -321,7 +285,6 @@ class Replica:
                     self._assignments.pop(request_id, None)
         return {}
 
-    @ray.method(concurrency_group="control")
     @guarded
     def partial_completions(self) -> dict[str, Any]:
         """Packed partial completions, with their assignments."""
@@ -329,14 +292,12 @@ class Replica:
             found = self.engine.partial_completions()
             return _packed([(self._assignments.get(c.request_id, -1), c) for c in found])
 
-    @ray.method(concurrency_group="control")
     @guarded
     def random_state(self) -> dict[str, Any]:
         """State of the engine's random numbers."""
         state = self.engine.random_state()
         return {"state": None if state is None else state.numpy()}
 
-    @ray.method(concurrency_group="control")
     @guarded
     def set_random_state(self, state: Any) -> dict[str, Any]:
         """Restores a state of random numbers."""
@@ -345,7 +306,6 @@ class Replica:
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="update")
     @guarded
     def load(
         self, version: int, table: Sequence[Any], buckets: Mapping[int, Any], after: int, has_them: bool = False
@@ -360,7 +320,7 @@ class Replica:
             has_them: whether the engine has these weights from an earlier trainer: nothing is loaded.
         """
         with self._updating:
-            self._check_owner()
+            self._check_trainer()
             return self._keep_weights(version, table) if has_them else self._load(version, table, buckets, after=after)
 
     def _keep_weights(self, version: int, table: Sequence[Any]) -> dict[str, Any]:
@@ -396,7 +356,6 @@ class Replica:
             self._report(version, ())
         return {"version": version}
 
-    @ray.method(concurrency_group="update")
     @guarded
     def prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Samples a token and computes log-probabilities with the weights loaded last; before any request of the run.
@@ -407,7 +366,7 @@ class Replica:
             token_ids: a sequence whose log-probabilities are computed; may be empty.
         """
         with self._updating:
-            self._check_owner()
+            self._check_trainer()
             return self._prove(token_ids)
 
     def _prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -450,10 +409,9 @@ class Replica:
 
     # -- poll ---------------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="poll")
     @guarded
     def take(self, timeout_s: float) -> dict[str, Any]:
-        """What was finished since the last call, packed; waits at most `timeout_s` for the first."""
+        """Results finished since the last call, packed; waits at most `timeout_s` for the first."""
         engine = self.engine
         with self._changed:
             self._wait(lambda: self._finished or self._reports, timeout_s)
@@ -492,19 +450,14 @@ class Replica:
             self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF]
             self._changed.notify_all()
 
-    @ray.method(concurrency_group="control")
     @guarded
     def sleep(self) -> dict[str, Any]:
         """Has the engine free its memory until the next weights, or the next request."""
         self.engine.sleep()
         return {}
 
-    @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """Closes the engine, whose own processes end with that; then the actor may be killed. Anybody may call it."""
-        self._close()
-
-    def _close(self) -> None:
         self._is_stopped = True
         if self._engine is not None:
             self._engine.close()

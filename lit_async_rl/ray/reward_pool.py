@@ -27,7 +27,7 @@ from lit_async_rl.rewards.forms import BatchedReward, wants
 from lit_async_rl.rewards.scorer import is_async, reward_name
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
-from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.elsewhere import RemoteProxy
 
 ONLY = "reward"  # name of a reward without parts
 FORWARDED = ("references", "ask_references", "call_timeout_s", "name")
@@ -370,7 +370,7 @@ class RewardPool(ActorPool):
                 self.call(worker, "use_folder", (self._folder,), handle=lambda answer: None)
 
     def save_state(self, part: Part) -> dict[str, Any]:
-        """What a part has last told."""
+        """Last reported state of a part."""
         with self._lock:
             return dict(part.state) if part.state is not None else dict(part.owner.save_state())
 
@@ -381,7 +381,7 @@ class RewardPool(ActorPool):
             part.informed = None
 
 
-class RayReward(Elsewhere):
+class RayReward(RemoteProxy):
     """Stands for a reward, or a part of one, that the actors of a pool call.
 
     Args:
@@ -400,7 +400,7 @@ class RayReward(Elsewhere):
         return self._part.limit * (1 if self._part.has_state else self.pool.settings.actors)
 
     def __getattr__(self, name: str) -> Any:
-        """What scorer, monitors and `hooks` look for, if the reward has it."""
+        """Optional attributes for scorer, monitors and `hooks`, if the reward has them."""
         part = self.__dict__.get("_part")
         if part is None:
             raise AttributeError(name)
@@ -510,7 +510,7 @@ def _is_score(value: Any) -> bool:
 
 
 def _find_wrong(values: Any, number: int) -> str:
-    """What is wrong with the values of an answer; empty if nothing."""
+    """Fault in the values of an answer, in words; empty if valid."""
     if not isinstance(values, list) or len(values) != number:
         size = f"{len(values)} values" if isinstance(values, list) else f"{values!r:.100}"
         return f"{size} for {number} completions"
@@ -545,7 +545,7 @@ def _find_wrong_number(value: Any) -> str:
 
 
 def _find_wrong_notes(answer: Mapping[str, Any]) -> str:
-    """What is wrong with state and metrics of an answer; empty if nothing."""
+    """Fault in state or metrics of an answer, in words; empty if valid."""
     state = answer.get("state", {})
     if not isinstance(state, dict) or not all(
         type(name) is str and type(value) in (int, float, str, bool) for name, value in state.items()

@@ -1,4 +1,4 @@
-"""What a worker of Ray Train does: it starts one rank of the run as a process, as torchrun does, and watches it.
+"""Worker of Ray Train: starts one rank of the run as a process, as torchrun does, and watches it.
 
 The process is one of its own so that training runs in a main thread, where signals arrive and save `last.ckpt`. It gets
 torchrun's variables, by which Lightning finds the other ranks; Ray Train makes no process group.
@@ -304,7 +304,7 @@ def describe_end(ended: Ended, has_lines: bool = True) -> str:
 
 
 class _Output:
-    """What the process writes, until it is sent."""
+    """Output of the process, buffered until it is sent."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -148,7 +148,7 @@ class WeightStore:
         return new
 
     def _parts_of(self, place: Place, tensor: Tensor) -> tuple[str, list[Tensor]]:
-        """What is sent of a weight that has changed: its kind, and the weight, or the places and values of changes."""
+        """Encoding of a changed weight: its kind, and the weight, or positions and values of the changes."""
         name = place.name
         if self._kept is None:
             return "", [tensor]

@@ -123,7 +123,7 @@ class Timeline:
         return len(self._begin)
 
     def spans(self, *kinds: str) -> Spans:
-        """All spans of the given kinds (`category/name`), of all ranks and threads."""
+        """All spans of the given kinds (`category/name`), from all ranks and threads."""
         numbers = [self._kinds[kind] for kind in kinds if kind in self._kinds]
         is_of_kind = np.isin(np.asarray(self._kind), numbers)
         begin = np.asarray(self._begin)[is_of_kind]

@@ -314,7 +314,7 @@ def as_fraction(value: Fraction) -> str:
 
 
 def _priced(currency: str, unit: str | None) -> str | None:
-    """The unit of a price: `$`, `$ per hour`; None if it is not clear what it is, as of `$5 m`."""
+    """The unit of a price: `$`, `$ per hour`; None if it is ambiguous, as in `$5 m`."""
     if unit is None:
         return currency
     if rate := re.match(r"\s*(?:/|(?:per|an?|each|every)\b)\s*(?=\w)", unit):

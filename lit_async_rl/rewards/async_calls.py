@@ -1,13 +1,13 @@
-"""Calls of an `async` reward: all in one event loop, hundreds at a time, without a thread for each.
+"""Concurrent calls of an `async` reward: hundreds at a time in one event loop, without a thread for each.
 
 | who | waits for | woken by |
 |---|---|---|
-| event loop | what the calls await | the operating system |
-| filing thread | a call that has ended or is abandoned | the event loop, `abandon`, `close` |
+| event loop | the awaitables of the calls | the operating system |
+| filing thread | a finished or abandoned call | the event loop, `abandon`, `close` |
 | caller of `put` and `abandon` | nothing | |
 
-Outcomes are filed by a thread of its own: filing takes the producer's lock, which may be held while an engine takes
-requests, and a loop that waits for it would let the connections of all other calls time out.
+A separate thread files outcomes, because filing takes the producer's lock, which may be held while an engine accepts
+requests: a loop that waits for it would let the connections of all other calls time out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from lit_async_rl.utils.guarded_calls import LoopThread
 
-ANSWER_S = 1.0  # in which a loop that works runs a coroutine that does nothing
+ANSWER_S = 1.0  # time limit for an empty coroutine; a loop that exceeds it is blocked
 J = TypeVar("J")
 R = TypeVar("R")
 
@@ -34,14 +34,14 @@ class CallUnderWay(Generic[J, R]):
     """One call of the reward.
 
     Attributes:
-        job: what is scored.
+        job: job being scored.
         loop: runs it.
-        lane: lowest number that no other call under way has.
-        future: of its coroutine; cancels it.
-        has_started: whether the loop has come to it.
+        lane: lowest number free among concurrent calls.
+        future: future of its coroutine, for cancelling.
+        has_started: whether the loop has started it.
         began: `time.monotonic` when its work began, see `AsyncCalls`; 0 before.
-        seconds: that it took; 0 until it has ended.
-        outcome: what it returned.
+        seconds: duration; 0 until it has ended.
+        outcome: its return value, once there is one.
     """
 
     job: J
@@ -55,16 +55,16 @@ class CallUnderWay(Generic[J, R]):
 
 
 class AsyncCalls(Generic[J, R]):
-    """Queue of jobs, at most `limit` of which are called at a time.
+    """Queue of jobs, with at most `limit` concurrent calls.
 
     Args:
-        limit: calls under way.
-        call: scores a job; never raises. Its second argument is to be called when the work begins, which may be long
-            after the call, if the reward has a queue of its own.
-        is_wanted: whether a job is still to be scored; asked when its turn comes.
+        limit: concurrent calls.
+        call: scores a job; never raises. It calls its second argument when the work begins, which may be long after
+            the call if the reward has its own queue.
+        is_wanted: whether a job is still needed; asked just before it is called.
         on_begin: called in the event loop when the work on a job begins.
-        on_end: called in the filing thread with a call that has ended.
-        name: of the threads.
+        on_end: called in the filing thread when a call has ended.
+        name: name of the threads.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class AsyncCalls(Generic[J, R]):
         self._name = name
         self._lock = threading.Lock()  # guards the next five; held for a moment only
         self._loop: LoopThread | None = None
-        self._blocked: list[LoopThread] = []  # were replaced
+        self._blocked: list[LoopThread] = []  # replaced ones
         self._waiting: deque[J] = deque()
-        self._under_way: dict[CallUnderWay[J, R], None] = {}  # in the order in which they were started
+        self._under_way: dict[CallUnderWay[J, R], None] = {}  # in order of their start
         self._free_lanes = list(range(limit))
         self._cpu: dict[LoopThread, float] = {}
         self._to_file: SimpleQueue[tuple[CallUnderWay[J, R], bool] | None] = SimpleQueue()  # and whether it has ended
@@ -97,32 +97,32 @@ class AsyncCalls(Generic[J, R]):
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds of the event loop, up to the last call that has ended."""
+        """Processor seconds of the event loops, up to the last finished call."""
         return sum(list(self._cpu.values()), start=0.0)
 
     @property
     def num_blocked(self) -> int:
-        """Event loops that a call has blocked, and whose threads cannot be ended."""
+        """Event loops blocked by a call; their threads cannot be ended."""
         return len(self._blocked)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a job waits for its turn."""
+        """Whether jobs are queued."""
         return bool(self._waiting)
 
     def put(self, job: J | None) -> None:
-        """Queues a job; None, the mark of the end in other queues, is ignored."""
+        """Queues a job; ignores None, the end marker of other queues."""
         if job is not None:
             with self._lock:
                 self._waiting.append(job)
                 self._begin_more()
 
     def abandon(self, call: CallUnderWay[J, R]) -> None:
-        """Cancels a call that takes too long. If its loop is blocked, the jobs that follow get another loop."""
+        """Cancels a call that takes too long. If its loop is blocked, later jobs run in another loop."""
         self._to_file.put((call, False))
 
     def _begin_more(self) -> None:
-        """Starts as many jobs as there is room for. The lock is held."""
+        """Starts jobs up to the limit. The lock is held."""
         while self._waiting and len(self._under_way) < self._limit and not self._is_closed:
             if self._loop is None:
                 self._loop = LoopThread(self._name)
@@ -145,7 +145,7 @@ class AsyncCalls(Generic[J, R]):
         try:
             if self._is_wanted(call.job):
                 outcome = await self._call(call.job, begin)
-                begin()  # of an outcome that took no work
+                begin()  # for an outcome without any work
                 call.seconds = time.monotonic() - call.began
                 call.outcome.append(outcome)
                 self._to_file.put((call, True))
@@ -160,7 +160,7 @@ class AsyncCalls(Generic[J, R]):
                 self._begin_more()
 
     def _remove(self, call: CallUnderWay[J, R]) -> None:
-        """Gives its place and its lane back. The lock is held."""
+        """Frees the place and the lane of a call. The lock is held."""
         del self._under_way[call]
         heapq.heappush(self._free_lanes, call.lane)
 
@@ -186,7 +186,7 @@ class AsyncCalls(Generic[J, R]):
         self._free(call)
 
     def close(self, timeout_s: float) -> None:
-        """Cancels the calls, and stops loop and thread; what was not filed is dropped."""
+        """Cancels the calls, and stops loop and thread; outcomes not yet filed are dropped."""
         with self._lock:
             self._is_closed = True
             loops = [*self._blocked, *([] if self._loop is None else [self._loop])]

@@ -23,7 +23,7 @@ from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, S
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range, meant
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 PYTHON = "python"
 LANGUAGES = {
@@ -35,7 +35,7 @@ LANGUAGES = {
     "cpp": "g++ -O1 -std=c++17 -o program main.cpp && exec ./program",
 }
 FENCE = "~" * 8
-RECENT = 1000  # completions whose time is logged
+RECENT = 1000  # completions in the latency statistics
 OUTCOMES = ("right", "wrong", "no_code", "time", "memory", "output", "failed")
 log = logging.getLogger(__name__)
 
@@ -46,16 +46,16 @@ class _Call:
     is_counted: bool = True
 
 
-class CodeReward(Remade):
+class CodeReward(Rebuildable):
     r"""1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
 
     The code is the last fenced block (three backticks or tildes) of the completion that is closed; without one the
     reward is 0. The cases are in the fields of the prompt's record or in its answer, see `read_cases`; where there are
     none, the reward does not apply (None, for one of several rewards).
 
-    Standard output is compared in the trainer, which the program cannot reach. Unit tests run in a sandbox of their own
-    and call the program's functions in another one, so that a program has neither the tests nor a way to say that
-    they hold, see `lit_async_rl.sandbox.tests`.
+    The trainer compares standard output, out of the program's reach. Unit tests run in their own sandbox and call the
+    program's functions in another one, so that a program can neither read the tests nor report that they pass, see
+    `lit_async_rl.sandbox.tests`.
 
     Example:
         ```python
@@ -68,26 +68,26 @@ class CodeReward(Remade):
         ```
 
     Args:
-        language: of a block without one, and of completions as a whole.
-        languages: command for `/bin/sh` by the name of a language that a fence has, in addition to `LANGUAGES`; it
-            names the file of the code, `main.` and the language's suffix. Only cases of standard input and output can
-            be run in other languages than Python.
-        extract: `fence`, or `whole`: the whole completion is code, for models that continue one.
-        partial_credit: whether the reward is the share of cases passed. Without it the first failed case ends the rest.
-        tests: `apart`; or `together`: unit tests run in the process of the program and get its objects as they are,
-            such as arrays. A program whose objects are equal to everything, or that searches its own memory, passes.
+        language: of a block that names none, and of whole completions.
+        languages: command for `/bin/sh` by the language name of a fence, in addition to `LANGUAGES`; it names the file
+            of the code, `main.` and the language's suffix. Languages other than Python support only cases of standard
+            input and output.
+        extract: `fence`; or `whole`: the whole completion is code, for models that continue code.
+        partial_credit: whether the reward is the share of cases passed. Without it the first failure skips the rest.
+        tests: `apart`; or `together`: unit tests run in the program's process and get its objects, such as arrays,
+            unconverted. A program with objects that equal everything, or that searches its own memory, passes.
         compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for
             word) or `exact`.
         tolerance: with `lines` and `tokens`, greatest difference of numbers, absolute or relative; 0 compares texts.
-        max_cases: of a prompt, the first ones; None is all.
-        timeout_s: of all cases of a completion together; must be less than `data.scoring.timeout_s`.
+        max_cases: number of cases per prompt, from the first on; None is all.
+        timeout_s: time limit for all cases of a completion together; must be less than `data.scoring.timeout_s`.
         limits: of each program.
-        level: of isolation, see `Sandbox`.
-        allow_unsandboxed: whether programs may run where no namespace can be made, with resource limits only.
+        level: level of isolation, see `Sandbox`.
+        allow_unsandboxed: whether programs may run with resource limits only where namespaces are unavailable.
         readable: see `Sandbox`.
         python_path: see `Sandbox`.
         preload: see `Sandbox`.
-        name: first part of the names of its metrics.
+        name: prefix of its metrics.
 
     Raises:
         SetupError: there is no sandbox on this machine, and `allow_unsandboxed` is false.
@@ -125,7 +125,7 @@ class CodeReward(Remade):
         check_range("CodeReward", "positive", timeout_s=timeout_s)
         if not name.isidentifier():
             raise ValueError(f"CodeReward.name must be letters, digits and underscores, got {name!r}")
-        # What rewards depend on is public under the argument's name, for `reward_identity`; all else is private.
+        # Arguments that rewards depend on are public under their own name, for `reward_identity`; all else is private.
         self.language = language
         self.languages = dict(languages or {})
         self.extract = extract
@@ -183,7 +183,7 @@ class CodeReward(Remade):
 
     @property
     def sandbox(self) -> Sandbox:
-        """Where programs run."""
+        """Sandbox of the programs."""
         return self._sandbox
 
     def __call__(self, prompt: Prompt, completion: str) -> float | None:
@@ -191,7 +191,7 @@ class CodeReward(Remade):
 
         Raises:
             RewardError: the sandbox failed.
-            FinalRewardError: the cases of the prompt cannot be read, or test nothing.
+            FinalRewardError: the test cases of the prompt cannot be read, or test nothing.
         """
         return self._reward(prompt, completion, _Call())
 
@@ -215,10 +215,10 @@ class CodeReward(Remade):
         return value
 
     def check_prompt(self, prompt: Prompt) -> Cases:
-        """Test cases of a prompt; a run calls it for each prompt at its start.
+        """Test cases of a prompt; called for each prompt at the start of a run.
 
         Raises:
-            ValueError: they cannot be read, or test nothing.
+            ValueError: the cases cannot be read, or test nothing.
         """
         try:
             return read_cases(prompt)
@@ -226,11 +226,11 @@ class CodeReward(Remade):
             raise ValueError(f"CodeReward cannot use the test cases of the prompt: {error}") from error
 
     def ask_references(self) -> References:
-        """Solutions of prompts whose records have one, and programs that do nothing: for the check at the start."""
+        """Solutions from the prompts' records, and programs that do nothing, for the check at the start."""
         return References(self._solution, partial_credit=True, wrong=self._nothing, reward=self._uncounted_reward)
 
     def metrics(self) -> dict[str, float]:
-        """Totals so far, and times of recent completions."""
+        """Totals so far, and latencies of recent completions."""
         with self._lock:
             found = {f"{self._name}/num_{outcome}": float(self._counts[outcome]) for outcome in OUTCOMES}
             found[f"{self._name}/num_programs"] = float(self._num_programs)
@@ -257,7 +257,7 @@ class CodeReward(Remade):
         if (name := cases.function) is not None:
             pattern = rf"^({re.escape(name)}\s*[:=]|\s*(async\s+)?(def|class)\s+({re.escape(name)}|Solution)\b)"
             if not re.search(pattern, with_head(code, prompt, name)[1], re.MULTILINE):
-                return None  # the body of a function whose head the prompt has in another form than code
+                return None  # a function body; the prompt does not have the head as code
         return self._completion(code)
 
     def _nothing(self, prompt: Prompt) -> tuple[str, str] | None:
@@ -267,7 +267,7 @@ class CodeReward(Remade):
         return self._completion(code), "a program that does nothing"
 
     def _checkable(self, prompt: Prompt) -> Cases | None:
-        with contextlib.suppress(ValueError):  # refused, or left out
+        with contextlib.suppress(ValueError):  # refused with an error elsewhere
             if self.language == PYTHON and (cases := self.check_prompt(prompt)):
                 return cases
         return None
@@ -278,13 +278,13 @@ class CodeReward(Remade):
     # -- scoring ------------------------------------------------------------------------------------------------------
 
     def _score(self, prompt: Prompt, cases: Cases, block: Block, call: _Call) -> tuple[float, str]:
-        """Reward, and the outcome that is counted."""
+        """Reward, and the outcome for the counts."""
         if cases.streams:
             return self._score_streams(cases.streams[: self.max_cases], block, call)
         if block.language != PYTHON:
             return 0.0, "failed"
         head, code = with_head(block.code, prompt, cases.function)
-        # also before the tests: helpers of the problem that they use must not be the program's
+        # also before the tests: they must use the problem's helpers, not the program's
         return self._score_tests(replace(cases, setup=f"{head}\n{cases.setup}"), code, call)
 
     def _score_streams(self, streams: Sequence[tuple[str, str]], block: Block, call: _Call) -> tuple[float, str]:
@@ -355,7 +355,7 @@ class CodeReward(Remade):
         return num_passed / number if self.partial_credit else float(num_passed == number)
 
     def _limits_now(self, call: _Call) -> SandboxLimits | None:
-        """Limits of a program that starts now; None if the time of the completion is over."""
+        """Limits for a program that starts now; None when the completion's time is up."""
         left_s = self._timeout_s - (time.monotonic() - call.began)
         return replace(self._limits, wall_s=min(self._limits.wall_s, left_s)) if left_s > 0 else None
 
@@ -381,10 +381,10 @@ class CodeReward(Remade):
 
 
 def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
-    """What stands in the prompt before a function, and the program behind it, as HumanEval puts them together.
+    """Code of the prompt before a function, and the program after it, combined as HumanEval does.
 
-    Code that has the function comes behind the prompt's imports and helpers, code that has not behind the function's
-    beginning, as its body. A prompt that is no code before the function is left out.
+    Code with the function follows the prompt's imports and helpers; code without it follows the function's head, as its
+    body. Prompts that are not code before the function are ignored.
     """
     if function is None or "class Solution" in code:
         return "", code

@@ -1,4 +1,4 @@
-"""What `CodeReward` reads: the code of a completion, and the test cases of a prompt in the fields of public sets."""
+"""Input of `CodeReward`: the code of a completion, and test cases in the prompt formats of public data sets."""
 
 from __future__ import annotations
 
@@ -235,8 +235,8 @@ def agrees(found: str, expected: str, compare: str, tolerance: float) -> bool:
     """Whether standard output is the expected one.
 
     Args:
-        found: what a program wrote.
-        expected: what it should have written.
+        found: output of the program.
+        expected: correct output.
         compare: `exact`; `lines`: without space at the ends of lines and of the text; `tokens`: word for word.
         tolerance: greatest difference of numbers, absolute or relative to the expected one; 0 compares texts.
     """

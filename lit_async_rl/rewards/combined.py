@@ -84,8 +84,8 @@ class CombinedReward:
         self.combine = combine
         self.gates = dict(gates or {})
         self.success = success
-        self._limits: dict[str, int] = {}  # of calls under way, by part
-        # One set for each event loop, since a loop that is blocked is replaced; it goes with its loop.
+        self._limits: dict[str, int] = {}  # of concurrent calls, by part
+        # One set per event loop, since a blocked loop is replaced; weak, to end with its loop.
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
 
     def __call__(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Score | Awaitable[Score]:
@@ -98,7 +98,7 @@ class CombinedReward:
         return found if isinstance(found, Score) else found.finish()
 
     def begin(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Score | UnfinishedReward:
-        """Calls the plain parts; `async` ones are called by `finish` of what this returns, in an event loop.
+        """Calls the plain parts; `finish` of the returned object calls the `async` ones, in an event loop.
 
         Raises:
             RewardError: see `__call__`.
@@ -117,7 +117,7 @@ class CombinedReward:
         return self.combined_score(found)
 
     def limit_calls(self, num_workers: int) -> int | None:
-        """Limits the calls of `async` parts that are under way; returns the largest limit, None if no part is `async`.
+        """Limits concurrent calls of `async` parts; returns the largest limit, None if no part is `async`.
 
         Args:
             num_workers: limit of parts without `max_concurrent`. Parts with a queue of their own keep it.
@@ -134,7 +134,7 @@ class CombinedReward:
         return max(limits, default=None)
 
     def places(self, name: str) -> AbstractAsyncContextManager[Any]:
-        """Context of a call of an `async` part, which waits for its turn."""
+        """Context of a call of an `async` part, which waits for a free place."""
         if name not in self._limits:
             return nullcontext()
         of_loop = self._places.setdefault(asyncio.get_running_loop(), {})
@@ -143,7 +143,7 @@ class CombinedReward:
         return of_loop[name]
 
     def combined_score(self, found: Mapping[str, Any]) -> Score:
-        """The reward of what the parts have returned, see `__call__`."""
+        """Combines the values of the parts, see `__call__`."""
         parts: dict[str, float] = {}
         for name, value in found.items():
             if value is None:
@@ -173,7 +173,7 @@ class CombinedReward:
 
 
 class UnfinishedReward:
-    """A combined reward whose plain parts are known, and whose `async` parts are still to be called.
+    """A combined reward after the calls of its plain parts, and before those of its `async` parts.
 
     Args:
         reward: to which it belongs.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.elsewhere import RemoteProxy
 
 if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` does not need
     from lit_async_rl.types import Prompt
@@ -62,7 +62,7 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
     return BatchedReward(reward)
 
 
-class _ByKeyword(Elsewhere):
+class _ByKeyword(RemoteProxy):
     """Stands for a function `(completion, prompt)`, by its name and identity."""
 
     def __init__(self, original: Callable[..., Any]) -> None:

@@ -232,7 +232,7 @@ class IsolatedReward:
         return float(value)
 
     def identified_by(self) -> dict[str, Any]:
-        """What makes its rewards besides the arguments: the code of the function's module, see `reward_identity`."""
+        """Code of the function's module, which affects rewards like an argument; see `reward_identity`."""
         return {"code": module_code(self.reward)}
 
     def ask_references(self) -> References | None:

@@ -1,8 +1,8 @@
-"""Signs of reward hacking: what changes when a policy earns rewards in a way that was not meant.
+"""Signs of reward hacking: changes in a run whose policy earns rewards in an unintended way.
 
 Plain numbers in, names of signs out; `RewardHackingMonitor` is the callback. Each sign is a comparison of means over a
-window of steps, so that single steps decide nothing, and has a hysteresis: it must hold for `patience` steps in a row,
-and ends only when it has been below 80 % of its threshold for as long.
+window of steps, so that no single step decides, with hysteresis: it must hold for `patience` consecutive steps, and
+ends only after as many steps below 80 % of its threshold.
 
 The thresholds are not from one paper. Length that grows without accuracy is the bias of token-level normalisation
 (Liu et al. 2025, arXiv:2503.20783) and of learned rewards (Singhal et al. 2023, arXiv:2310.03716). Of human texts less
@@ -38,7 +38,7 @@ MIN_COMPARED = 20  # completions that the reward calls right, for the agreement 
 
 
 def repetition(token_ids: Sequence[int]) -> float | None:
-    """Share of a completion's 4-grams that were there before; None if it is shorter than 16 tokens."""
+    """Share of a completion's 4-grams that repeat earlier ones; None if it is shorter than 16 tokens."""
     if len(token_ids) < MIN_TOKENS:
         return None
     ids = np.asarray(token_ids[-MAX_TOKENS:], dtype=np.uint64)
@@ -50,18 +50,18 @@ def repetition(token_ids: Sequence[int]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Means of one step; None for what the step does not have.
+    """Means of one step; None for values that the step lacks.
 
     Attributes:
         length: tokens of a completion.
         reward: of a completion.
-        accuracy: share of completions that a grader calls right; None if the reward is no grader.
+        accuracy: share of completions graded as correct; None if the reward is no grader.
         length_pay: correlation of reward and length within groups, among completions with as many turns.
         repetition: share of repeated 4-grams.
         special_tokens: share of completions with a special token before their end.
         group_std: standard deviation of rewards within a group.
-        answer: the part of the reward that is compared with the success threshold.
-        parts: its other parts.
+        answer: part of the reward compared with the success threshold.
+        parts: other parts of the reward.
     """
 
     length: float
@@ -75,7 +75,7 @@ class Seen:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
-        """Values by name, without those that are None."""
+        """Values by name, without None."""
         found = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
         return found | {f"part/{name}": value for name, value in self.parts.items()}
 
@@ -131,21 +131,21 @@ class HackingWatch:
         self._first: dict[str, float] = {}  # means of the first window
         self._num_first = 0
         self._range: dict[str, list[float]] = {}  # smallest and largest mean over a window so far
-        self._compared: deque[int] = deque(maxlen=100)  # 1 where a second grader disagrees
-        self._counts: dict[str, int] = {}  # steps in a row in which a sign holds, or has ended
-        self.found: dict[str, str] = {}  # signs that hold, with the words for them
+        self._compared: deque[int] = deque(maxlen=100)  # 1 for a disagreement of the second grader
+        self._counts: dict[str, int] = {}  # consecutive steps in which a sign holds, or no longer does
+        self.found: dict[str, str] = {}  # active signs, with their descriptions
 
     def compare(self, is_right: bool) -> None:
-        """Adds what a second grader says of a completion that the reward calls right."""
+        """Adds the verdict of a second grader on a completion that the reward calls right."""
         self._compared.append(int(not is_right))
 
     @property
     def disagreement(self) -> float | None:
-        """Share of the last 100 such completions that it calls wrong; None before there are 20."""
+        """Share of the last 100 such completions that the second grader calls wrong; None for fewer than 20."""
         return statistics.fmean(self._compared) if len(self._compared) >= MIN_COMPARED else None
 
     def observe(self, seen: Seen) -> list[str]:
-        """Adds a step; returns the names of the signs that begin with it."""
+        """Adds a step; returns the names of signs that begin at it."""
         row = seen.row()
         self._rows.append(row)
         if self._num_first < self.window:
@@ -171,14 +171,14 @@ class HackingWatch:
         return [name for name, found in strengths.items() if self._decide(name, found)]
 
     def growth(self) -> float | None:
-        """Mean length of the present window over that of the oldest one; None before there are two."""
+        """Mean length of the current window over that of the oldest; None for fewer than two windows."""
         if len(self._rows) < 2 * self.window:
             return None
         rows = list(self._rows)
         before = self._means(rows[: self.window])["length"]
         return self._means(rows[-self.window :])["length"] / before if before else None
 
-    # -- each sign: how strong it is (1 is its threshold), and the words ---------------------------------------------
+    # -- strength of each sign (1 is its threshold), and its description ---------------------------------------------
 
     def _length(self, now: Mapping[str, float], before: Mapping[str, float]) -> tuple[float, str] | None:
         limit = self.limits["length"]
@@ -245,7 +245,7 @@ class HackingWatch:
     # -- hysteresis ---------------------------------------------------------------------------------------------------
 
     def _decide(self, name: str, found: tuple[float, str] | None) -> bool:
-        """Begins or ends a sign; returns whether it begins."""
+        """Starts or ends a sign; returns whether it starts."""
         strength, words = found or (0.0, "")
         holds = name in self.found
         is_other = strength < END if holds else strength >= 1
@@ -263,7 +263,7 @@ class HackingWatch:
 
     @staticmethod
     def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Means of what at least half of the rows have."""
+        """Means of the columns present in at least half of the rows."""
         names = {name for row in rows for name in row}
         columns = {name: [row[name] for row in rows if name in row] for name in names}
         return {name: math.fsum(found) / len(found) for name, found in columns.items() if 2 * len(found) >= len(rows)}
@@ -283,7 +283,7 @@ class HackingWatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Restores the state of a checkpoint."""
         self.reset()
         self._rows.extend(dict(row) for row in state["rows"])
         self._first = dict(state["first"])

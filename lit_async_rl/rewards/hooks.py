@@ -1,12 +1,12 @@
-"""What a reward may do besides rewarding: methods that a run calls if the reward has them, also those of its parts.
+"""Optional methods of a reward, which a run calls on it and on its parts.
 
 | method | called |
 |---|---|
-| `close()` | at the end of the run; a later call of the reward may open again what it needs |
+| `close()` | at the end of the run; a later call of the reward may reopen its resources |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `check_prompt(prompt)` | for each prompt at the start; raises ValueError for one that it cannot reward |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
-| `use_policy(policy)` | where `wants_policy` is true: at the start of a fit, by what samples; None at its end |
+| `use_policy(policy)` | if `wants_policy` is true: at the start of a fit, by the producer; None at its end |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
 """
 
@@ -22,23 +22,23 @@ from lit_async_rl.rewards.judge_policy import Policy
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.types import Prompt
 
-MAX_WAITING = 64  # threads that wait for one plain part of a combined reward
+MAX_WAITING = 64  # threads waiting for one plain part of a combined reward
 
 
 def parts_of(reward: Any) -> list[Any]:
-    """The rewards that users wrote: the parts of a combined one, the function of a batched one; none of None."""
+    """The users' own rewards: the parts of a combined one, the function of a batched one; empty for None."""
     if isinstance(reward, CombinedReward):
         return [owner for part in reward.rewards.values() for owner in parts_of(part)]
     return [] if reward is None else [owner_of(reward)]
 
 
 def owner_of(reward: Any) -> Any:
-    """What the user wrote of a reward without parts: of a batched one its function."""
+    """The user's own object in a reward without parts: the function of a batched reward, else the reward."""
     return reward.reward if isinstance(reward, BatchedReward) else reward
 
 
 def num_threads(reward: Any, num_workers: int) -> int:
-    """Worker threads of a scorer: `num_workers`, or as many as a batch or calls of a plain part need to be there."""
+    """Worker threads of a scorer: `num_workers`, or more if a batch or the calls of a plain part need them."""
     wanted = [num_workers, getattr(reward, "max_batch_size", 1)]
     if isinstance(reward, CombinedReward):
         for part in reward.rewards.values():
@@ -49,7 +49,7 @@ def num_threads(reward: Any, num_workers: int) -> int:
 
 
 def metrics_of(reward: Any) -> dict[str, float]:
-    """What the reward and its parts have to log."""
+    """Metrics of the reward and its parts."""
     found: dict[str, float] = {}
     for owner in parts_of(reward):
         if (metrics := getattr(owner, "metrics", None)) is not None:
@@ -58,7 +58,7 @@ def metrics_of(reward: Any) -> dict[str, float]:
 
 
 def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable[[Prompt], Sequence[int]]:
-    """An encoding of prompts that refuses those that the reward or a part of it cannot reward."""
+    """Extends an encoding of prompts by the checks of the reward and its parts."""
     checks = [owner.check_prompt for owner in parts_of(reward) if hasattr(owner, "check_prompt")]
 
     def checked(prompt: Prompt) -> Sequence[int]:
@@ -70,12 +70,12 @@ def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable
 
 
 def wants_folder(reward: Any) -> bool:
-    """Whether the reward or a part of it is to be told the folder of the run."""
+    """Whether the reward or a part of it uses the folder of the run."""
     return any(hasattr(owner, "use_folder") for owner in parts_of(reward))
 
 
 def use_folder(reward: Any, folder: Path) -> None:
-    """Tells the reward and its parts the folder of the run."""
+    """Passes the folder of the run to the reward and its parts."""
     for owner in parts_of(reward):
         if (use := getattr(owner, "use_folder", None)) is not None:
             use(folder)
@@ -87,20 +87,20 @@ def wants_policy(reward: Any) -> bool:
 
 
 def use_policy(reward: Any, policy: Policy | None) -> None:
-    """Gives the rewards that ask the policy in training what answers them, or takes it away."""
+    """Attaches the policy in training to rewards that ask it; None detaches it."""
     for owner in parts_of(reward):
         if getattr(owner, "wants_policy", False):
             owner.use_policy(policy)
 
 
 def save_state(reward: Any) -> dict[str, Any]:
-    """State of the reward and its parts, by their position; empty where there is none."""
+    """States of the reward and its parts, by position; empty without any."""
     owners = enumerate(parts_of(reward))
     return {str(n): owner.save_state() for n, owner in owners if hasattr(owner, "save_state")}
 
 
 def restore_state(reward: Any, state: Mapping[str, Any]) -> None:
-    """Restores what `save_state` returned; what belongs to no part any more is left out."""
+    """Restores the result of `save_state`; states without a matching part are ignored."""
     for n, owner in enumerate(parts_of(reward)):
         if str(n) in state and hasattr(owner, "restore_state"):
             owner.restore_state(state[str(n)])

@@ -2,12 +2,12 @@
 
 | who | waits for | woken by |
 |---|---|---|
-| judge's event loop | the endpoint, a place for a request, a pause, the local model | the operating system, a timer |
+| judge's event loop | the endpoint, a permit for a request, a pause, the local model | the operating system, a timer |
 | caller of the reward (the scorer's event loop) | a verdict | the judge's event loop |
 | thread of a local model | questions | `ask`, `close` |
 
-The judge has one event loop of its own, because it is called from several: those of training, of validation and of
-whoever calls it directly share its places, its connections and its budget.
+The judge has its own event loop because several others call it: training, validation and direct callers share its
+permits, connections and budget.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from typing import Any, Literal
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
-from lit_async_rl.rewards.judge_models import Answer, Endpoint, JudgeLimits, LocalModel, Places, Turn
+from lit_async_rl.rewards.judge_models import Answer, ConcurrencyLimiter, Endpoint, JudgeLimits, LocalModel, Permit
 from lit_async_rl.rewards.judge_policy import POLICY, NoPolicyError, Policy, PolicyModel
 from lit_async_rl.rewards.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 from lit_async_rl.utils.files import LimitedLog, absolute, append, tolerate_full_disk
 from lit_async_rl.utils.guarded_calls import LoopThread, in_thread
 
 Substitute = Literal["error", "none", "fallback"] | float
 CHOICES = ("error", "none", "fallback")
 IN_RUN = "run"
-RECENT = 1000  # requests whose latency is logged
+RECENT = 1000  # requests in the latency statistics
 CLOSE_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -55,20 +55,20 @@ class BudgetError(RewardSetupError):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeBudget:
-    """What a run may spend on a judge, and what that costs. None is no limit.
+    """Limits on the spending of a judge in a run, and its prices. None is no limit.
 
-    What was spent is saved in checkpoints, and a resumed run goes on from there. Requests that are under way when the
-    limit is reached are answered, and may exceed it.
+    Checkpoints save the spending, and a resumed run continues from there. Requests in flight when a limit is reached
+    still complete, and may exceed it.
 
     Args:
         calls: requests, failed ones included.
-        tokens: read and written by the judge.
+        tokens: read and written by the judge together.
         cost: in the currency of the prices.
-        input_price: of a million tokens that the judge reads.
-        output_price: of a million tokens that it writes.
+        input_price: per million tokens that the judge reads.
+        output_price: per million tokens that it writes.
 
     Raises:
-        ValueError: a number is out of range, or there is a limit of cost and no price.
+        ValueError: a number is out of range, or `cost` is set without a price.
     """
 
     calls: int | None = None
@@ -86,10 +86,10 @@ class JudgeBudget:
 
 
 class Account:
-    """Counts what a judge does and spends.
+    """Counts requests, tokens and verdicts of a judge, and enforces its budget.
 
     Args:
-        budget: its limits.
+        budget: limits and prices.
     """
 
     def __init__(self, budget: JudgeBudget) -> None:
@@ -109,7 +109,7 @@ class Account:
         """Counts a request.
 
         Raises:
-            BudgetError: the budget allows no further one.
+            BudgetError: the budget is spent.
         """
         budget = self._budget
         num_tokens = self.spent["input_tokens"] + self.spent["output_tokens"]
@@ -125,7 +125,7 @@ class Account:
         """Counts an answer.
 
         Raises:
-            RewardSetupError: its tokens are to be counted, and it does not say how many there were.
+            RewardSetupError: the budget limits tokens or cost, and the answer does not report its tokens.
         """
         self._latencies.append(latency_s)
         if answer.prompt_tokens is None or answer.completion_tokens is None:
@@ -139,7 +139,7 @@ class Account:
         self.spent["output_tokens"] += answer.completion_tokens or 0
 
     def metrics(self) -> dict[str, float]:
-        """Totals so far, and the latency of recent requests."""
+        """Totals so far, and latency statistics of recent requests."""
         found: dict[str, float] = {f"num_{name}": float(count) for name, count in self.counts.items()}
         found |= {f"num_{name}": float(count) for name, count in self.spent.items()}
         found["cost"] = self.cost
@@ -149,13 +149,13 @@ class Account:
         return found
 
 
-# -- Verdicts by content ----------------------------------------------------------------------------------------------
+# -- Cache of verdicts ------------------------------------------------------------------------------------------------
 
 
 class VerdictCache:
-    """Verdicts by the digest of everything that they depend on; in a file of JSON lines, if it has one.
+    """Verdicts keyed by a digest of everything they depend on; optionally backed by a file of JSON lines.
 
-    The file holds digests and verdicts, and no text. Several processes may append to one file.
+    The file holds digests and verdicts, but no text. Several processes may append to the same file.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class VerdictCache:
         self._path: Path | None = None
 
     def use(self, path: Path) -> None:
-        """Reads a file, and adds further verdicts to it; lines that are damaged are left out."""
+        """Loads a file and appends later verdicts to it; damaged lines are skipped."""
         if path == self._path:
             return
         self._path = path
@@ -178,7 +178,7 @@ class VerdictCache:
                     continue
 
     def get(self, key: str) -> float | None:
-        """A verdict; None if it is not known."""
+        """Looks up a verdict; None if it is not cached."""
         return self._known.get(key)
 
     def put(self, key: str, verdict: float) -> None:
@@ -193,7 +193,7 @@ class VerdictCache:
 # -- The reward -------------------------------------------------------------------------------------------------------
 
 
-class JudgeReward(Remade):
+class JudgeReward(Rebuildable):
     """Asks a language model how good a completion is; the reward lies between 0 and 1.
 
     The judge must end its answer with a line `VERDICT <mark>: <value>`, where the mark is random and new in each call:
@@ -220,32 +220,32 @@ class JudgeReward(Remade):
         model: name that the endpoint knows; with an `engine` a Hugging Face name or folder; None for the policy.
         base_url: of an OpenAI-compatible endpoint, such as `https://api.openai.com/v1`.
         engine: in place of `base_url`: an engine that runs the model here, beside the policy's, such as
-            `EmbeddedEngine()`; its model keeps its weights, also where `model` is what training started from. Or
+            `EmbeddedEngine()`; its weights stay fixed, even if `model` is the base model of the training. Or
             `policy`: the policy in training judges with its newest weights, on the engine that samples its rollouts,
             which must update weights in flight. Its answers take no slot of the staleness bound, are not trained on,
             and are not kept, because the next version may judge otherwise.
         api_key_env: name of the environment variable with the endpoint's key; None sends none. The key is read from
             there, and written nowhere.
         mode: see above.
-        criteria: what the judge is asked about the completion, in place of the mode's own question.
+        criteria: question about the completion, in place of the mode's own.
         scale: lowest and highest grade.
         num_samples: answers for each verdict.
-        aggregate: `mean` or `median` of those that can be read.
+        aggregate: `mean` or `median` of the readable ones.
         temperature: of the judge; None leaves it to the endpoint.
         max_tokens: of an answer, reasoning included.
-        max_opponents: with `pairwise`, completions that each one is compared with, the next ones in a ring on both
-            sides; None is all. An even number; all of a group of G take G (G - 1) requests and sample.
-        on_unreadable: what no readable answer gives: `error` (a failed try, see `data.scoring.tries`), `none` (the
+        max_opponents: with `pairwise`, number of completions that each one is compared with, its neighbours in a ring;
+            even. None is all of the group of G, which takes G (G - 1) requests per sample.
+        on_unreadable: result without a readable answer: `error` (a failed try, see `data.scoring.tries`), `none` (the
             reward does not apply), `fallback`, or a number.
-        on_failure: what a judge gives that has not answered in all of its tries.
-        on_budget: what it gives when its budget is spent; `error` ends the run.
-        fallback: reward in its place, `fallback(prompt, completion)`.
+        on_failure: result when all tries have failed.
+        on_budget: result when the budget is spent; `error` ends the run.
+        fallback: reward that replaces a verdict, `fallback(prompt, completion)`.
         limits: of calls and time.
-        budget: prices, and limits of what may be spent.
-        cache: where verdicts are kept by content: `run` (a file in the run's folder), the path of a file, or None.
+        budget: prices and spending limits.
+        cache: store of verdicts by content: `run` (a file in the run's folder), the path of a file, or None.
             Equal completions are judged once in any case.
         request: further fields of each request to an endpoint, such as `reasoning_effort`.
-        name: first part of the names of its metrics, and name of its file.
+        name: prefix of its metrics and of its cache file.
 
     Raises:
         ValueError: a setting is out of range, contradicts another one, or the variable is not set.
@@ -276,7 +276,7 @@ class JudgeReward(Remade):
         request: Mapping[str, Any] | None = None,
         name: str = "judge",
     ) -> None:
-        # What verdicts depend on is public under the argument's name, for `reward_identity`; all else is private.
+        # Arguments that verdicts depend on are public under their own name, for `reward_identity`; all else is private.
         self.model = model if model is not None else POLICY
         self.mode = mode
         self.criteria = criteria or {"rubric": RUBRIC, "reference": REFERENCE, "pairwise": PAIRWISE}.get(mode, "")
@@ -325,9 +325,9 @@ class JudgeReward(Remade):
         self._cache = VerdictCache()
         if cache not in (None, IN_RUN):
             self._cache.use(absolute(str(cache)))
-        self._places = Places(limits.max_concurrent)
+        self._limiter = ConcurrencyLimiter(limits.max_concurrent)
         self._orders = itertools.count()
-        self._pending: dict[str, asyncio.Task[float | None]] = {}  # samples that are asked for, by their keys
+        self._pending: dict[str, asyncio.Task[float | None]] = {}  # samples in flight, by key
         self._opening: asyncio.Task[None] | None = None
         self._lock = threading.Lock()  # guards the next one
         self._loop: LoopThread | None = None
@@ -383,35 +383,35 @@ class JudgeReward(Remade):
                 "its weights, and are not kept; leave cache out"
             )
 
-    # -- what scorer, data module and monitors use, from any thread ---------------------------------------------------
+    # -- called by scorer, data module and monitors, from any thread --------------------------------------------------
 
     @property
     def max_concurrent(self) -> int:
-        """Requests under way; see `Scorer`."""
+        """Concurrent requests; see `Scorer`."""
         return self._limits.max_concurrent
 
     @property
     def call_timeout_s(self) -> float:
-        """Longest time of one question; must be less than `data.scoring.timeout_s`."""
+        """Time limit of one question; must be less than `data.scoring.timeout_s`."""
         return self._limits.timeout_s
 
     async def __call__(self, prompt: Prompt, completion: str, begun: Callable[[], None] = lambda: None) -> float | None:
-        """Reward of one completion; None if that was chosen for the case at hand.
+        """Reward of one completion; None where `on_unreadable`, `on_failure` or `on_budget` is `none`.
 
         Args:
             prompt: with `answer` in the modes `reference` and `pairwise`.
             completion: text to judge.
-            begun: called from another thread when the first request is made, or has been.
+            begun: called from another thread once the first request has its permit.
 
         Raises:
-            FinalRewardError: there is no answer.
+            FinalRewardError: no answer was obtained.
             RewardError: the answer holds no verdict.
         """
         return await self._in_loop(self._one(prompt, completion, begun))
 
     @property
     def score_group(self) -> Callable[..., Awaitable[list[float | None]]] | None:
-        """With `pairwise`, gives the rewards of all completions of a prompt; None in other modes. See `Scorer`."""
+        """Rewards of all completions of a prompt with `pairwise`; None in other modes. See `Scorer`."""
         return self._score_group if self.mode == "pairwise" else None
 
     async def _score_group(
@@ -430,11 +430,11 @@ class JudgeReward(Remade):
 
     @property
     def wants_policy(self) -> bool:
-        """Whether the policy in training is asked."""
+        """Whether the judge is the policy in training."""
         return isinstance(self._asked, PolicyModel)
 
     def use_policy(self, policy: Policy | None) -> None:
-        """Sets what answers for the policy in training; None outside of a fit."""
+        """Attaches the policy in training; None detaches it at the end of a fit."""
         if isinstance(self._asked, PolicyModel):
             self._asked.policy = policy
 
@@ -448,22 +448,22 @@ class JudgeReward(Remade):
             self._cache.use(absolute(folder) / f"{self._name}_verdicts.jsonl")
 
     def save_state(self) -> dict[str, int]:
-        """What was spent, for a checkpoint."""
+        """Spending so far, for a checkpoint."""
         return dict(self._account.spent)
 
     def restore_state(self, state: Mapping[str, int]) -> None:
-        """Goes on from what an earlier run has spent."""
+        """Continues from the spending of an earlier run."""
         for name in self._account.spent:
             self._account.spent[name] = int(state.get(name, 0))
 
     def close(self) -> None:
-        """Cancels what is asked, closes connections or model, and ends all threads; a later call opens them again."""
+        """Cancels pending questions, closes connections or model, and ends all threads; a later call reopens them."""
         with self._lock:
             loop = self._loop
             self._loop = None
             self._opening = None
             self._pending = {}
-            self._places = Places(self._limits.max_concurrent)
+            self._limiter = ConcurrencyLimiter(self._limits.max_concurrent)
         if loop is not None and loop.answers(CLOSE_S):
             loop.close(self._asked.close())
 
@@ -512,7 +512,7 @@ class JudgeReward(Remade):
     async def _compare(
         self, prompt: Prompt, one: str, other: str, *, order: int, begun: Callable[[], None]
     ) -> float | None:
-        """1 if the first is better, 0 if the other one is, 0.5 for a tie; the mean over both orders."""
+        """1 if `one` is better, 0 if `other` is, 0.5 for a tie; averaged over both orders."""
         if one == other:
             return 0.5
         there = Question(self.criteria, prompt.text, (one, other))
@@ -531,7 +531,7 @@ class JudgeReward(Remade):
         return statistics.median(readable) if self.aggregate == "median" else statistics.fmean(readable)
 
     async def _sample(self, question: Question, number: int, order: int, *, begun: Callable[[], None]) -> float | None:
-        """One verdict: known, asked for already, or asked for now."""
+        """One verdict: from the cache, from a request in flight, or from a new one."""
         settings = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         key = question.key(settings | self.request, number)
         if (known := self._cache.get(key)) is not None:
@@ -539,7 +539,7 @@ class JudgeReward(Remade):
             return known
         task = self._pending.get(key)
         if task is None:
-            # Of its own, so that one caller's timeout does not take the answer from others, and from the cache.
+            # A separate task, so that one caller's timeout does not lose the answer for other callers and the cache.
             task = asyncio.ensure_future(self._ask(question, key, order, begun=begun))
             self._pending[key] = task
             task.add_done_callback(partial(self._forget, key))
@@ -552,24 +552,24 @@ class JudgeReward(Remade):
         if self._pending.get(key) is task:
             del self._pending[key]
         if not task.cancelled():
-            task.exception()  # was looked at: its callers may be gone
+            task.exception()  # marks it as retrieved: its callers may be gone
 
     async def _ask(self, question: Question, key: str, order: int, *, begun: Callable[[], None]) -> float | None:
         await self._open()
-        turn = Turn(self._places, order)
+        permit = Permit(self._limiter, order)
         try:
-            await turn.take()
+            await permit.acquire()
             begun()
             deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
             mark = question.draw_mark()
-            answer = await self._asked.ask(question.messages(mark, self._asked.special_tokens), turn, deadline)
-        except NoPolicyError:  # at the end of a fit, and no fault of a judge
+            answer = await self._asked.ask(question.messages(mark, self._asked.special_tokens), permit, deadline)
+        except NoPolicyError:  # the fit has ended; not a failure of the judge
             raise
         except FinalRewardError:
             self._account.counts["failed"] += 1
             raise
         finally:
-            turn.give_back()
+            permit.release()
         verdict = question.read(answer.text, mark, answer.is_cut)
         if verdict is None:
             self._account.counts["unreadable"] += 1
@@ -585,10 +585,10 @@ class JudgeReward(Remade):
         await asyncio.shield(self._opening)
 
     async def _substitute(self, error: FinalRewardError | None, prompt: Prompt, completion: str) -> float | None:
-        """What stands in for a verdict; `error` is None if the answers could not be read.
+        """Fallback score when no verdict was obtained; `error` is None if no answer could be read.
 
         Raises:
-            FinalRewardError: nothing is to stand in for it.
+            FinalRewardError: the setting for this case is `error`.
         """
         if error is None:
             name = "on_unreadable"
@@ -604,7 +604,7 @@ class JudgeReward(Remade):
                 raise error
             raise RewardError(
                 f"no answer of {self.model!r} ends with a verdict of the stated form, within JudgeReward.max_tokens="
-                f"{self.max_tokens} (JudgeReward.on_unreadable says what stands in for it)"
+                f"{self.max_tokens} (JudgeReward.on_unreadable chooses a substitute)"
             )
         self._account.counts["substituted"] += 1
         self._log.warning("JudgeReward.%s=%s: %s", name, choice, error or "the judge's answer holds no verdict")
@@ -614,7 +614,7 @@ class JudgeReward(Remade):
             return float(choice)
         if self.fallback is None:
             raise RewardSetupError("JudgeReward.fallback is not set")
-        # A plain function may take its time, in which all other questions would stand still.
+        # In a thread: a slow synchronous function would block all other questions.
         value: Any = await in_thread(None, partial(self.fallback, prompt, completion))
         return await value if inspect.isawaitable(value) else value
 

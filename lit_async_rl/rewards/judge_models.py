@@ -1,7 +1,7 @@
-"""Models that a judge asks: one behind an HTTP address (`Endpoint`), or one that runs here (`LocalModel`).
+"""Backends of a judge: a model behind an HTTP address (`Endpoint`), or in this process (`LocalModel`).
 
-Everything but the thread of `LocalModel` runs in the judge's event loop. Tries are made here, and nowhere else: what
-fails after them is a `FinalRewardError`, which `data.scoring.tries` does not try again.
+Everything but the thread of `LocalModel` runs in the judge's event loop. Retries happen only here: a request that fails
+after its last try raises `FinalRewardError`, which `data.scoring.tries` does not retry.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from lit_async_rl.utils.spans import unrecorded
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_DOUBLINGS = 20
-MAX_PAUSE_S = 60.0  # between two tries, unless the endpoint asks for more
-SHOWN = 300  # characters of an answer in a message
+MAX_PAUSE_S = 60.0  # between two tries, unless the endpoint asks for a longer one
+MAX_SHOWN_CHARS = 300  # of an answer, in a message
 TRANSIENT = (408, 409, 425, 429)
 REFUSED = (401, 403, 404)
 JOIN_S = 10.0
 POLL_S = 0.1
 CONNECTIONS_PER_POOL = 4
 LIMITED = 429
-MAX_TAG_TOKENS = 16  # of the tag that opens reasoning, and of the space behind it
-REFUSALS = 4  # in a row, by 429: the endpoint refuses everything, and not one of ten requests
+MAX_TAG_TOKENS = 16  # of the opening tag of reasoning with the whitespace behind it
+MAX_REFUSALS = 4  # consecutive 429s from which the endpoint refuses everything, and not one request in ten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +53,17 @@ class JudgeLimits:
     """Limits of the calls of a judge.
 
     Args:
-        max_concurrent: requests under way at a time, of all groups together.
-        timeout_s: of one question with all its tries and the pauses between them, from its first request on; must be
-            less than `data.scoring.timeout_s`.
-        request_timeout_s: of one request.
-        tries: failed requests of one question. Tried again are 408, 409, 425, 429 and 5xx, connections that fail, and
-            answers that are no chat completion. `data.scoring.tries` does not try these again. A 429 says when to come
-            back, and is no failure of the question: it counts towards `timeout_s` only.
-        backoff_s: longest pause before the second request, which is random. While nothing is answered, each further
-            one is longer by twice as much as the one before (1 to 2 times `backoff_s`, 3 to 4, 7 to 8); none grows
-            while the endpoint answers other questions, and none is shorter than the endpoint's `Retry-After`. A
-            question that pauses leaves its place to others; after four 429 in a row all wait for `Retry-After`.
+        max_concurrent: concurrent requests, over all groups.
+        timeout_s: time limit of one question with all tries and pauses, from its first request on; must be less than
+            `data.scoring.timeout_s`.
+        request_timeout_s: time limit of one request.
+        tries: failed requests of one question. Retried are 408, 409, 425, 429 and 5xx, connections that fail, and
+            answers that are no chat completion. `data.scoring.tries` does not retry these. A 429 is no failure of the
+            question, and counts towards `timeout_s` only.
+        backoff_s: upper limit of the random pause before the second request. Later pauses grow exponentially while
+            the endpoint answers nothing (1 to 2 times `backoff_s`, 3 to 4, 7 to 8), stay short while it answers other
+            questions, and are never shorter than its `Retry-After`. A pausing question holds no permit; after four
+            consecutive 429s all questions wait for `Retry-After`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -83,12 +83,12 @@ class JudgeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model has answered.
+    """Answer of a model.
 
     Attributes:
-        text: None if it has no text, such as a refusal in a field of its own.
-        prompt_tokens: that were read; None where the endpoint does not say. Likewise `completion_tokens`.
-        is_cut: whether it ends at the limit of tokens, and it is not known if it begins within reasoning.
+        text: None for an answer without text, such as a refusal in a separate field.
+        prompt_tokens: tokens read; None if the endpoint does not report them. Likewise `completion_tokens`.
+        is_cut: whether the token limit ended it, and it may still be within its reasoning.
     """
 
     text: str | None
@@ -97,26 +97,26 @@ class Answer:
     is_cut: bool = False
 
 
-# -- Places of requests under way -------------------------------------------------------------------------------------
+# -- Concurrent requests ----------------------------------------------------------------------------------------------
 
 
-class Places:
-    """A semaphore whose places go to the waiter of the lowest order first. Not thread-safe: of one event loop.
+class ConcurrencyLimiter:
+    """Semaphore that serves the waiter with the lowest order first, and can be paused. Bound to one event loop.
 
     Args:
-        number: of places.
+        max_concurrent: permits held at a time.
     """
 
-    def __init__(self, number: int) -> None:
-        self._num_free = number
+    def __init__(self, max_concurrent: int) -> None:
+        self._num_free = max_concurrent
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
-        self._opens_at = 0.0  # of the loop's clock
-        self._opening: asyncio.TimerHandle | None = None  # None while places are given out
+        self._resumes_at = 0.0  # by the loop's clock
+        self._resume_timer: asyncio.TimerHandle | None = None  # None unless paused
 
-    async def take(self, order: int) -> None:
-        """Waits for a place; those of a lower `order` come first."""
-        if self._num_free and self._opening is None:
+    async def acquire(self, order: int) -> None:
+        """Waits for a permit; the lowest `order` comes first."""
+        if self._num_free and self._resume_timer is None:
             self._num_free -= 1
             return
         future = asyncio.get_running_loop().create_future()
@@ -124,80 +124,80 @@ class Places:
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # it was given one in the same turn of the loop
-                self.give_back()
+            if future.done() and not future.cancelled():  # granted in the same iteration of the loop
+                self.release()
             raise
 
-    def give_back(self) -> None:
-        """Passes a place on."""
+    def release(self) -> None:
+        """Passes a permit on to the next waiter."""
         self._num_free += 1
-        self._give_out()
+        self._grant()
 
-    def close_for(self, seconds: float) -> None:
-        """Gives no place out for so long, or longer if that was said before; those that are taken stay so."""
+    def pause_for(self, seconds: float) -> None:
+        """Grants nothing for so long, or until an earlier pause ends if that is later; held permits stay valid."""
         loop = asyncio.get_running_loop()
-        opens_at = loop.time() + seconds
-        if self._opening is not None:
-            if opens_at <= self._opens_at:
+        resumes_at = loop.time() + seconds
+        if self._resume_timer is not None:
+            if resumes_at <= self._resumes_at:
                 return
-            self._opening.cancel()
-        self._opens_at = opens_at
-        self._opening = loop.call_at(opens_at, self._open)
+            self._resume_timer.cancel()
+        self._resumes_at = resumes_at
+        self._resume_timer = loop.call_at(resumes_at, self._resume)
 
-    def _open(self) -> None:
-        self._opening = None
-        self._give_out()
+    def _resume(self) -> None:
+        self._resume_timer = None
+        self._grant()
 
-    def _give_out(self) -> None:
-        while self._num_free and self._waiting and self._opening is None:
+    def _grant(self) -> None:
+        while self._num_free and self._waiting and self._resume_timer is None:
             future = heapq.heappop(self._waiting)[2]
             if not future.done():
                 self._num_free -= 1
                 future.set_result(None)
 
 
-class Turn:
-    """The place of one question, which it leaves while it pauses. Give it back in any case.
+class Permit:
+    """Permit of one question, given up during its pauses. Always release it.
 
     Args:
-        places: of the judge.
-        order: see `Places.take`.
+        limiter: shared by all questions of the judge.
+        order: see `ConcurrencyLimiter.acquire`.
     """
 
-    def __init__(self, places: Places, order: int) -> None:
-        self._places = places
+    def __init__(self, limiter: ConcurrencyLimiter, order: int) -> None:
+        self._limiter = limiter
         self._order = order
-        self._has_place = False
+        self._is_held = False
 
-    async def take(self) -> None:
-        """Waits for a place."""
-        await self._places.take(self._order)
-        self._has_place = True
+    async def acquire(self) -> None:
+        """Waits for the permit."""
+        await self._limiter.acquire(self._order)
+        self._is_held = True
 
-    def give_back(self) -> None:
-        """Gives the place back, if it has one."""
-        if self._has_place:
-            self._has_place = False
-            self._places.give_back()
+    def release(self) -> None:
+        """Releases the permit, if it is held."""
+        if self._is_held:
+            self._is_held = False
+            self._limiter.release()
 
     async def pause(self, seconds: float) -> None:
-        """Sleeps without a place."""
-        self.give_back()
+        """Sleeps without holding the permit."""
+        self.release()
         await asyncio.sleep(seconds)
-        await self.take()
+        await self.acquire()
 
-    def close_for_all(self, seconds: float) -> None:
-        """No question gets a place for so long."""
-        self._places.close_for(seconds)
+    def pause_all(self, seconds: float) -> None:
+        """Grants no permit to any question for so long."""
+        self._limiter.pause_for(seconds)
 
 
 # -- An OpenAI-compatible endpoint ------------------------------------------------------------------------------------
 
 
 class TransientError(Exception):
-    """A request failed, and may succeed when it is made again; after `retry_after_s` seconds, if that is known.
+    """A failed request that may succeed when retried, after `retry_after_s` seconds if the endpoint says so.
 
-    `is_limited` says that the endpoint has refused it because there were too many.
+    `is_limited` marks a refusal for too many requests.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0, is_limited: bool = False) -> None:
@@ -207,22 +207,22 @@ class TransientError(Exception):
 
 
 class Endpoint:
-    """Chat completions of an OpenAI-compatible endpoint, with tries.
+    """Chat completions from an OpenAI-compatible endpoint, with retries.
 
-    The key is read from the environment where a connection pool is opened, and kept nowhere else.
+    The key is read from the environment when the connection pools are opened, and stored only in them.
 
     Args:
         base_url: up to `/v1`.
         model: name that the endpoint knows.
         api_key_env: environment variable with the key; None sends none.
         fields: further fields of each request, such as `temperature`.
-        limits: of the calls.
+        limits: for the calls.
         on_request: called before each request; may refuse it by raising.
         on_answer: called with each answer and its latency in seconds.
 
     Raises:
         ModuleNotFoundError: the extra `judge` is not installed.
-        ValueError: the address is none, or holds a password; or the variable is not set.
+        ValueError: the address is invalid or holds a password, or the variable is not set.
     """
 
     def __init__(
@@ -259,19 +259,19 @@ class Endpoint:
         self._on_request = on_request
         self._on_answer = on_answer
         self._clients: list[Any] = []
-        self._num_under_way: list[int] = []  # of each client
-        self._failures_in_row = 0  # of all questions, since the last answer
+        self._num_under_way: list[int] = []  # per client
+        self._failures_in_row = 0  # over all questions, since the last answer
         self._refusals_in_row = 0  # likewise, by 429
 
-    special_tokens: tuple[str, ...] = ()  # not known here
+    special_tokens: tuple[str, ...] = ()  # unknown for a remote model
 
     async def open(self) -> None:
-        """Makes the connection pools, unless there are some."""
+        """Opens the connection pools, unless they are open."""
         if self._clients:
             return
         key = self._key()
-        # The places limit the connections; a second limit here would be a second queue, in which requests time out. A
-        # pool looks at each of its connections for each request: several small ones take a tenth of the time of one.
+        # Permits limit the connections; a second limit here would be a second queue, in which requests time out. A pool
+        # scans all its connections for each request: several small pools take a tenth of the time of a large one.
         context = self._httpx.create_ssl_context()
         for _ in range(-(-self._limits.max_concurrent // CONNECTIONS_PER_POOL)):
             client = self._httpx.AsyncClient(
@@ -284,23 +284,23 @@ class Endpoint:
         self._num_under_way = [0 for _ in self._clients]
 
     async def close(self) -> None:
-        """Closes all connections; `open` makes others."""
+        """Closes all connections; `open` opens new ones."""
         clients = self._clients
         self._clients = []
         for client in clients:
             await client.aclose()
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], turn: Turn, deadline: float) -> Answer:
-        """Asks until there is an answer.
+    async def ask(self, messages: Sequence[Mapping[str, str]], permit: Permit, deadline: float) -> Answer:
+        """Answers a conversation, with retries.
 
         Args:
             messages: the conversation.
-            turn: has a place, which is left in pauses.
-            deadline: of the loop's clock, by which there must be an answer.
+            permit: held, except during pauses.
+            deadline: time by the loop's clock after which no try begins or continues.
 
         Raises:
-            FinalRewardError: there is none after all tries, or in time; or the endpoint refuses the request.
-            RewardSetupError: it refuses every request.
+            FinalRewardError: no answer after all tries or by the deadline, or the endpoint refuses the request.
+            RewardSetupError: the endpoint refuses every request.
         """
         tenacity = self._tenacity
         loop = asyncio.get_running_loop()
@@ -309,7 +309,7 @@ class Endpoint:
         num_failures = 0
 
         def pause_s(state: Any) -> float:
-            """Grows with the failures of this question, as long as the endpoint has answered no other meanwhile."""
+            """Grows with the failures of this question while the endpoint answers no other question either."""
             asked_s = state.outcome.exception().retry_after_s
             doublings = min(state.attempt_number, self._failures_in_row, MAX_DOUBLINGS) - 1
             growing_s = min(MAX_PAUSE_S, limits.backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
@@ -319,7 +319,7 @@ class Endpoint:
             retry=tenacity.retry_if_exception_type(TransientError),
             stop=lambda state: num_failures >= limits.tries or loop.time() + state.upcoming_sleep >= deadline,
             wait=pause_s,
-            sleep=turn.pause,
+            sleep=permit.pause,
             reraise=True,
         )
         last: TransientError | None = None
@@ -327,7 +327,7 @@ class Endpoint:
         async def post() -> Answer:
             nonlocal num_requests, num_failures, last
             left_s = deadline - loop.time()
-            if left_s <= 0 and last is not None:  # others had the places, or the endpoint had closed them
+            if left_s <= 0 and last is not None:  # time ran out while it waited for a permit
                 raise last
             num_requests += 1
             try:
@@ -335,7 +335,7 @@ class Endpoint:
             except TransientError as error:
                 last = error
                 num_failures += not error.is_limited
-                self._note_failure(error, turn)
+                self._note_failure(error, permit)
                 raise
             self._failures_in_row = 0
             self._refusals_in_row = 0
@@ -350,12 +350,12 @@ class Endpoint:
                 f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last: {error}"
             ) from None
 
-    def _note_failure(self, error: TransientError, turn: Turn) -> None:
-        """Counts it; an endpoint that refuses everything is asked nothing for as long as it says."""
+    def _note_failure(self, error: TransientError, permit: Permit) -> None:
+        """Counts a failure; pauses all questions for the `Retry-After` of an endpoint that refuses everything."""
         self._failures_in_row += 1
         self._refusals_in_row = self._refusals_in_row + 1 if error.is_limited else 0
-        if self._refusals_in_row >= REFUSALS and error.retry_after_s:
-            turn.close_for_all(min(error.retry_after_s, MAX_PAUSE_S))
+        if self._refusals_in_row >= MAX_REFUSALS and error.retry_after_s:
+            permit.pause_all(min(error.retry_after_s, MAX_PAUSE_S))
 
     async def _post(self, messages: Sequence[Mapping[str, str]], left_s: float, is_first: bool) -> Answer:
         self._on_request(is_first)
@@ -368,7 +368,7 @@ class Endpoint:
             raise TransientError(f"no answer within {limit_s:.3g} s (JudgeLimits.request_timeout_s)") from None
         except self._httpx.HTTPError as error:
             raise TransientError(self._without_key(f"{type(error).__name__}: {error}")) from None
-        except ValueError as error:  # of what no client can read, such as a broken encoding
+        except ValueError as error:  # an unreadable response, such as a broken encoding
             raise TransientError(self._without_key(describe(error))) from None
         if status != 200:
             raise self._failure(status, headers, content)
@@ -392,7 +392,7 @@ class Endpoint:
             counts[pool] -= 1
 
     def _failure(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
-        shown = self._without_key(content.decode("utf-8", "replace"))[:SHOWN]
+        shown = self._without_key(content.decode("utf-8", "replace"))[:MAX_SHOWN_CHARS]
         message = f"HTTP {status}: {shown!r}"
         is_unpaid = status == 429 and b"insufficient_quota" in content
         if status in REFUSED or is_unpaid:
@@ -406,13 +406,13 @@ class Endpoint:
         return os.environ.get(self._api_key_env, "") if self._api_key_env else ""
 
     def _without_key(self, text: str) -> str:
-        """Text of others for a message; some endpoints repeat the key that they refuse."""
+        """Redacts the key from a server's text: some endpoints repeat the key that they refuse."""
         key = self._key()
         return text.replace(key, "***") if key else text
 
 
 def retry_after_s(value: str) -> float:
-    """Seconds of a `Retry-After` header, which is a number or a date (RFC 9110); 0 if it is neither."""
+    """Seconds in a `Retry-After` header, a number or a date (RFC 9110); 0 if it is neither."""
     if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", value.strip()):
         return float(value)
     with contextlib.suppress(ValueError, TypeError, OverflowError):
@@ -421,10 +421,10 @@ def retry_after_s(value: str) -> float:
 
 
 def _read_answer(content: bytes) -> Answer:
-    """The answer in a chat completion.
+    """Parses the answer from a chat completion.
 
     Raises:
-        TransientError: it is none.
+        TransientError: the response is not a chat completion.
     """
     try:
         found = json.loads(content)
@@ -435,8 +435,8 @@ def _read_answer(content: bytes) -> Answer:
         prompt_tokens = usage.get("prompt_tokens")
         completion_tokens = usage.get("completion_tokens")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise TransientError(f"no chat completion: {content[:SHOWN].decode('utf-8', 'replace')!r}") from None
-    if isinstance(text, list):  # parts, of which some are text
+        raise TransientError(f"no chat completion: {content[:MAX_SHOWN_CHARS].decode('utf-8', 'replace')!r}") from None
+    if isinstance(text, list):  # content parts; only some are text
         text = "".join(part["text"] for part in text if isinstance(part, dict) and isinstance(part.get("text"), str))
     return Answer(
         text=text if isinstance(text, str) else None,
@@ -447,17 +447,17 @@ def _read_answer(content: bytes) -> Answer:
 
 
 def _number(value: Any) -> int | None:
-    """A number of tokens; None for what is none: a negative one would give a part of the budget back."""
+    """A token count; None for an invalid one: a negative count would refund budget."""
     return value if isinstance(value, int) and value >= 0 else None
 
 
 def opened_reasoning(codec: TextCodec, prompt_ids: Sequence[int]) -> str:
-    """The opening tag of reasoning that a prompt ends with, which belongs to the answer; empty without one."""
+    """Opening reasoning tag at the end of a prompt, which belongs to the answer; empty without one."""
     end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
     return found[0] if (found := re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)) is not None else ""
 
 
-# -- A model that runs here -------------------------------------------------------------------------------------------
+# -- A model in this process ------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -467,16 +467,16 @@ class _Asked:
 
 
 class LocalModel:
-    """A model on an engine of its own, in a thread; requests that come together are decoded together.
+    """A model on its own engine, in a thread; concurrent requests are decoded in one batch.
 
-    It is not the policy's engine: that one belongs to the producer, changes its weights within completions, and is
-    replaced when it fails, with everything that it was sampling.
+    The policy's engine would not do: it belongs to the producer, changes its weights within completions, and is
+    replaced when it fails, together with everything it was sampling.
 
     Args:
         model: Hugging Face name or folder.
-        engine: not set up; a fresh one of the same settings is used for each run.
-        sampling: of the answers.
-        on_request: as of `Endpoint`; likewise `on_answer`.
+        engine: template; each run sets up a fresh engine with the same settings.
+        sampling: parameters for the answers.
+        on_request: see `Endpoint`; likewise `on_answer`.
     """
 
     def __init__(
@@ -497,14 +497,14 @@ class LocalModel:
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._loaded: concurrent.futures.Future[RolloutEngine] = concurrent.futures.Future()
-        self._problem: RewardSetupError | None = None  # why the thread has ended
+        self._problem: RewardSetupError | None = None  # why the thread ended
         self.special_tokens: tuple[str, ...] = ()
 
     async def open(self) -> None:
-        """Loads the model, unless it is loaded; waits for it.
+        """Loads the model, unless it is loaded, and waits until it is.
 
         Raises:
-            RewardSetupError: it cannot be loaded.
+            RewardSetupError: the model cannot be loaded.
         """
         if self._thread is None:
             self._loaded = concurrent.futures.Future()
@@ -524,7 +524,7 @@ class LocalModel:
             self._inbox.put(None)
             await asyncio.get_running_loop().run_in_executor(None, thread.join, JOIN_S)
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], turn: Turn, deadline: float) -> Answer:
+    async def ask(self, messages: Sequence[Mapping[str, str]], permit: Permit, deadline: float) -> Answer:
         """Answers a conversation; see `Endpoint.ask`."""
         self._on_request(True)
         began = time.monotonic()
@@ -551,7 +551,7 @@ class LocalModel:
         engine = self._given.fresh()
         problem = FinalRewardError(f"the judge {self._model!r} was closed")
         try:
-            # A verdict is followed by the token that ends the turn, which is no part of its line.
+            # The end-of-turn token behind a verdict must not become part of its line.
             codec = self._codec = TextCodec(self._model, "tags")
             self.special_tokens = tuple(map(str, codec.tokenizer.all_special_tokens))
             with unrecorded():
@@ -600,7 +600,7 @@ class LocalModel:
 
 
 def _taken(inbox: queue.SimpleQueue[_Asked | None], wait: bool) -> list[_Asked | None]:
-    """Everything in a queue; waits for the first if it is to."""
+    """Drains a queue; with `wait`, blocks for the first item."""
     found = [inbox.get()] if wait else []
     while not inbox.empty():
         found.append(inbox.get())
@@ -608,7 +608,7 @@ def _taken(inbox: queue.SimpleQueue[_Asked | None], wait: bool) -> list[_Asked |
 
 
 def _resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up meanwhile
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller gave up
         if isinstance(outcome, Answer):
             future.set_result(outcome)
         else:

@@ -1,7 +1,7 @@
 """The policy in training as a judge, on the engine that samples its rollouts: `PolicyModel`.
 
-What answers is `PolicyQuestions` of the run's producer, which gives itself to the rewards that want it at the start of
-a fit (see `hooks`), and takes itself away at its end.
+Questions are answered by the producer's `PolicyQuestions`, which attaches itself to rewards that want it at the start
+of a fit (see `hooks`) and detaches itself at the end.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from lit_async_rl.errors import FinalRewardError, RewardSetupError
-from lit_async_rl.rewards.judge_models import Answer, Turn
+from lit_async_rl.rewards.judge_models import Answer, Permit
 from lit_async_rl.types import SamplingParams
 
-POLICY = "policy"  # in place of an engine: that of the run
+POLICY = "policy"  # in place of an engine: the run's own
 
 
 NO_POLICY = (
@@ -26,15 +26,15 @@ NO_POLICY = (
 
 
 class NoPolicyError(RewardSetupError):
-    """There is no fit whose policy could be asked: none was begun in this process, or it has ended."""
+    """No fit is running in this process, so there is no policy to ask."""
 
-    def __init__(self, message: str = NO_POLICY) -> None:  # scorers make it anew, with the prompt in the message
+    def __init__(self, message: str = NO_POLICY) -> None:  # scorers rebuild it with the prompt in the message
         super().__init__(message)
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """What answers with the newest weights that the run's engine has, from any thread."""
+    """Answers with the newest weights of the run's engine; callable from any thread."""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -47,11 +47,11 @@ class Policy(Protocol):
         sampling: SamplingParams,
         future: concurrent.futures.Future[Answer],
     ) -> None:
-        """Submits a question; `future` gets the answer, or the error. May wait for the producer's lock."""
+        """Submits a question; `future` receives the answer or the error. May block on the producer's lock."""
         ...
 
     def abandon(self, future: concurrent.futures.Future[Answer]) -> None:
-        """Takes a question back, if it has no answer yet."""
+        """Withdraws a question that has no answer yet."""
         ...
 
 
@@ -59,12 +59,12 @@ class PolicyModel:
     """Asks the policy in training.
 
     Args:
-        sampling: of the answers.
+        sampling: parameters for the answers.
         on_request: called before each request; may refuse it by raising.
         on_answer: called with each answer and its latency in seconds.
 
     Attributes:
-        policy: answers; None outside of a fit.
+        policy: answers the questions; None outside a fit.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class PolicyModel:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Those of the policy's tokenizer."""
+        """Special tokens of the policy's tokenizer."""
         return () if self.policy is None else self.policy.special_tokens
 
     async def open(self) -> None:
-        """Nothing is to be loaded."""
+        """Does nothing: there is nothing to load."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], turn: Turn, deadline: float) -> Answer:
+    async def ask(self, messages: Sequence[Mapping[str, str]], permit: Permit, deadline: float) -> Answer:
         """Answers a conversation; see `Endpoint.ask`."""
         policy = self.policy
         if policy is None:
@@ -100,7 +100,7 @@ class PolicyModel:
         began = time.monotonic()
         future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
         try:
-            # In a thread: the producer's lock may be held while its engine takes requests, and other questions go on.
+            # In a thread, so that other questions proceed while the producer's lock is held.
             await loop.run_in_executor(None, policy.ask, messages, self._sampling, future)
             answer = await asyncio.wait_for(asyncio.wrap_future(future), max(0.001, deadline - loop.time()))
         except (TimeoutError, asyncio.TimeoutError):

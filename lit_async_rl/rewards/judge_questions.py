@@ -1,10 +1,10 @@
-"""What a judge is asked, and how its verdict is read.
+"""Prompts for a judge, and parsing of its verdicts.
 
-A completion is written by the model in training, which learns to write whatever earns a reward: instructions to the
-judge, a verdict of its own, the end of a delimiter or of a chat turn. So each call draws a random mark. The texts stand
-between lines that carry it, and only a verdict that carries it counts: a completion was written before the mark was
-drawn. Tokens that structure conversations (`<|im_end|>`) are broken up by a zero-width space, because servers and
-tokenizers read them in quoted text, too. None of this makes a judge immune to persuasion.
+The model in training writes the completions and learns to write whatever earns a reward: instructions to the judge, a
+verdict of its own, a closing delimiter or end of a chat turn. So each call draws a random mark, after the completion
+was written. Lines with the mark enclose the texts, and only a verdict with the mark counts. Tokens that structure
+conversations (`<|im_end|>`) are broken up by a zero-width space, because servers and tokenizers interpret them in
+quoted text, too. None of this makes a judge immune to persuasion.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTROL = re.compile(
     r"<\|[^<>|\n]{1,60}\|>|<｜[^<>｜\n]{1,60}｜>|<(?:start|end)_of_(?:turn|image)>|</?(?:s|bos|eos|pad|unk)>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
 )
-VERDICT = re.compile(  # once: to compile it for each mark would take as long as the rest of a question
+VERDICT = re.compile(  # compiled once: per mark it would take as long as the rest of a question
     r"^[ \t*_>`#]*VERDICT[ \t]+(?P<mark>[0-9A-Za-z]+)[*_`]*[ \t]*:[ \t*_`]*(?P<value>[^\s*_`]+)[ \t*_`]*\r?$",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -48,10 +48,10 @@ class Question:
     """One question to a judge.
 
     Attributes:
-        criteria: what is asked about the responses.
+        criteria: question about the responses.
         task: the prompt of the completions.
         responses: one to be graded, or two to be compared.
-        reference: right answer, if the judge is to see it.
+        reference: correct answer, if the judge is to see it.
         scale: lowest and highest grade of one response.
     """
 
@@ -62,7 +62,7 @@ class Question:
     scale: tuple[float, float] = (0.0, 10.0)
 
     def key(self, settings: Mapping[str, object], sample: int) -> str:
-        """Digest of everything that a verdict depends on, but the mark."""
+        """Digest of everything that a verdict depends on, except the mark."""
         content = [SYSTEM, self.criteria, self.task, self.responses, self.reference, self.scale, dict(settings), sample]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -75,7 +75,7 @@ class Question:
                 return mark
 
     def messages(self, mark: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The conversation for a judge; `special_tokens` of its tokenizer are broken up, beside the usual ones."""
+        """The conversation for a judge, with the usual control tokens and `special_tokens` broken up."""
 
         def quoted(name: str, text: str) -> str:
             return f"BEGIN {name} {mark}\n{defused(text, special_tokens)}\nEND {name} {mark}"
@@ -99,8 +99,8 @@ class Question:
     def read(self, answer: str | None, mark: str, is_cut: bool = False) -> float | None:
         """The verdict, between 0 and 1: the grade within the scale, or 1, 0.5 or 0 for A, a tie or B.
 
-        The last line of the stated form behind the reasoning counts. None without one, or if its value is not of the
-        stated kind. An answer that `is_cut` must end with it, unless its reasoning has ended: it may be nothing else.
+        The last line of the required form after the reasoning counts; None if there is none or its value is invalid.
+        An answer that `is_cut` without the end of its reasoning must end with that line: it may be all reasoning.
         """
         answer = answer or ""
         said = without_reasoning(answer)
@@ -119,14 +119,14 @@ class Question:
 
 
 def without_reasoning(answer: str) -> str:
-    """Text behind the reasoning of an answer; empty where that has no end."""
+    """Text after the reasoning of an answer; empty if the reasoning does not end."""
     if closed := CLOSED.match(answer):
         return answer[closed.end() :]
     return "" if OPENED.match(answer) else answer
 
 
 def defused(text: str, special_tokens: Sequence[str] = ()) -> str:
-    """Text in which no token that structures a conversation is left: a zero-width space follows its first character."""
+    """Breaks up tokens that structure a conversation, with a zero-width space after their first character."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
     text = CONTROL.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
     for token in special_tokens:

@@ -15,11 +15,11 @@ from typing import Any
 from lit_async_rl.rewards import answers, units
 from lit_async_rl.rewards.answers import Answer
 
-MAX_SHOWN = 200  # characters of what was extracted
+MAX_SHOWN = 200  # characters of an extracted answer
 
 
 def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
-    """Makes `grade(reference, completion)`: whether the final answers are equal, what was extracted, and why.
+    """Makes `grade(reference, completion)`: whether the final answers are equal, the extracted answer, and why.
 
     The first is None for a reference that cannot be parsed.
     """

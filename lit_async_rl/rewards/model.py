@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier with one logit, on a thread and a device of its own.
+"""A reward model: a sequence classifier with one logit, on its own thread and device.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -39,10 +39,10 @@ from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range
 from lit_async_rl.utils.device_memory import own_stream
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 JOIN_S = 10.0
-RECENT = 1000  # completions whose latency is logged
+RECENT = 1000  # completions in the latency statistics
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class _Waiting:
     since: float
 
 
-class RewardModel(Remade):
+class RewardModel(Rebuildable):
     """The logit of a Hugging Face sequence classifier for prompt and completion.
 
     Completions that wait at the same time are scored in one forward pass. It rounds differently in batches of other
@@ -78,7 +78,7 @@ class RewardModel(Remade):
         max_length: tokens of prompt and completion; None is the model's own limit.
         form: how they are put together. `chat`: as a conversation, by the model's chat template; `joined`: as one
             text; `pair`: as the two texts of a cross-encoder; `auto`: `chat` for prompts of messages, else `joined`.
-        on_too_long: what a longer text gives: `error` (a failed completion, see `data.scoring.tries`), `none` (the
+        on_too_long: result for a longer text: `error` (a failed completion, see `data.scoring.tries`), `none` (the
             reward does not apply), or a number.
         num_threads: torch threads on a CPU; None leaves it alone.
         name: first part of the names of its metrics.
@@ -114,7 +114,7 @@ class RewardModel(Remade):
             check_range("RewardModel", "finite", on_too_long=on_too_long)
         if not name.isidentifier():
             raise ValueError(f"RewardModel.name must be letters, digits and underscores, got {name!r}")
-        # What rewards depend on is public under the argument's name, for `reward_identity`; all else is private.
+        # Arguments that rewards depend on are public under their own name, for `reward_identity`; all else is private.
         self.model = model
         self.dtype = dtype
         self.form = form
@@ -144,7 +144,7 @@ class RewardModel(Remade):
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
     async def __call__(self, prompt: Prompt, completion: str, begun: Callable[[], None] = lambda: None) -> float | None:
-        """Reward of one completion; None if it is too long and that was chosen.
+        """Reward of one completion; None if it is too long and the setting for that is None.
 
         Args:
             prompt: text or messages.
@@ -178,7 +178,7 @@ class RewardModel(Remade):
 
     @property
     def max_concurrent(self) -> int:
-        """Completions scored at a time; see `Scorer`."""
+        """Concurrent completions; see `Scorer`."""
         return self._batch_size
 
     def metrics(self) -> dict[str, float]:
@@ -213,7 +213,7 @@ class RewardModel(Remade):
         elif form == "pair":
             ids = self._tokenizer(prompt.text, completion)["input_ids"]
         else:
-            # A completion must not end its own turn, which a template would let it do.
+            # A template would let a completion end its own turn.
             answer = defused(completion, self._tokenizer.all_special_tokens)
             turns = [{"role": "user", "content": prompt.text}] if prompt.messages is None else list(prompt.messages)
             try:
@@ -235,13 +235,13 @@ class RewardModel(Remade):
         try:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
-            with own_stream(find_device(self._device)):  # else a score would wait for the trainer's step before it
+            with own_stream(find_device(self._device)):  # the default one waits for the trainer's step
                 model = self._load()
                 while (batch := self._take(inbox)) is not None:
                     self._score(model, batch)
         except Exception as error:
             problem = RewardSetupError(describe(error))
-            with self._lock:  # the next call would wait for ever
+            with self._lock:  # otherwise the next call waits forever
                 self._thread = None
         while not inbox.empty():
             if (left := inbox.get()) is not None:
@@ -274,7 +274,7 @@ class RewardModel(Remade):
             if waiting is None:
                 _fail(batch, RewardError(f"RewardModel {self.model!r} was closed"))
                 return None
-            if waiting.future.set_running_or_notify_cancel():  # else it was given up
+            if waiting.future.set_running_or_notify_cancel():  # otherwise its caller gave up
                 batch.append(waiting)
                 deadline = min(deadline, time.monotonic() + self._max_wait_s)
         return batch
@@ -300,7 +300,7 @@ class RewardModel(Remade):
 
 @contextlib.contextmanager
 def _naming() -> Any:
-    """Context in which errors about a model name this setting."""
+    """Context whose errors about a model name this setting."""
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
@@ -309,7 +309,7 @@ def _naming() -> Any:
 
 def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
     for waiting in batch:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up meanwhile
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # its caller gave up
             waiting.future.set_exception(error)
 
 

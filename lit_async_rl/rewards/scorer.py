@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Awaiter:
-    """Runs awaitables in one event loop, so that all threads that wait for one can share a client (an HTTP session).
+    """Runs awaitables in one event loop, so that all waiting threads can share a client (an HTTP session).
 
     The loop is started on first use, and replaced if a reward blocks it (`time.sleep` in an `async def`).
 
@@ -47,13 +47,13 @@ class Awaiter:
         timeout_s: time limit of one awaitable, in seconds.
 
     Attributes:
-        num_blocked: loops that were replaced; each is a thread that cannot be ended.
+        num_blocked: replaced loops; each is a thread that cannot be ended.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.num_blocked = 0
-        self._lock = threading.Lock()  # of `_loop`: several workers may start or replace it
+        self._lock = threading.Lock()  # guards `_loop`: several workers may start or replace it
         self._loop: LoopThread | None = None
 
     def wait(self, awaitable: Awaitable[T]) -> T:
@@ -100,7 +100,7 @@ async def _result(awaitable: Awaitable[T]) -> T:
 # -- Evaluation of a reward function on one completion ----------------------------------------------------------------
 
 
-Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
+Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion; token_ids where named
 
 
 def reward_name(reward: Any) -> str:
@@ -126,14 +126,14 @@ def scores_groups(reward: Any) -> bool:
     return callable(getattr(reward, "score_group", None))
 
 
-GIVEN_BY_NAME = ("token_ids", "begun")  # to a reward that has parameters of these names
+GIVEN_BY_NAME = ("token_ids", "begun")  # to a reward with parameters of these names
 
 
 def check_reward(reward: Any) -> None:
     """Refuses a reward that cannot be called as `reward(prompt, completion)`, before anything is sampled.
 
     Raises:
-        ValueError: it is no function, a class, or has other parameters; says which.
+        ValueError: the reward is no function, is a class, or has other parameters.
     """
     form = "reward(prompt, completion) -> float"
     if not callable(reward):
@@ -142,10 +142,10 @@ def check_reward(reward: Any) -> None:
         raise ValueError(f"data.reward must be a function, {form}, got the class: write {reward.__name__}(...)")
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # of a function in C, which does not tell
+    except (TypeError, ValueError):  # a C function without a signature
         return
     if "completions" in signature.parameters or scores_groups(reward):
-        return  # a batch or TRL's form, whose columns are those of the prompts
+        return  # a batch or TRL's form: columns are known only with the prompts
     ids = {name: () for name in GIVEN_BY_NAME if name in signature.parameters}
     shown = f"data.reward={reward_name(reward)} has the parameters {signature}"
     try:
@@ -160,7 +160,7 @@ def check_reward(reward: Any) -> None:
 
 
 def _misfit(signature: inspect.Signature, error: TypeError) -> str:
-    """What is missing in a signature, or too much."""
+    """Missing or superfluous parameters of a signature, in words."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [one for one in signature.parameters.values() if one.kind in kinds and one.name not in GIVEN_BY_NAME]
     if len(positional) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values()):
@@ -175,20 +175,20 @@ def _misfit(signature: inspect.Signature, error: TypeError) -> str:
 
 
 class NamedErrors:
-    """Context in which every error of a reward is a `RewardError` that names where it comes from.
+    """Context that turns every error of a reward into a `RewardError` with its origin.
 
-    All of them: in a thread an exit of the process or a cancellation would end the run in silence. It is a class, since
-    the context of a generator takes an error that `StopIteration` leads to for that `StopIteration`, and raises it.
+    Every one, since an exit or a cancellation in a thread would end the run silently. A class, since
+    `contextlib.contextmanager` re-raises `StopIteration` in place of an error caused by it.
 
     Args:
-        where: completes "... raised", asked for after an error.
+        where: completes "... raised"; called after an error.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
         self._where = where
 
     def __enter__(self) -> None:
-        """Nothing is to be done."""
+        """Does nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -197,13 +197,13 @@ class NamedErrors:
             return
         if isinstance(error, _NotANumber):
             raise RewardError(f"{self._where()} returned {error}") from None
-        if isinstance(error, RewardError):  # keeps its class: one says that no other try helps, another ends the run
+        if isinstance(error, RewardError):  # keeps its class, which may forbid retries or end the run
             raise type(error)(f"{self._where()}: {error}") from error
         raise RewardError(f"{self._where()} raised {type(error).__name__}: {error}") from error
 
 
 def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> NamedErrors:
-    """Context in which errors name reward, prompt and completion."""
+    """Context whose errors name reward, prompt and completion."""
 
     def where() -> str:
         which = f"completion {completions[0][:200]!r}" if len(completions) == 1 else f"{len(completions)} completions"
@@ -213,7 +213,7 @@ def _naming(reward: Reward, prompt: Prompt, completions: Sequence[str]) -> Named
 
 
 class _NotANumber(Exception):
-    """A reward is not a finite number; says what it is."""
+    """A reward that is not a finite number; the message describes it."""
 
 
 def _checked(value: Any) -> float:
@@ -263,7 +263,7 @@ MAX_LANES = 8  # a timeline shows the first workers only
 
 
 class ScoreSpans:
-    """Records spans of one worker: one span for all completions that it scores without a pause.
+    """Records spans of one worker: one span for all completions scored without a pause.
 
     A span per completion would take longer than a cheap reward. A span has the total seconds, the group of the first
     completion, and the number of completions. It ends when the worker waits, or after the timeline's merge window.
@@ -308,15 +308,15 @@ class ScoreSpans:
 
 CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
-MAX_ABANDONED = 32  # threads of calls that hang; each keeps what it holds, and may keep a core
-MAX_QUEUED = 1024  # calls under way of a reward that has a queue of its own
+MAX_ABANDONED = 32  # threads of hanging calls; each keeps its memory, and may occupy a core
+MAX_QUEUED = 1024  # concurrent calls of a reward with its own queue
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Job:
     prompt: Prompt
-    completions: tuple[str, ...]  # one, or those of a group, which are scored together
+    completions: tuple[str, ...]  # one, or a group scored together
     done: Callable[[Any], None]
     give_up: Callable[[], None]
     is_wanted: Callable[[], bool]
@@ -325,7 +325,7 @@ class _Job:
     is_group: bool = False
     num_tries: int = 0
     is_reported_slow: bool = False
-    rest: Any = None  # of a combined reward whose plain parts were called
+    rest: Any = None  # a combined reward after the calls of its plain parts
 
 
 Outcome = float | list[float] | RewardError  # of a job
@@ -334,16 +334,16 @@ Outcome = float | list[float] | RewardError  # of a job
 class Scorer:
     """Scores completions in worker threads, or in the event loop of an `async` reward.
 
-    What a reward may be or have, besides a function `reward(prompt, completion)`:
+    Optional features of a reward, besides a function `reward(prompt, completion)`:
 
     | | |
     |---|---|
-    | `async def` | it is awaited in one event loop, with the others under way |
-    | attribute `max_concurrent` of an `async` reward | calls under way, in place of `num_workers` |
+    | `async def` | awaited in one event loop, concurrently with the others |
+    | attribute `max_concurrent` of an `async` reward | concurrent calls, in place of `num_workers` |
     | parameter `token_ids` | the token ids of the completion |
-    | parameter `begun` of an `async` reward | it has a queue of its own: it gets up to `MAX_QUEUED` calls at a time, |
-    | | and a function that it calls when it begins to work on a completion, before which no time counts |
-    | method `score_group(prompt, completions)` | gives the rewards of all completions of a prompt, in `submit_group` |
+    | parameter `begun` of an `async` reward | it has its own queue: it gets up to `MAX_QUEUED` concurrent calls, and |
+    | | calls `begun` when it starts to work on a completion, which starts the clock |
+    | method `score_group(prompt, completions)` | rewards of all completions of a prompt, in `submit_group` |
 
     Args:
         reward: `reward(prompt, completion) -> float`; None if nothing is submitted.
@@ -450,7 +450,7 @@ class Scorer:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether the completions of a group are to be scored together, with `submit_group`."""
+        """Whether the completions of a group must be scored together, with `submit_group`."""
         return scores_groups(self.reward)
 
     def submit_group(
@@ -481,7 +481,7 @@ class Scorer:
         if self._rest is not None and not job.is_group:
             with _naming(reward, job.prompt, job.completions):
                 found = reward.begin(job.prompt, job.completions[0], token_ids=job.token_ids)
-                return _checked(found) if isinstance(found, Score) else found  # goes on in the event loop
+                return _checked(found) if isinstance(found, Score) else found  # the event loop continues it
         if not job.is_group:
             return score(reward, job.prompt, job.completions[0], wait=self._awaiter.wait, token_ids=job.token_ids)
         with _naming(reward, job.prompt, job.completions):
@@ -524,7 +524,7 @@ class Scorer:
                 return
 
     def _end(self, number: Any, job: _Job, outcome: Outcome, *, began: float, seconds: float, lane: int) -> bool:
-        """Files an outcome; returns False if the worker is to end, because it was replaced or this failed."""
+        """Files an outcome; returns False if the worker must end, because it was replaced or this failed."""
         if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
             return False
         self._busy_s += seconds
@@ -541,7 +541,7 @@ class Scorer:
             return False
         return True
 
-    # -- event loop of an `async` reward, and the thread that files what it returns -----------------------------------
+    # -- event loop of an `async` reward, and the thread that files its outcomes --------------------------------------
 
     async def _await(self, job: _Job, begin: Callable[[], None]) -> Outcome:
         reward: Any = self.reward
@@ -562,7 +562,7 @@ class Scorer:
             return self._too_late(job)
 
     async def _await_rest(self, job: _Job, begin: Callable[[], None]) -> Outcome:
-        """Calls what is left of a combined reward whose plain parts a worker has called."""
+        """Calls the `async` parts of a combined reward after a worker has called the plain ones."""
         try:
             with _naming(self.reward, job.prompt, job.completions):  # type: ignore[arg-type]
                 return _checked(await job.rest.finish(begin))
@@ -572,7 +572,7 @@ class Scorer:
             return self._too_late(job)
 
     def _ended_rest(self, call: CallUnderWay[_Job, Outcome]) -> None:
-        lane = MAX_LANES - 1 - call.lane  # from the last one: the first belong to the workers
+        lane = MAX_LANES - 1 - call.lane  # counted from the end: the first ones belong to the workers
         self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=lane)
         spans = self._spans.get(lane)
         if spans is not None and self._rest is not None and not self._rest.has_waiting:
@@ -610,7 +610,7 @@ class Scorer:
 
     @property
     def cpu_share(self) -> float:
-        """Share of the time spent scoring in which the workers computed; the rest they waited."""
+        """Processor time of the workers as a share of the time spent scoring."""
         loops = [calls for calls in (self._jobs, self._rest) if isinstance(calls, AsyncCalls)]
         cpu_s = self._cpu_s + sum(calls.cpu_s for calls in loops)
         return min(1.0, cpu_s / self._busy_s) if self._busy_s else 0.0
@@ -622,7 +622,7 @@ class Scorer:
             RewardError: a call timed out in its last attempt, or too many calls hang.
         """
         if isinstance(self._error, StopIteration) or not isinstance(self._error, Exception | None):
-            # of a filter, say; it would end the run as if that were over
+            # from a filter, say: it would end the run as if complete
             raise ProducerError(f"rollout generation failed: {describe(self._error)}") from self._error
         if self._error is not None:
             raise self._error
@@ -649,7 +649,7 @@ class Scorer:
             self._check_abandoned()
 
     def _check_abandoned(self) -> None:
-        """Ends what leaks a thread with each call that hangs.
+        """Ends a run that leaks a thread with each hanging call.
 
         Raises:
             RewardError: too many calls hang.
@@ -664,7 +664,7 @@ class Scorer:
             )
 
     def work(self) -> Work | None:
-        """Running calls, and those that wait for another attempt; None if there are none."""
+        """Running calls and those waiting for another attempt; None without any."""
         now = clock.now()
         ages = [now - began for began, _ in list(self._running.values())]
         ages += [0.0 for _ in list(self._pausing)]
@@ -700,7 +700,7 @@ class Scorer:
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))
         for spans in self._spans.values():
-            spans.flush()  # workers that were stopped between two jobs have not flushed theirs
+            spans.flush()  # not flushed by workers that stopped between two jobs
 
 
 def score_all(

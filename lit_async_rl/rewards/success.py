@@ -68,8 +68,8 @@ def only_grader(reward: CombinedReward) -> str | None:
 class SuccessWatch:
     """Warns once if the threshold does not fit the rewards.
 
-    That is, if no reward reaches it, so that every rate is 0, or if it is a default although rewards have other values
-    than -1, 0 and 1.
+    It does not fit if no reward reaches it, so that every rate is 0, or if it is the default although rewards take
+    values other than -1, 0 and 1.
 
     Args:
         setting: name of the threshold's setting, for the message.
@@ -118,11 +118,11 @@ class SuccessWatch:
 
 
 class CutWatch:
-    """Warns once if most completions are cut at their limit, and not ended by the policy.
+    """Warns once if most completions are cut at their limit instead of ended by the policy.
 
     Args:
         setting: name of the limit's setting, for the message.
-        metric: share of the completions that are cut, for the message.
+        metric: name of the share of cut completions, for the message.
     """
 
     def __init__(self, setting: str, metric: str) -> None:

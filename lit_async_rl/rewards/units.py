@@ -127,7 +127,7 @@ class Unit:
 
 
 def meanings(text: str | None) -> tuple[Unit, ...]:
-    """What a unit can mean; nothing if a part of it is not known, or there is none."""
+    """Possible meanings of a unit; empty without a unit or with an unknown part."""
     return _meanings(text.strip()) if text else ()
 
 
@@ -138,7 +138,7 @@ def compare(value: Fraction, unit: str | None, *, other: Fraction, other_unit: s
 
 
 def ratios(unit: str | None, other: str | None) -> list[Fraction] | None:
-    """What a unit can be in terms of another: 1/60 for minutes in hours, nothing for units of different kinds.
+    """Possible conversion factors to another unit: 1/60 for minutes to hours, empty for units of different kinds.
 
     None if a unit is not known. A price may lack its rate: `$` is `$ a day`, and `$ per hour` is not `$ per minute`.
     """

@@ -128,7 +128,7 @@ class PolicyQuestions:
         return [request for request, _ in self._open.values()]
 
     def close(self) -> None:
-        """Fails what has no answer. Safe to call twice."""
+        """Fails all unanswered questions. Safe to call twice."""
         with self._listener.changed:
             self._is_closed = True
             left = list(self._open.values())

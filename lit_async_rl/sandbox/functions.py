@@ -1,4 +1,4 @@
-"""The process with a program whose functions are tested: it has no tests, and answers calls, see `tests`."""
+"""The process of a tested program: it has no tests, and answers calls of its functions, see `tests`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from lit_async_rl.sandbox.interpreter import execute
 from lit_async_rl.sandbox.values import Channel, Closed, NotPlain, as_exception, decode, encode
 
-# What tests may do with an object of the program, besides calling it and reading its attributes
+# Operations of tests on an object of the program
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "len": len,
     "iter": iter,
@@ -35,7 +35,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class _Functions:
-    """Answers calls; runs in the process that the program may have taken over."""
+    """Answers calls, in a process that the program may have taken over."""
 
     def __init__(self, channel: Channel, names: dict[str, Any]) -> None:
         self._channel = channel
@@ -47,7 +47,7 @@ class _Functions:
         number = self._numbers.get(id(value))
         if number is None:
             number = len(self._objects)
-            self._objects.append(value)  # keeps its id its own
+            self._objects.append(value)  # keeps its id unique
             self._numbers[id(value)] = number
         return ["object", number]
 
@@ -85,7 +85,7 @@ class _Functions:
         self._channel.send(answer)
 
     def _changes(self, args: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-        """Arguments that the call has changed."""
+        """Arguments modified by the call."""
         changed = []
         for place, value in enumerate(args):
             if isinstance(value, (list, dict, set, bytearray)) and (now := encode(value, self.export)) != before[place]:
@@ -94,7 +94,7 @@ class _Functions:
 
 
 def serve_functions(source: str, connection: socket.socket) -> int:
-    """Runs the program, and then its functions as they are called. Returns the exit status."""
+    """Runs the program, then serves calls of its functions. Returns the exit status."""
     channel = Channel(connection)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["program"] = main  # dataclasses and pickle look classes up there

@@ -17,7 +17,7 @@ def execute(text: str, names: dict[str, Any], shows_last: bool = False) -> int:
     Args:
         text: source.
         names: global names.
-        shows_last: whether the value of a last line that is an expression is printed, as in a notebook.
+        shows_last: whether to print the value of a final expression, as a notebook does.
     """
     try:
         if shows_last:

@@ -1,4 +1,4 @@
-"""What of the Linux kernel a sandbox uses: namespaces, mounts, capabilities, a seccomp filter, Landlock, limits.
+"""Linux kernel interfaces of a sandbox: namespaces, mounts, capabilities, a seccomp filter, Landlock, limits.
 
 Called with ctypes, in single-threaded processes only. Imports the standard library only: the processes of a sandbox run
 without the packages of the trainer.
@@ -45,7 +45,7 @@ PR_SET_SECUREBITS = 28
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
-SECURE_ALL_LOCKED = 0b11101111  # no root by user id, none kept, none ambient; and each of these for ever
+SECURE_ALL_LOCKED = 0b11101111  # no root by user id, none kept, none ambient; and each of these permanently
 NUM_CAPABILITIES = 64
 CAP_SETGID = 6
 CAP_SETUID = 7
@@ -233,7 +233,7 @@ _SOCKET = (41, 198)
 _CLONE = (56, 220)
 _IOCTL = (16, 29)
 CLONE3 = 435
-LAST_KNOWN = 462  # what is newer than this list is refused, as an old kernel does
+LAST_KNOWN = 462  # newer calls are refused, as by an old kernel
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and AUDIT_ARCH
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
@@ -257,7 +257,7 @@ def _calls() -> dict[str, int]:
 
 
 def seccomp_filter(shares_ids: bool) -> bytes | None:
-    """A filter for `install_filter`: refuses what programs do not need and what reaches out of a sandbox.
+    """A filter for `install_filter`: refuses calls that programs do not need or that reach out of a sandbox.
 
     No sockets, no tracing, no mounts, no namespaces, no kernel keys, no shared memory by key, no anonymous files
     (whose memory no limit counts), and nothing newer than this list.
@@ -267,7 +267,7 @@ def seccomp_filter(shares_ids: bool) -> bytes | None:
             children stay in its process group, which is killed in the end.
 
     Returns:
-        None on an architecture whose numbers are not known.
+        None on an unknown architecture.
     """
     if platform.machine() not in ARCHITECTURES:
         return None

@@ -1,4 +1,4 @@
-"""Wardens from outside: their start, the requests that they get, and the programs that they have under way."""
+"""Wardens as the trainer sees them: start, requests, and running programs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lit_async_rl.sandbox import room
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits, Verdict
 from lit_async_rl.sandbox.warden import END_S, STOP
 
-START_S = 60.0  # of a warden, on a crowded machine
-ANSWER_S = END_S + 20.0  # of a warden, beyond the time limit of its program
+START_S = 60.0  # for the start of a warden, on a busy machine
+ANSWER_S = END_S + 20.0  # for the answer of a warden, beyond its program's time limit
 REAP_S = 10.0
 LAST_WORDS_S = 1.0
 MAX_ANSWER_BYTES = 2**16
@@ -39,7 +39,7 @@ for name, path in (("lit_async_rl", {str(_HERE.parent)!r}), ("lit_async_rl.sandb
     sys.modules[name] = module
 from lit_async_rl.sandbox.warden import main
 main()
-"""  # without the package's own `__init__`, whose imports the interpreter does not find
+"""  # bypasses the package's `__init__`: the interpreter does not have its imports
 
 
 def _base_python() -> str:
@@ -48,7 +48,7 @@ def _base_python() -> str:
 
 
 class Keeper:
-    """Starts wardens in a thread that lives as long as they do."""
+    """Starts wardens in a thread that outlives them."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -60,7 +60,7 @@ class Keeper:
         """Starts a warden and waits for it.
 
         Raises:
-            SandboxError: it could not be started.
+            SandboxError: the warden could not be started.
         """
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._orders.put((settings, answers))
@@ -75,7 +75,7 @@ class Keeper:
         return warden
 
     def close(self) -> None:
-        """Ends the thread, and with it every warden that it has started."""
+        """Ends the thread, and with it all its wardens."""
         self._orders.put(None)
         if self.pid == os.getpid():
             self._thread.join(REAP_S)
@@ -116,7 +116,7 @@ class WardenProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": os.defpath},  # nothing of the trainer's
+                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": os.defpath},  # nothing from the trainer's
                 start_new_session=True,  # without the trainer's Ctrl-C
                 cwd="/",
             )
@@ -127,7 +127,7 @@ class WardenProcess:
         """Waits for the first message.
 
         Raises:
-            SandboxError: the warden has ended, or says why it cannot begin.
+            SandboxError: the warden has ended, or reports why it cannot start.
         """
         try:
             answer = self.answer(time.monotonic() + START_S)
@@ -141,7 +141,7 @@ class WardenProcess:
         self.guards = tuple(str(one) for one in answer["guards"])
 
     def _last_words(self) -> str:
-        """The last line on its standard error, as far as it has come."""
+        """Last line of its standard error so far."""
         file = self._process.stderr
         if file is None or not select.select([file], [], [], LAST_WORDS_S)[0]:
             return ""
@@ -149,7 +149,7 @@ class WardenProcess:
 
     @property
     def is_there(self) -> bool:
-        """Whether it waits for a request, as far as one can see."""
+        """Whether it appears to be waiting for a request."""
         return not select.select([self.socket], [], [], 0)[0] and self._process.poll() is None
 
     def send(self, task: dict[str, Any], files: Sequence[int]) -> None:
@@ -157,10 +157,10 @@ class WardenProcess:
         socket.send_fds(self.socket, [json.dumps(task).encode() + b"\n"], list(files))
 
     def answer(self, deadline: float) -> dict[str, Any]:
-        """The next line that it says.
+        """Receives the next message.
 
         Raises:
-            SandboxError: there is none until the deadline, or it is none.
+            SandboxError: no message by the deadline, or an invalid one.
         """
         data = b""
         while not data.endswith(b"\n"):
@@ -178,11 +178,11 @@ class WardenProcess:
         return found
 
     def close(self) -> None:
-        """Ends it: without its socket it ends its program and itself."""
+        """Closes the socket, on which the warden ends its program and itself."""
         self._end()
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the warden."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._end()
@@ -203,10 +203,10 @@ def _end_process(process: subprocess.Popen[bytes], connection: socket.socket, fo
 
 
 class GuardError(SandboxError):
-    """A guard could not be put up in the fork."""
+    """A guard could not be applied in the fork."""
 
 
-# -- Programs under way -----------------------------------------------------------------------------------------------
+# -- Running programs -------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class _Run:
 
 
 class Runs:
-    """Programs that run at the same time, and what they write."""
+    """Concurrent programs and their outputs."""
 
     def __init__(
         self, wardens: Sequence[WardenProcess], programs: Sequence[Program], limits: SandboxLimits, paths: list[str]
@@ -281,7 +281,7 @@ class Runs:
                 os.close(file)
 
     def results(self) -> list[ProgramResult]:
-        """Waits for the end of all.
+        """Waits for all programs to end.
 
         Raises:
             SandboxError: a warden does not answer, or has ended.
@@ -305,7 +305,7 @@ class Runs:
             left_s = self._deadline - time.monotonic()
             if (
                 not (ready := poll.poll(1000 * max(0.0, left_s))) and left_s <= 0
-            ):  # looks at least once, if it was stopped
+            ):  # polls at least once, even after this process was stopped
                 raise SandboxError("the process that guards programs does not answer")
             for file, _ in ready:
                 run = owners[file]
@@ -322,7 +322,7 @@ class Runs:
                     del owners[file]
 
     def _read(self, run: _Run, file: int) -> bool:
-        """Reads what has been written; returns whether there may be more."""
+        """Reads available output; returns whether there may be more."""
         part = os.read(file, CHUNK)
         data = run.outputs[file]
         most = self._limits.output_kb * 1024
@@ -357,7 +357,7 @@ class Runs:
 
 
 def _file_with(text: str) -> int:
-    """File descriptor of an anonymous file with a text, at its beginning, which nobody can change any more."""
+    """File descriptor at the start of an anonymous, sealed file with a text."""
     data = text.encode(errors="replace")
     if not hasattr(os, "memfd_create"):  # macOS
         with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""A program to run in a sandbox, what it may use, and what it has done."""
+"""A program to run in a sandbox, its resource limits and its outcome."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Verdict = Literal["ended", "time", "memory", "processes", "output", "stopped"]
 
 
 class SandboxError(RuntimeError):
-    """A sandbox could not run a program, which says nothing about the program."""
+    """A sandbox failed to run a program, for no fault of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use. A program that passes a limit is ended, or its call fails.
+    """Resource limits of one program. Exceeding one ends the program, or fails its call.
 
     Args:
         wall_s: seconds until it is killed.
-        cpu_s: processor seconds of each of its processes.
-        memory_mb: MB of all of its processes together.
+        cpu_s: processor seconds of each process.
+        memory_mb: MB of all processes together.
         processes: number of processes and threads.
         output_kb: KB of each of standard output and standard error; a program that writes more is ended.
-        file_mb: MB of a file.
-        scratch_mb: MB of its folder.
+        file_mb: MB of each file.
+        scratch_mb: MB of the scratch folder.
 
     Raises:
         ValueError: a limit is out of range.
@@ -54,11 +54,11 @@ class Program:
     """A program to run, once.
 
     Attributes:
-        source: its text.
-        stdin: its standard input.
-        command: for `/bin/sh -c` in a folder that has the source as `file`; None runs it as Python, in the fork.
+        source: program text.
+        stdin: standard input.
+        command: for `/bin/sh -c` in a folder with the source as `file`; None runs it as Python, in the fork.
         file: name of the source for a command.
-        shows_last: whether Python prints the value of a last line that is an expression, as a notebook does.
+        shows_last: whether Python prints the value of a final expression, as a notebook does.
         kind: `python`, or a role in a test, see `tests`.
     """
 
@@ -72,17 +72,17 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """What a program has done.
+    """Outcome of a program.
 
     Attributes:
-        verdict: `ended` by itself, or what ended it: `time`, `memory` or `processes`, `output`, `stopped` because it
-            was not needed any more.
+        verdict: `ended` by itself, or the reason for ending it: `time`, `memory`, `processes`, `output`, or `stopped`
+            when it was no longer needed.
         status: exit status, or the negative number of the signal that ended it.
-        stdout: what it wrote, up to the limit; bytes that are no text are replaced.
+        stdout: output up to the limit; undecodable bytes are replaced.
         stderr: likewise.
         wall_s: seconds from the fork to its end.
-        cpu_s: processor seconds of all of its processes.
-        channel: what a test in one process wrote to the trainer.
+        cpu_s: processor seconds of all processes.
+        channel: message to the trainer from tests in the program's process.
     """
 
     verdict: Verdict

@@ -1,6 +1,6 @@
-"""What a fork of the warden does: it is a Python program, a command, or one of the two processes of a test.
+"""Forks of the warden: a Python program, a command, or one of the two processes of a test.
 
-Runs behind all guards, and may be taken over by the program that it runs.
+Runs behind all guards; the program may take over this process.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def use_files(files: Sequence[int], rules: int | None, problem: int) -> None:
 
     Args:
         files: input, output, errors, source, and for tests a channel.
-        rules: of Landlock.
+        rules: Landlock rules.
         problem: pipe that becomes `PROBLEM`.
     """
     wanted = [*zip(files, (0, 1, 2, SOURCE, CHANNEL), strict=False), (problem, PROBLEM)]
     if rules is not None:
         wanted.append((rules, RULES))
-    # out of the way first: one may be where another is to be
+    # out of the way first: one may occupy the place of another
     moved = [(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, NUM_INHERITED), place) for file, place in wanted]
     os.closerange(0, NUM_INHERITED)
     for high, place in moved:
@@ -72,7 +72,7 @@ def run(task: dict[str, Any]) -> NoReturn:
 
 
 def _run_together(doc: dict[str, Any]) -> int:
-    """Program and tests in one process: the verdict goes to the channel with a mark that no program is told."""
+    """Program and tests in one process: the verdict goes to the channel, with a mark unknown to the program."""
     with socket.socket(fileno=CHANNEL) as channel:
         mark = doc.pop("mark")
         program = doc.pop("program")
@@ -99,7 +99,7 @@ def _execute(task: dict[str, Any], source: bytes) -> NoReturn:
 
 
 def environment(task: dict[str, Any]) -> dict[str, str]:
-    """All that a program finds in its environment."""
+    """The complete environment of a program."""
     home = os.getcwd()
     paths = ":".join([PATHS, *task["paths"]])
     return {"PATH": paths, "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}

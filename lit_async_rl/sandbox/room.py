@@ -33,18 +33,18 @@ ETC_PASSWD = f"sandbox:x:{USER}:{USER}::{SCRATCH}:/bin/sh\n"
 
 @dataclass(frozen=True)
 class Room:
-    """Where programs run, and what stands around them.
+    """Environment of programs, and its isolation.
 
     Attributes:
         level: see `Sandbox`.
         scratch: folder that programs may write to.
-        readable: folders that they may read, besides those of the system.
-        scratch_bytes: size of the scratch folder, where it has a file system of its own.
-        user: that programs become; None leaves the warden's.
-        has_own_ids: whether it is a pid namespace of its own, whose process 1 is the warden.
-        has_own_scratch: whether the scratch folder is a file system that the warden replaces.
-        has_processes_shown: whether `/proc` is there.
-        guards: what is active, for the log.
+        readable: folders that programs may read, besides those of the system.
+        scratch_bytes: size of the scratch folder, if it has its own file system.
+        user: user id of programs; None is the warden's.
+        has_own_ids: whether it has its own pid namespace, with the warden as process 1.
+        has_own_scratch: whether the scratch folder has its own file system, which the warden replaces.
+        has_processes_shown: whether `/proc` is mounted.
+        guards: active guards, for the log.
     """
 
     level: Level
@@ -58,10 +58,10 @@ class Room:
     guards: tuple[str, ...]
 
     def clear(self) -> None:
-        """Makes the scratch folder new and empty.
+        """Empties the scratch folder.
 
         Raises:
-            OSError: it cannot be emptied.
+            OSError: the folder cannot be emptied.
         """
         if self.has_own_scratch:
             kernel.unmount(self.scratch)
@@ -76,7 +76,7 @@ class Room:
 
 
 def _open_up(folder: str) -> None:
-    """Makes a tree of folders readable for its owner; programs may have closed them."""
+    """Gives the owner access to a tree of folders; programs may have removed it."""
     os.chmod(folder, stat.S_IRWXU)
     for path, folders, _ in os.walk(folder):
         for name in folders:
@@ -102,7 +102,7 @@ def build(settings: dict[str, Any]) -> Room | None:
     if level == "namespace":
         return _in_namespaces(settings)
     if level == "bubblewrap":
-        # Is process 1 in the namespaces that bwrap has made, as the user of the programs
+        # This is process 1 in the namespaces of bwrap, as the user of the programs
         return Room(
             level=level,
             scratch=SCRATCH,
@@ -134,7 +134,7 @@ def _in_namespaces(settings: dict[str, Any]) -> Room | None:
     group = os.getgid()
     outer = FIRST_OUTER_USER + os.getpid()
     may_map = user == 0 and kernel.has_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID) and _is_known(outer)
-    if may_map:  # programs get an id that no one has: root's processes have no limit of their number
+    if may_map:  # programs get an unused id: the number of root's processes is unlimited
         ids = f"0 0 1\n{USER} {outer} 1\n"
         helper = _Helper(ids)
     kernel.unshare(
@@ -175,14 +175,14 @@ def _in_namespaces(settings: dict[str, Any]) -> Room | None:
 
 
 def _is_known(user: int) -> bool:
-    """Whether this process's own user namespace has an id; that of a container has few."""
+    """Whether the user namespace of this process has an id; a container's has few."""
     with open("/proc/self/uid_map") as lines:
         ranges = [[int(word) for word in line.split()] for line in lines]
     return any(first <= user < first + number for first, _, number in ranges)
 
 
 class _Helper:
-    """A child that maps the ids of its parent's user namespace from outside, which takes root's privileges."""
+    """A child that maps the ids of its parent's user namespace from outside, which requires root."""
 
     def __init__(self, ids: str) -> None:
         self._wakes, self._wake = os.pipe()
@@ -235,7 +235,7 @@ def _make_root(settings: dict[str, Any]) -> bool:
 
 
 def _show(path: str) -> None:
-    """Shows a folder or file of the machine under its path, or the symbolic link that it is, read-only."""
+    """Mounts a folder or file of the machine at the same path, read-only; recreates a symbolic link."""
     outside = OLD_ROOT + path
     if os.path.lexists(path) or not os.path.lexists(outside):
         return
@@ -269,7 +269,7 @@ def _mount_proc() -> bool:
         with contextlib.suppress(OSError):
             kernel.mount("proc", "/proc", "proc", flags=flags, data=options)
             return True
-    return False  # a container that hides parts of its own
+    return False  # in a container with parts of `/proc` masked
 
 
 def bubblewrap_options(readable: Sequence[str], scratch_bytes: int) -> list[str]:

@@ -6,8 +6,8 @@
 | keeper thread | wardens to start | callers, `close` |
 | warden (a process, see `warden`) | requests | callers; the end of the trainer |
 
-A warden is warm: it has imported what programs often import, and forks for each. Each caller has one for itself while
-its program runs. The keeper starts them all, because the kernel ends a process with the *thread* that started it.
+A warden is warm: it has imported common modules, and forks for each program. A caller has exclusive use of a warden
+while its program runs. The keeper starts them all, because the kernel ends a process with the *thread* that started it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lit_async_rl.sandbox.processes import GuardError, Keeper, Runs, WardenProce
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.programs import PATHS
 
-NUM_TRIES = 2  # of a program whose warden ends
-MAX_IDLE = 16  # wardens that wait for programs
+NUM_TRIES = 2  # of a program, if its warden ends
+MAX_IDLE = 16  # wardens waiting for programs
 LEVELS = ("bubblewrap", "namespace", "limits")
 PRELOADED = (
     *("abc", "ast", "bisect", "collections", "copy", "datetime", "decimal", "enum", "fractions", "functools"),
@@ -37,9 +37,9 @@ PRELOADED = (
 
 
 class Sandbox:
-    r"""Runs programs, each in a fork of its own, of which nothing is left for the next one.
+    r"""Runs programs, each in its own fork; nothing of one is left for the next.
 
-    | `level` | programs are kept in by |
+    | `level` | isolation by |
     |---|---|
     | `bubblewrap` | namespaces made by `bwrap`; seccomp, Landlock and resource limits |
     | `namespace` | user, mount, pid, network, ipc and uts namespaces; seccomp, Landlock and resource limits |
@@ -55,16 +55,16 @@ class Sandbox:
         ```
 
     Args:
-        level: one of them, or `auto`: the first that works here; for root `namespace` comes before `bubblewrap`.
-        allow_unsandboxed: whether `limits` will do where no namespace can be made.
+        level: see above, or `auto`: the first that works here; for root `namespace` comes before `bubblewrap`.
+        allow_unsandboxed: whether to accept `limits` where namespaces are unavailable.
         limits: of each program.
-        readable: further folders and files that programs may read, such as that of a compiler; their subfolders `bin`
-            are on the path.
-        python_path: folders of modules for Python programs, such as `site-packages`; they may be read.
-        preload: modules that are imported once, before the forks; what they hold is in every program.
+        readable: further readable folders and files, such as a compiler's folder; their subfolders `bin` are on the
+            path.
+        python_path: readable folders of modules for Python programs, such as `site-packages`.
+        preload: modules imported once, before the forks; every program contains their data.
 
     Raises:
-        SetupError: no level that is allowed works on this machine; says why.
+        SetupError: no allowed level works on this machine.
         ValueError: a setting is out of range, or a folder does not exist.
     """
 
@@ -92,12 +92,12 @@ class Sandbox:
         self._lock = threading.Lock()  # guards the next two
         self._idle: list[WardenProcess] = []
         self._keeper: Keeper | None = None
-        self._keepers: list[Keeper] = []  # the present one, for the end of an object that nobody closes
+        self._keepers: list[Keeper] = []  # the current one, for the end of an object that is never closed
         self._end = weakref.finalize(self, _close_all, self._idle, self._keepers)
         self.level, self.guards = self._choose(level, allow_unsandboxed)
 
     def _choose(self, level: str, allow_unsandboxed: bool) -> tuple[room.Level, tuple[str, ...]]:
-        """The first level that works; its first warden waits for a program."""
+        """The first level that works; its first warden becomes idle."""
         candidates: list[room.Level] = []
         problems = []
         # under bwrap root keeps its uid, so a program could list the descriptors of the process that starts it
@@ -128,7 +128,7 @@ class Sandbox:
 
     @property
     def description(self) -> str:
-        """What is active, in one line."""
+        """Active guards and limits, in one line."""
         limits = self.limits
         return (
             f"{self.level}: {', '.join(self.guards)}; {limits.wall_s:g} s, {limits.memory_mb} MB, "
@@ -136,10 +136,10 @@ class Sandbox:
         )
 
     def announce(self, owner: str) -> None:
-        """Says at the start of a run, in one line, what keeps programs in.
+        """Logs the isolation of programs in one line, at the start of a run.
 
         Args:
-            owner: who runs them.
+            owner: name of the object that runs programs.
         """
         from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -147,22 +147,22 @@ class Sandbox:
         say(f"{owner} runs programs in a sandbox, {self.description}")
 
     def run(self, program: str | Program, limits: SandboxLimits | None = None) -> ProgramResult:
-        """Runs a program, a text as Python. Blocks; any number of threads may call it at a time.
+        """Runs a program; a string is run as Python. Blocks; thread-safe.
 
         Args:
-            program: source, or more than that.
-            limits: of this program, in place of the sandbox's own.
+            program: Python source, or a program with its settings.
+            limits: limits of this program, in place of the sandbox's own.
 
         Raises:
-            SandboxError: it could not be run, also not by another warden.
+            SandboxError: two wardens failed to run it.
         """
         given = Program(source=program) if isinstance(program, str) else program
         return self.run_together([given], limits)[0]
 
     def run_together(self, programs: Sequence[Program], limits: SandboxLimits | None = None) -> list[ProgramResult]:
-        """Runs programs at the same time, each in a warden of its own; two share a channel.
+        """Runs programs concurrently, each in its own warden; two share a channel.
 
-        The end of the first one ends all.
+        The end of the first one ends all of them.
 
         Raises:
             SandboxError: they could not be run.
@@ -182,12 +182,12 @@ class Sandbox:
                 for warden in wardens:
                     warden.kill()
                 raise
-            self._give_back(wardens)
+            self._release(wardens)
             return results
         raise SandboxError("no try was made")
 
     def has_command(self, name: str) -> bool:
-        """Whether programs find a command."""
+        """Whether a command is on the programs' path."""
         return shutil.which(name, path=":".join([PATHS, *self._paths])) is not None
 
     @property
@@ -195,7 +195,7 @@ class Sandbox:
         return [os.path.join(folder, "bin") for folder in self._readable]
 
     def close(self) -> None:
-        """Ends the wardens, and what they run. A later `run` starts new ones."""
+        """Ends the wardens and their programs. A later `run` starts new ones."""
         with self._lock:
             self._keeper = None
             idle = list(self._idle)
@@ -213,7 +213,7 @@ class Sandbox:
     # -- wardens ------------------------------------------------------------------------------------------------------
 
     def _take(self) -> WardenProcess:
-        """A warden that waits, or a new one."""
+        """Takes an idle warden, or starts one."""
         while True:
             with self._lock:
                 warden = self._idle.pop() if self._idle else None
@@ -231,7 +231,7 @@ class Sandbox:
             keeper = self._keeper
         return keeper.start(self._settings | {"parent": os.getpid()})
 
-    def _give_back(self, wardens: Sequence[WardenProcess]) -> None:
+    def _release(self, wardens: Sequence[WardenProcess]) -> None:
         with self._lock:
             room_for = MAX_IDLE - len(self._idle) if self._keeper is not None else 0
             self._idle.extend(wardens[: max(0, room_for)])
@@ -259,6 +259,6 @@ def _folders(setting: str, paths: Sequence[str]) -> list[str]:
 
 
 def _python_folders() -> list[str]:
-    """Where the interpreter and its standard library are."""
+    """Folders of the interpreter and its standard library."""
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     return sorted(prefix for prefix in prefixes if prefix not in ("/", "/usr"))

@@ -1,12 +1,12 @@
-"""Unit tests in two processes: one has the tests and the verdict, the other one the program and neither of them.
+"""Unit tests in two processes: one with the tests and the verdict, the other with the program only.
 
     tests     (T) --- calls of the program's functions, with values as JSON ---> functions (F)
     trainer <-- verdict --- (T)
 
 A program that prints, ends its process, patches the interpreter or searches its memory finds no test, no expected value
-and no way to the verdict: it can but answer calls. Values that travel are plain data, so that no object of the program
-compares itself with an expected value. Other objects of the program stay with it: the tests hold a `Remote`, which
-calls and reads attributes there, and is equal to no plain value.
+and no way to the verdict: it can only answer calls. Values cross as plain data, so that no object of the program
+compares itself with an expected value. Other objects stay with the program: the tests hold a `Remote`, which calls and
+reads attributes there, and equals no plain value.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lit_async_rl.sandbox.interpreter import execute
 from lit_async_rl.sandbox.values import Channel, Closed, NotPlain, RemoteError, as_exception, decode, encode
 
 MAX_FAILURE_CHARS = 300
-TOLERANCE = 1e-9  # of expected floats that a set of calls states
+TOLERANCE = 1e-9  # for expected floats
 NAME = "tests.py"
-# Known to tests without an import of their own: published tests use what their program imports
+# Available to tests without an import: published tests rely on the imports of their program
 OFTEN_USED = (
     "import math, re, collections, itertools, functools, heapq, bisect, string, random, operator, copy, json\n"
     "import datetime\n"
@@ -40,7 +40,7 @@ OFTEN_USED = (
     "from math import ceil, floor, inf, isclose, nan, pi, sqrt\nfrom heapq import *\nfrom bisect import *\n"
     "from fractions import Fraction\nfrom decimal import Decimal\nfrom copy import deepcopy\n"
 )
-ALIASES = {"np": "numpy", "pd": "pandas"}  # of modules that tests use without importing them
+ALIASES = {"np": "numpy", "pd": "pandas"}  # of modules used by tests without an import
 PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
 
@@ -58,7 +58,7 @@ class Tests:
         self.num_not_plain = 0
 
     def names(self) -> dict[str, Any] | None:
-        """The program's global names, or what stands for them; None for a program that failed."""
+        """The program's global names, with proxies for its objects; None for a program that failed."""
         message = self._channel.receive()
         if message[0] != "ready":
             return None
@@ -93,7 +93,7 @@ class Tests:
         raise NotPlain(f"a test hands over an object of the class {type(value).__name__}")
 
     def ask(self, what: str, number: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Does something with an object of the program; returns its value or raises its exception."""
+        """Applies an operation to an object of the program; returns its value or raises its exception."""
         given = [encode(one, self.export) for one in args]
         named = {name: encode(one, self.export) for name, one in (kwargs or {}).items()}
         self._channel.send([what, number, given, named])
@@ -128,7 +128,7 @@ class Tests:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Changes an argument of a test as the program has changed it."""
+    """Applies the program's changes to an argument of a test."""
     if isinstance(old, (list, bytearray)) and type(new) is type(old):
         old[:] = new
     elif isinstance(old, (dict, set)) and type(new) is type(old):
@@ -260,7 +260,7 @@ def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
         connection: to the process with the program.
     """
     verdict = sys.stdout
-    sys.stdout = sys.stderr  # what tests print is no verdict
+    sys.stdout = sys.stderr  # keeps output of tests out of the verdict
     result: dict[str, Any] = {"passed": [], "failure": None, "num_not_plain": 0}
     tests = Tests(Channel(connection))
     try:
@@ -274,7 +274,7 @@ def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
 
 
 def run_together(doc: dict[str, Any], program: str) -> dict[str, Any]:
-    """Runs tests in the process of the program, whose objects they get as they are.
+    """Runs tests in the process of the program, with its objects unconverted.
 
     Args:
         doc: see `run_tests`.
@@ -303,7 +303,7 @@ def _namespace(doc: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         doc: see `run_tests`.
-        found: global names of the program, or what stands for them.
+        found: global names of the program, or proxies for them.
     """
     module = types.ModuleType("tests")
     sys.modules["tests"] = module  # dataclasses and pickle look classes up there
@@ -409,7 +409,7 @@ def _execute(code: str | ast.Module, names: dict[str, Any]) -> None:
 
 
 def _function(doc: dict[str, Any], names: dict[str, Any]) -> Any:
-    """What is tested: a function, or the method of that name of a class `Solution`, as LeetCode has it."""
+    """Function under test, or the method of that name in a class `Solution`, as on LeetCode."""
     name = doc["function"]
     program = names.get("__program__", names)
     if name not in program and "Solution" in program:
@@ -501,7 +501,7 @@ def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[Base
 
 
 def _run_body(doc: dict[str, Any], names: dict[str, Any], counter: _CountedAsserts) -> dict[str, Any]:
-    """Runs tests but those of pytest and unittest; returns what they define."""
+    """Runs tests except those of pytest and unittest; returns their definitions."""
     tree = counter.visit(ast.parse(doc["check"], NAME))
     _execute(ast.fix_missing_locations(tree), names)
     defined = {node.name: names[node.name] for node in tree.body if hasattr(node, "name") and node.name in names}

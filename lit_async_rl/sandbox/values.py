@@ -25,7 +25,7 @@ class NotPlain(TypeError):
 
 
 def encode(value: Any, export: Callable[[Any], list[Any]], depth: int = 0) -> Any:
-    """A value as JSON: a scalar, or a list that begins with its kind. Subclasses become what they extend.
+    """A value as JSON: a scalar, or a list that begins with its kind. Subclasses become their base class.
 
     Args:
         value: any object.
@@ -111,11 +111,11 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
 
 
 def decode(found: Any, refer: Callable[[list[Any]], Any]) -> Any:
-    """The value that `encode` made JSON of; of exact types, whoever wrote it.
+    """Decodes JSON of `encode`; the value has exact types, even if the JSON was forged.
 
     Args:
         found: parsed JSON.
-        refer: returns what stands for a reference.
+        refer: resolves a reference.
 
     Raises:
         NotPlain: it is none.
@@ -172,7 +172,7 @@ class Channel:
         """Waits for a message; the warden ends processes that wait too long.
 
         Raises:
-            Closed: there is none any more, or what came is none.
+            Closed: the connection has ended, or sent no message.
         """
         size = int.from_bytes(self._bytes(4), "big")
         if size > MAX_MESSAGE_BYTES:
@@ -199,7 +199,7 @@ class Channel:
 
 
 class RemoteError(Exception):
-    """The program raised what is no exception of Python itself."""
+    """Exception of the program without a counterpart in Python."""
 
 
 def as_exception(kinds: Sequence[str], message: str, may_stop: bool = False) -> Exception:

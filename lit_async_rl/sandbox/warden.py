@@ -1,15 +1,15 @@
-"""The warden of a sandbox: a process that forks for every program, ends what the program leaves, and starts over.
+"""The warden of a sandbox: a process that forks for every program and ends all processes left by it.
 
 | who | waits for | woken by |
 |---|---|---|
 | warden | a request; the end of its program | the trainer (its end included); the kernel, the program's deadline |
-| program | whatever it likes | the warden kills it at its deadline |
+| program | anything | the warden kills it at its deadline |
 
-The warden reads limits and no program: sources, inputs and outputs go through files and pipes between the trainer and
-the fork, so that the next fork finds nothing of them in the memory that it inherits.
+The warden reads limits but no program: sources, inputs and outputs pass through files and pipes between the trainer and
+the fork, so that the memory inherited by the next fork contains nothing of them.
 
-A request is a line of JSON with file descriptors beside it, an answer a line of JSON. Whoever closes the socket ends
-the warden, and with it everything in its pid namespace.
+A request is a line of JSON with file descriptors, an answer a line of JSON. Closing the socket ends the warden, and
+with it everything in its pid namespace.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lit_async_rl.sandbox import kernel, programs, room
 from lit_async_rl.sandbox.room import Room
 
 MAX_REQUEST_BYTES = 2**16
-FIRST_LOOK_S = 0.02  # at the memory of processes; short programs are never looked at
-LOOK_S = 0.02
-STOP = b"K"  # from the trainer, while a program runs: end it
-NUM_FILES = 5  # source, input, output, errors, and for some a channel
+FIRST_USAGE_CHECK_S = 0.02  # after the start of a program; shorter ones are never checked
+USAGE_CHECK_INTERVAL_S = 0.02  # between checks of memory and number of processes
+STOP = b"K"  # sent by the trainer to end the running program
+NUM_FILES = 5  # source, input, output, errors, and for tests a channel
 MAX_OPEN_FILES = 64
-END_S = 10.0  # in which killed processes are gone; the kernel may be slow to free their memory
-CORE_BYTES = 1  # neither a file nor, where cores go to a program, a dump: the kernel takes 1 for a dump within a dump
-WORST_SCORE = "1000"  # for the kernel that looks for a process to kill when memory runs out
+END_S = 10.0  # for killed processes to be gone; the kernel may free their memory slowly
+CORE_BYTES = 1  # no core file, nor a dump piped to a program: the kernel takes 1 for a recursive dump
+WORST_OOM_SCORE = "1000"  # first choice of the kernel's out-of-memory killer
 
 
 class Warden:
@@ -47,8 +47,8 @@ class Warden:
 
     Args:
         control: socket to the trainer.
-        settings: of `Sandbox`.
-        place: where programs run.
+        settings: settings of `Sandbox`.
+        place: environment of programs.
     """
 
     def __init__(self, control: socket.socket, settings: dict[str, Any], place: Room) -> None:
@@ -71,11 +71,11 @@ class Warden:
             for file in files:
                 os.close(file)
             self._say(answer)
-            self._room.clear()  # one that cannot be cleared ends the warden, and the trainer starts another
+            self._room.clear()  # a failure ends the warden, and the trainer starts another
             self._make_rules()
 
     def _prepare(self) -> None:
-        """Imports what programs often import, and tries the guards in a fork."""
+        """Imports common modules, and tests the guards in a fork."""
         site.setquit()  # programs have `exit` and `quit`, which Python defines for scripts
         for name in self._settings["preload"]:
             importlib.import_module(name)
@@ -94,10 +94,10 @@ class Warden:
             else:
                 self._filter = None
         gc.collect()
-        gc.freeze()  # collections in forks would copy the memory that they share
+        gc.freeze()  # collections in forks would copy shared memory
 
     def _make_rules(self) -> None:
-        """Makes Landlock's rules anew: they are about folders and not about paths, and the scratch folder is new."""
+        """Rebuilds the Landlock rules, which refer to folders instead of paths: the scratch folder is new."""
         if self._rules is not None:
             os.close(self._rules)
             self._rules = None
@@ -132,7 +132,7 @@ class Warden:
             files += received
             if not more or len(data) > MAX_REQUEST_BYTES:
                 return None
-            data = (data + more).lstrip(STOP)  # for a program that had ended meanwhile
+            data = (data + more).lstrip(STOP)  # meant for a program that had already ended
         task: dict[str, Any] = json.loads(data)
         return files, task
 
@@ -159,10 +159,10 @@ class Warden:
         return {"status": status, "verdict": verdict, "wall_s": seconds, "cpu_s": cpu_s, "problem": found}
 
     def _watch(self, pid: int, began: float, task: dict[str, Any]) -> tuple[str, int]:
-        """Waits for the end of a program, or for a reason to end it."""
+        """Waits until a program ends or must be ended."""
         limits = task["limits"]
         deadline = began + limits["wall_s"]
-        look = began + FIRST_LOOK_S
+        look = began + FIRST_USAGE_CHECK_S
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         ends = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
@@ -175,7 +175,7 @@ class Warden:
                 ready = {file for file, _ in poll.poll(1000 * (pause_s if ends is not None else min(pause_s, 0.003)))}
                 if (status := _ended(pid)) is not None:
                     return "ended", status
-                if self._control.fileno() in ready:  # the trainer wants no more of it, or has ended
+                if self._control.fileno() in ready:  # the trainer no longer needs it, or has ended
                     if not self._control.recv(1):
                         self._end_all(pid)
                         os._exit(0)
@@ -184,7 +184,7 @@ class Warden:
                 if now >= deadline:
                     return "time", 0
                 if now >= look:
-                    look = now + LOOK_S
+                    look = now + USAGE_CHECK_INTERVAL_S
                     if excess := self._excess(pid, limits):
                         return excess, 0
         finally:
@@ -192,7 +192,7 @@ class Warden:
                 os.close(ends)
 
     def _members(self, pid: int) -> list[int]:
-        """The processes of the program."""
+        """Processes of the program."""
         if not self._room.has_processes_shown:
             return [pid]
         mine = os.getpid()
@@ -200,7 +200,7 @@ class Warden:
         return found if self._room.has_own_ids else [one for one in found if _group(one) == pid]
 
     def _excess(self, pid: int, limits: dict[str, Any]) -> str | None:
-        """The limit that the processes of a program have passed together."""
+        """Limit exceeded by the processes of a program together; None if there is none."""
         members = self._members(pid)
         if len(members) > limits["processes"]:
             return "processes"
@@ -212,16 +212,16 @@ class Warden:
         return None
 
     def _end_all(self, pid: int | None = None) -> None:
-        """Ends every process that the program has left.
+        """Ends all processes left by the program.
 
         Raises:
-            TimeoutError: one is still there.
+            TimeoutError: a killed process remains.
         """
         deadline = time.monotonic() + END_S
         while True:
             if self._room.has_own_ids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)  # everyone in the pid namespace but its process 1, which this is
+                    os.kill(-1, signal.SIGKILL)  # all of the pid namespace except its process 1, this one
             else:
                 for one in {*([] if pid is None else [pid]), *_children()}:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -246,7 +246,7 @@ class Warden:
             programs.use_files(files, self._rules, problem)
             limits = task["limits"]
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write(WORST_SCORE)
+                file.write(WORST_OOM_SCORE)
             os.chdir(self._room.scratch)
             os.umask(0o022)
             if sys.platform == "linux":
@@ -263,7 +263,7 @@ class Warden:
                     os.close(programs.RULES)
                 if self._filter is not None:
                     kernel.install_filter(self._filter)
-                kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the warden must be able to see what memory it has
+                kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the warden must be able to read its memory use
         except BaseException as error:
             os.write(programs.PROBLEM, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -278,16 +278,16 @@ class Warden:
         kernel.limit("MEMLOCK", 0)
         kernel.limit("MSGQUEUE", 0)
         kernel.limit("SIGPENDING", 1024)
-        if self._room.level != "limits":  # elsewhere it counts all processes of the user; `_excess` counts these
+        if self._room.level != "limits":  # there it would count all processes of the user; `_excess` counts these
             kernel.limit("NPROC", limits["processes"])
-        # What may be written to. The address space is no measure: some interpreters reserve more than they ever use.
+        # Writable memory. The address space is no measure: some interpreters reserve more than they ever use.
         kernel.limit("DATA", limits["memory_bytes"] + self._data_bytes(is_command))
         if not self._room.has_processes_shown and not is_command:
             kernel.limit("AS", limits["memory_bytes"] + 2**30)
 
     @staticmethod
     def _data_bytes(is_command: bool) -> int:
-        """What the fork inherits; a command gives it up."""
+        """Inherited data of a forked program; 0 for a command, which replaces it."""
         if is_command:
             return 0
         with contextlib.suppress(OSError, LookupError, ValueError), open("/proc/self/statm") as file:
@@ -316,7 +316,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _own_bytes(pid: int) -> int:
-    """Memory of a process, its part of what it shares included."""
+    """Memory of a process, including its part of shared memory."""
     with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
     return _resident_bytes(pid)
@@ -343,7 +343,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=int(sys.argv[2]))
     control.setblocking(True)
-    if settings["level"] == "namespace":  # at the lowest level the end of the socket ends it, and first its programs
+    if settings["level"] == "namespace":  # at level `limits` the end of the socket ends its programs and then it
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != settings["parent"]:
             return

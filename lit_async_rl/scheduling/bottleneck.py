@@ -132,7 +132,7 @@ class Verdict:
 
     @property
     def shares(self) -> str:
-        """What trainer and engine did with their time, in words."""
+        """Time shares of trainer and engine, in words."""
         i = self.intervals
         return (
             f"the trainer waits {i.wait_s / i.wall_s:.0%} of the time, the engine is busy "
@@ -146,7 +146,7 @@ class Verdict:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What is advised, without numbers of the window: another key is other advice."""
+        """Identity of the advice, without the numbers of its window."""
         setting = self.setting
         return (self.side,) if setting is None else (self.side, setting.name, str(setting.suggested))
 
@@ -232,7 +232,7 @@ class SteadyAdvice:
         return str(verdict) if self.admits(verdict) or not verdict.is_worth_it else verdict.shares
 
     def for_run(self, verdict: Verdict, is_over: bool) -> Verdict | None:
-        """What may be advised on the run so far; None if its shares of time are all there is to say.
+        """Advice for the run so far; None if only its time shares are worth printing.
 
         Args:
             verdict: on the run from its beginning.

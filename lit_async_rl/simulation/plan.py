@@ -223,7 +223,7 @@ PUBLICATION_BYTES_PER_S = 25e9  # between devices
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What a formula needs to know of a model.
+    """Model size for the cost formula.
 
     Attributes:
         parameters: number of parameters that a token uses.

@@ -320,7 +320,7 @@ class SignalCallback(pl.Callback):
 
     @property
     def without_signals(self) -> str:
-        """What a step without signals means, completing "so it ..."; empty where they are not needed."""
+        """Effect of a step without signals, completing "so it ..."; empty if the stabilizer needs none."""
         return "does nothing"
 
     def reset(self) -> None:

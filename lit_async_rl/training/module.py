@@ -129,7 +129,7 @@ def load_policies(
 
 
 class SavedWeights:
-    """Leaves out of a module's checkpoints what is frozen: the reference, and the base below LoRA adapters.
+    """Omits frozen weights from a module's checkpoints: the reference, and the base below LoRA adapters.
 
     Sharded ones are kept: such checkpoints are loaded completely or not at all.
 
@@ -144,7 +144,7 @@ class SavedWeights:
         self._digest = ""
 
     def reduce(self, checkpoint: dict[str, Any], policy: CausalPolicy) -> None:
-        """Drops what is frozen; names the base of adapters."""
+        """Drops frozen weights; names the base of adapters."""
         if is_sharded(self._module):
             return
         checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])

@@ -72,7 +72,7 @@ class RateSchedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantRate(RateSchedule):
-    """Linear warm-up, then the same rate for ever."""
+    """Linear warm-up, then a constant rate."""
 
     @property
     def needs_length(self) -> bool:

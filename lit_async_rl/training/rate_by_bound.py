@@ -41,7 +41,7 @@ TOKEN_LOSSES = (PPOClip, CISPO, SAT, ESTR, MinPRO, PNPO, BAPO, DPPO, M2PO, Score
 
 
 class Handling(Enum):
-    """What an objective does about stale data; the value says it in words."""
+    """Treatment of stale data by an objective; the value describes it."""
 
     NOTHING = "nothing that corrects stale data"
     WEIGHTS = "importance weights or a clip"
@@ -62,7 +62,7 @@ WHOLE_RATE_UP_TO = {
 def handling(
     loss: PolicyLoss, correction: Correction | None = None, baseline: OptimalBaseline | None = None
 ) -> Handling | None:
-    """What these parts of an objective do about stale data; None for losses of which nothing was measured."""
+    """Treatment of stale data by these parts of an objective; None for losses that were not measured."""
     if baseline is not None:
         return Handling.OPTIMAL_BASELINE
     if isinstance(loss, SEQUENCE_LOSSES):

@@ -105,7 +105,7 @@ class _Notices:
             vars(logger)[name] = getattr(self, name)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Tells the logger later, of what is true now."""
+        """Notifies the logger after the save, with the state that the callback has now."""
         known = _copied(checkpoint_callback)
         saves = vars(self._trainer).get("save_checkpoint")
         if isinstance(saves, SavesBetweenUpdates):
@@ -133,7 +133,7 @@ class _Notices:
             log.warning("%s did not take checkpoint %s: %s", name, told.best_model_path, describe(error))
 
     def finalize(self, status: str) -> None:
-        """Waits for what is being written, whose errors the run itself raises, and ends the logger."""
+        """Waits for pending writes, whose errors the run itself raises, and ends the logger."""
         settle = getattr(self._trainer.strategy.checkpoint_io, "settle", None)
         if settle is not None:
             settle()

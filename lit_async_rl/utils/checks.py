@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
-MANY = 1_000_000  # more of what takes memory, a thread or a process each is a slip of the keyboard
+MANY = 1_000_000  # more items that each take memory, a thread or a process are a typing error
 MAX_REWARD = 3.4028234663852886e38  # of float32
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
@@ -55,7 +55,7 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
 
 
 NO_VALUE = "must have a value, got"
-SECTIONS = {  # of a configuration file, whose settings messages name in its place
+SECTIONS = {  # sections of a configuration file, by which messages name the settings
     "Limits": "data.limits",
     "PolicyModule": "model",
     "RayCluster": "cluster",
@@ -68,7 +68,7 @@ _PLAIN_TYPES = re.compile(r"[a-z][a-z_\[\], .|]*")  # numbers, texts, lists of t
 
 
 def refuse_none(kind: type) -> None:
-    """Makes the constructor of a class refuse None for each setting whose annotation is a plain type without it.
+    """Makes the constructor of a class refuse None for settings annotated with a plain type without None.
 
     Example: `PPOClip(clip_low=None)` raises `PPOClip.clip_low must have a value, got None: leave it out for its
     default`. Comparisons would raise a `TypeError` later, or `check_range` take it for a setting left unset.
@@ -194,7 +194,7 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
         given: the arguments by name.
 
     Raises:
-        ValueError: names the setting, what it must be, and what was given.
+        ValueError: names the setting, its requirement, and its value.
     """
     for name, (kind, may_be_none, may_be_function) in wanted_classes(init).items():
         value = given.get(name)

@@ -13,8 +13,6 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from lit_async_rl.utils.renamed_keys import move_keys
-
 BASE = "base"
 MAX_BYTES = 10_000_000
 MAX_NODES = 1_000_000  # with aliases expanded: nested aliases grow exponentially, and omegaconf expands them
@@ -48,7 +46,7 @@ def with_bases(file: Path, chain: Sequence[Path] = ()) -> list[Path]:
 
 
 def own_settings(text: str, *changes: Callable[[yaml.Node], None]) -> str:
-    """The text of a configuration file without the key `base`, and with all keys under their present names.
+    """The text of a configuration file without the key `base`.
 
     Args:
         text: of the file.
@@ -58,7 +56,6 @@ def own_settings(text: str, *changes: Callable[[yaml.Node], None]) -> str:
     if not isinstance(root, yaml.MappingNode):
         return text
     root.value = [(key, value) for key, value in root.value if key.value != BASE]
-    move_keys(root)
     for change in changes:
         change(root)
     return yaml.serialize(root)

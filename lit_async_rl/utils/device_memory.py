@@ -25,15 +25,15 @@ FULL_MEMORY = re.compile(
     # a GPU that other processes fill has no room for a library's handle or workspace either
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR|NOT_SUPPORTED\.)"
 )
-# what libraries say of anything that went wrong; on a full GPU it is the memory, of a kernel's code, say, which is
-# loaded when it is first called (seen on an H100 that 21 processes shared)
+# unspecific errors of libraries; on a full GPU the cause is memory, such as that of a kernel's code, which is loaded at
+# its first call (seen on an H100 shared by 21 processes)
 LIBRARY_FAILED = re.compile(r"CU(BLAS|DNN)_STATUS_EXECUTION_FAILED|mha_graph.{1,2}execute")
 FULL_SHARE = 0.02  # free share of a GPU's memory below which it is full
 log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error, or one that it was raised from, says that the memory of the machine or of its GPU is full."""
+    """Whether the error or one of its causes reports that the memory of the machine or its GPU is full."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error)):
@@ -77,7 +77,7 @@ def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch
 
 
 def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context in which this thread queues its work in a stream of its own, beside that of other threads."""
+    """Context in which this thread queues its work in a separate stream, concurrent with other threads."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if has_streams(device) else contextlib.nullcontext()
 
 
@@ -142,7 +142,7 @@ def _register(memory: Tensor) -> bool:
 
 
 class StagedCopies:
-    """Copies tensors of a GPU to CPU memory on a stream of its own, while other streams go on.
+    """Copies tensors of a GPU to CPU memory on a separate stream, without blocking other streams.
 
     Args:
         device: the GPU.
@@ -194,7 +194,7 @@ def pinned_bytes(size: int) -> Tensor:
 
 
 def host_copy(tensor: Tensor, staged: StagedCopies | None = None) -> Tensor:
-    """A copy in CPU memory; a large one has memory of its own, outside of the allocator.
+    """A copy in CPU memory; a large one is allocated separately, outside the allocator.
 
     New memory costs one page fault per 4 KB, most of the time of a large copy. Huge pages, where Linux has them, cost
     one per 2 MB. The allocator would also keep freed memory in the process.

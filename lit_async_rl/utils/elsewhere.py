@@ -1,35 +1,35 @@
-"""Objects that work in another process: what stands for them here, and how they are made again there."""
+"""Proxies of objects that work in another process, and objects that can be rebuilt there."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Elsewhere:
-    """Stands for a reward or environment that works in another process.
+class RemoteProxy:
+    """Proxy of a reward or environment that works in another process.
 
     Attributes:
-        original: that object, which names and identifies what stands for it.
+        original: the object itself, which gives the proxy its name and identity.
     """
 
     original: Any
 
     def prepare(self) -> None:
-        """Starts what it works in, and waits for that."""
+        """Starts the other process, and waits until it is ready."""
 
 
 def original_of(value: Any) -> Any:
-    """The object that another stands for; any other object is itself."""
-    return value.original if isinstance(value, Elsewhere) else value
+    """The original of a proxy; any other object itself."""
+    return value.original if isinstance(value, RemoteProxy) else value
 
 
-class Remade:
-    """An object with locks, threads or processes, which is pickled as its class and constructor's arguments."""
+class Rebuildable:
+    """Object with locks, threads or processes, pickled as its class and constructor arguments."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the constructor's arguments."""
+        """Records the constructor arguments."""
         made = super().__new__(cls)
         made._arguments = (args, kwargs)
         return made

@@ -35,13 +35,13 @@ _began_in: str | None = None  # None outside of a run
 
 
 def begin_here() -> None:
-    """Has `absolute` mean the present working folder from here on, until `return_to_begin`."""
+    """Fixes the current working folder as the base of `absolute`, until `return_to_begin`."""
     global _began_in
     _began_in = os.getcwd()
 
 
 def return_to_begin() -> None:
-    """Ends what `begin_here` began; user code may have changed the working folder, which is changed back."""
+    """Undoes `begin_here`, and restores the working folder, which user code may have changed."""
     global _began_in
     began_in = _began_in
     _began_in = None

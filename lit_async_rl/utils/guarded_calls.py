@@ -25,7 +25,7 @@ import torch
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.utils.waiting import Wait, use_awake_clock
 
-MAX_ANSWER_S = 1.0  # longest wait for a value that can be had late
+MAX_ANSWER_S = 1.0  # longest wait for a value that may arrive late
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def feed(
 
     Args:
         function: called in a worker.
-        items: what it reads.
+        items: items for the call.
         wait: for the next request of an item, or the result; making an item does not count.
         lasts: whether an item stays valid when the next is produced. It is handed over with the next: two threads that
             take turns wait for each other, the longer the busier the machine is.
@@ -165,7 +165,7 @@ def _result(reply: _Reply) -> Any:
     try:
         raise reply.error
     finally:
-        reply.error = None  # no cycle of frames, error and reply: what it holds is freed with the error
+        reply.error = None  # no cycle of frames, error and reply: its objects are freed with the error
 
 
 class LastKnown(Generic[T]):
@@ -183,7 +183,7 @@ class LastKnown(Generic[T]):
         self._asking = threading.Lock()
 
     def get(self) -> T:
-        """The value, or the last one if it takes longer than `MAX_ANSWER_S`. Raises what the function raises."""
+        """The value, or the last one if it takes longer than `MAX_ANSWER_S`. Raises errors of the function."""
         if not self._asking.acquire(blocking=False):  # another thread does
             return self._value
         try:
@@ -215,7 +215,7 @@ def without_exit(function: Callable[[], T]) -> T:
     """Result of a call whose future is awaited.
 
     Raises:
-        RuntimeError: in place of `StopIteration`, for which asyncio would wait for ever, and of an exit of the process,
+        RuntimeError: in place of `StopIteration`, on which asyncio would wait forever, and of an exit of the process,
             which the future would pass on to the event loop.
     """
     try:
@@ -233,8 +233,8 @@ JOIN_S = 10.0
 def run_loop(stopped: asyncio.Future[None]) -> None:
     """Runs the event loop of `stopped` until that is set: the body of a thread.
 
-    A task that raises `SystemExit` or `KeyboardInterrupt`, which asyncio lets through, ends like any other that fails:
-    without the loop no other task, and no time limit, would ever end. Nor does `loop.stop` end it.
+    `SystemExit` and `KeyboardInterrupt` of a task, which asyncio lets through, end only that task: without the loop no
+    other task, and no time limit, would ever end. Nor does `loop.stop` end the loop.
     """
     loop = stopped.get_loop()
     while not stopped.done() and not loop.is_closed():
@@ -249,7 +249,7 @@ class LoopThread:
     """Daemon thread that runs an event loop until `close`.
 
     Args:
-        name: of the thread, also in messages.
+        name: name of the thread, also for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -271,7 +271,7 @@ class LoopThread:
             raise EngineError(f"{self.name} was closed before {what}")
 
         def check() -> None:
-            if self._closed.is_set():  # which cancels whatever is running
+            if self._closed.is_set():  # which cancels all running tasks
                 raise EngineError(f"{self.name} was closed during {what}")
 
         by = f" (set by {setting})" if setting else ""
@@ -285,14 +285,14 @@ class LoopThread:
         return future.result()
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether the loop runs a coroutine within `timeout_s`: none that it runs blocks it."""
+        """Whether the loop runs a coroutine within `timeout_s`, so that no task blocks it."""
         future = self.begin(asyncio.sleep(0))
         return future is not None and bool(concurrent.futures.wait([future], timeout_s).done)
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
         """Runs `coroutine` in the loop without waiting for it; returns its future. Ignored after `close`: None."""
         if not self._closed.is_set():
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
+            with contextlib.suppress(RuntimeError):  # just closed
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         return None
@@ -315,7 +315,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._stopped.set_result, None)
         self._thread.join(JOIN_S)
         if not self._thread.is_alive():
-            self._loop.close()  # its sockets, and the threads in which it has looked up host names
+            self._loop.close()  # its sockets, and its threads for host name look-ups
 
 
 async def _end_all(last: Coroutine[Any, Any, Any] | None) -> None:

@@ -49,7 +49,7 @@ def _problem(host: str, port: int) -> str | None:
         else:
             outcome.clear()
 
-    # in a thread of its own: resolving a name has no time limit
+    # in a separate thread: resolving a name has no time limit
     thread = threading.Thread(target=connect, name="hub", daemon=True)
     thread.start()
     thread.join(CONNECT_TIMEOUT_S)

@@ -1,10 +1,9 @@
-"""Identities of rewards, environments, agents and filters: all that makes the numbers that they give.
+"""Identities of rewards, environments, agents and filters: everything that determines their results.
 
-Two identities are equal, in this process or another, only if the two objects would give the same numbers: the code of
-functions and classes with their bases, what functions close over, their defaults, the globals that they read, class
-attributes, what bound methods are bound to, and the values that an object holds, as far down as they go. What is left
-out is in `docs/checkpoints.md`. A value that has no such form (a generator, an open file, a connection) is named in the
-identity, which then equals no other one.
+Two identities are equal, in this process or another, only if the two objects would give the same results. They include
+the code of functions and classes with their bases, closures, defaults, the globals read, class attributes, the objects
+of bound methods, and the values in an object, recursively. `docs/checkpoints.md` lists the exceptions. A value without
+such a form (a generator, an open file, a connection) is named in the identity, which then equals no other.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from lit_async_rl.utils.elsewhere import Remade, original_of
+from lit_async_rl.utils.elsewhere import Rebuildable, original_of
 
 LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size", "max_concurrent")
 OWN_PACKAGE = __name__.partition(".")[0]
 UNKNOWN = ", and cannot be compared: "
 PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
-# Of no value for a number: locks, and what belongs to a thread, an event loop or a connection.
+# Without influence on results: locks, and state of threads, event loops and connections.
 WITHOUT_VALUE = ("_thread.lock", "_thread.RLock", "_thread._local", "weakref.ReferenceType", "ssl.SSLContext")
 LARGE = 100  # containers of more items are digested as a whole where they hold nothing but plain values
 MAX_SCRIPT_BYTES = 1 << 20
 SHORT = 12  # hexadecimal digits of the digests that are shown
-OF_EVERY_CLASS = re.compile(  # what a class has in addition to what its author wrote
+OF_EVERY_CLASS = re.compile(  # attributes that Python adds to a class
     "__(module|qualname|name|doc|dict|weakref|annotations|annotate\\w*|firstlineno|static_attributes|slots|parameters"
     "|orig_bases|abstractmethods|match_args|dataclass_fields|dataclass_params|hash|slotnames)__|_abc_\\w+"
 )
@@ -46,7 +45,7 @@ OF_EVERY_CLASS = re.compile(  # what a class has in addition to what its author 
 def reward_identity(value: Any) -> str:
     """Name of a reward, environment, agent or filter, with digests of its settings and of its code.
 
-    Settings are the arguments of a `functools.partial`, the defaults of a function and what it closes over, and of an
+    Settings are the arguments of a `functools.partial`, the defaults and closure of a function, and of an
     object the constructor's arguments, where they are known, and its attributes as they are now. Limits of time and
     memory (`timeout_s` and the like) are excluded, because they do not change rewards. A digest, because a setting may
     be a secret key, and identities are stored in checkpoints and logged. Code is that of functions and classes, without
@@ -87,7 +86,7 @@ def name_of(value: Any) -> str:
 
 
 def _original(value: Any) -> Any:
-    """What another object stands for, or the function that `functools.cache` has wrapped."""
+    """Unwraps proxies of remote objects and functions wrapped by `functools.cache`."""
     value = original_of(value)
     is_cached = isinstance(value, type(functools.cache(name_of)))
     return value.__wrapped__ if is_cached else value
@@ -128,7 +127,7 @@ def _code_digest(value: Any, unknown: list[str]) -> str | None:
 
 
 def _settings(value: Any, unknown: list[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """(what makes the numbers of a function or object by name, attributes that follow from it if they are unknown)."""
+    """(values that determine results, by name; attributes derived from them, for use if they are unknown)."""
     if isinstance(value, MethodType):
         return {"self": value.__self__, **_settings(value.__func__, unknown)[0]}, {}
     if isinstance(value, FunctionType):
@@ -138,7 +137,7 @@ def _settings(value: Any, unknown: list[str]) -> tuple[dict[str, Any], Mapping[s
         return {}, {}
     if kind.__module__.partition(".")[0] == OWN_PACKAGE:
         return _arguments(value), {}
-    if isinstance(value, Remade):
+    if isinstance(value, Rebuildable):
         args, kwargs = value._arguments
         held = {name: part for name, part in vars(value).items() if name != "_arguments"}
         try:
@@ -151,7 +150,7 @@ def _settings(value: Any, unknown: list[str]) -> tuple[dict[str, Any], Mapping[s
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """The constructor's arguments that an object stores under the same names, and what `identified_by` adds."""
+    """Constructor arguments stored under the same names, and additions of `identified_by`."""
     names = inspect.signature(type(value).__init__).parameters
     given = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return given | (value.identified_by() if hasattr(value, "identified_by") else {})
@@ -174,7 +173,7 @@ def module_code(path: str) -> CodeType | None:
         return None
     try:
         return compile(Path(file).read_bytes(), "", "exec", dont_inherit=True)
-    except (OSError, SyntaxError, ValueError):  # the process that imports it says so
+    except (OSError, SyntaxError, ValueError):  # reported by the process that imports it
         return None
 
 
@@ -196,7 +195,7 @@ def _of_function(function: FunctionType) -> dict[str, Any]:
 
 
 def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
-    """What pickle would store of an object, by name. Objects that it cannot store are `unknown`."""
+    """State of an object as pickle would store it, by name. Objects that cannot be pickled are added to `unknown`."""
     kind = type(value)
     try:
         reduce = copyreg.dispatch_table.get(kind)
@@ -217,13 +216,13 @@ def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
 
 
 def _is_known(module: str) -> bool:
-    """Whether a module is of this package or of Python, whose functions are compared by name."""
+    """Whether functions of a module are compared by name: those of this package and of Python."""
     top = module.partition(".")[0]
     return top in (OWN_PACKAGE, "builtins") or (top in sys.stdlib_module_names and top != "__main__")
 
 
 def _is_named(function: FunctionType) -> bool:
-    """Whether a function is one of this package or of Python that its name tells all of."""
+    """Whether a function of this package or of Python is fully determined by its name."""
     return _is_known(function.__module__ or "") and "<locals>" not in function.__qualname__
 
 
@@ -233,11 +232,11 @@ def _is_library(module: str) -> bool:
 
 
 class _Walk:
-    """Digests values in an order that depends on nothing but them.
+    """Digests values in an order that depends on them alone.
 
     Args:
-        unknown: where what cannot be compared is named.
-        root: package whose classes are looked into, although it is a library.
+        unknown: receives the names of values that cannot be compared.
+        root: package whose classes are included although it is a library.
     """
 
     def __init__(self, unknown: list[str], root: str = "") -> None:
@@ -245,7 +244,7 @@ class _Walk:
         self.unknown = unknown
         self._root = root
         self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # what was seen: a number of an object is valid as long as the object is there
+        self._kept: list[Any] = []  # keeps seen objects alive, so that their ids stay unique
 
     def add(self, value: Any, path: str) -> None:
         """Adds any value; `path` names it where it cannot be compared."""
@@ -292,14 +291,14 @@ class _Walk:
             self._add_object(value, path)
 
     def add_named(self, parts: Mapping[str, Any], path: str) -> None:
-        """Adds values by their names, whose order does not count; limits are left out."""
+        """Adds values by name, in any order, except limits."""
         for name, part in sorted(parts.items()):
             if part is not None and not name.endswith(LIMIT_SETTINGS):
                 self._put(name)
                 self.add(part, f"{path}.{name}")
 
     def add_held(self, parts: Mapping[str, Any]) -> None:
-        """As `add_named`, for values that follow from others where they cannot be compared."""
+        """As `add_named`, for values that follow from others; those that cannot be compared are skipped."""
         named = self.unknown
         self.unknown = []
         self.add_named(parts, "")
@@ -324,7 +323,7 @@ class _Walk:
                 self._add_global(function, one.argval, attributes=(step.argval for step in then))
 
     def _add_global(self, function: FunctionType, path: str, attributes: Iterable[str]) -> None:
-        """Adds the value of a global, or of a module's attribute, with what it depends on."""
+        """Adds the value of a global or a module's attribute, with its dependencies."""
         if _is_library(function.__module__ or ""):
             return
         value = function.__globals__.get(path)
@@ -346,7 +345,7 @@ class _Walk:
             self._put(name_of(value))  # of a library: its object may be large, or a client
 
     def _add_class(self, kind: type, path: str) -> None:
-        """Adds the name of a class; of those that are no library's also what it consists of, and its bases."""
+        """Adds the name of a class; outside libraries also its content and bases."""
         self._put(name_of(kind))
         module = str(kind.__module__)
         if _is_known(module) or (_is_library(module) and module.partition(".")[0] != self._root):

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 from lit_async_rl.utils.processes import die_with_parent, kill_group
 
 START_TIMEOUT_S = 300.0  # imports of the child
@@ -45,7 +45,7 @@ class IsolatedCallError(RuntimeError):
     """The isolated function raised, or returned a value that JSON cannot represent; names the function."""
 
 
-class IsolatedFunction(Remade):
+class IsolatedFunction(Rebuildable):
     """Function executed in a child process; each calling thread has its own, started on the first call.
 
     Args:
@@ -203,7 +203,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments: str) -> None:
-    """Request loop of the child."""
+    """Runs the request loop of the child."""
     if not die_with_parent(parent):  # the parent may be killed while a call hangs
         return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -13,7 +13,7 @@ LIBRARIES = "torch, lightning and transformers"
 
 @contextlib.contextmanager
 def loading(what: str = LIBRARIES) -> Iterator[None]:
-    """Context of imports that take seconds: says so at once on stderr, one process of each machine.
+    """Context of imports that take seconds: announces them on stderr, in one process per machine.
 
     No garbage is collected meanwhile, which would look at each of the millions of objects that imports make and keep;
     that is a fifth of their time.

@@ -1,4 +1,4 @@
-"""Rows of loggers have what was logged in their steps, and nothing from before.
+"""Keeps values of earlier steps out of the rows of loggers.
 
 Lightning keeps the last value of each metric, and writes it again in the rows of all later steps that do not log it:
 the gradient's norm of the step before where a gradient was not finite, say. It stands alone because it knows
@@ -11,7 +11,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
 class LoggedRows:
-    """Forgets what has been written. Call `begin` before each micro-batch."""
+    """Forgets written values. Call `begin` before each micro-batch."""
 
     def __init__(self) -> None:
         self._num_steps = -1  # optimizer steps, when it last looked

@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         raise _NotPlainError
     if isinstance(value, partial):
-        # the command line makes a partial of a function of its parser, whose last argument is the class
+        # the command line makes a partial of a parser function; its last argument is the class
         kind = value.args[-1] if value.args else value.func
         if not isinstance(kind, type):
             raise _NotPlainError
@@ -175,7 +175,7 @@ def _with_class(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MADE_FROM = (PACKAGE_PREFIX, "torch.optim.")  # a checkpoint names classes, and no others are called
-CALLED_LATER = ("optimizer", "scheduler")  # settings whose classes of torch are called with parameters or optimizer
+CALLED_LATER = ("optimizer", "scheduler")  # torch classes, called later with parameters or optimizer
 
 
 def as_objects(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _guard(parent: int, command: list[str]) -> NoReturn:
         os._exit(1)
     child = os.fork()
     if not child:
-        os.setsid()  # what it says to its process group is not for the guard
+        os.setsid()  # signals to its process group must not reach the guard
         if die_with_parent(guard):
             try:
                 os.execvp(command[0], command)

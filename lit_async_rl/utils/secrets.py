@@ -23,7 +23,7 @@ _NAMED = re.compile(  # `api_key_env: '...'`
 
 
 def without_secrets(text: str) -> str:
-    """A text without what looks like a key: by its form, by the name before it, or as the password of an address."""
+    """Redacts likely keys in a text: by their form, by the name before them, or as the password of an address."""
     text = CREDENTIALS.sub(CONCEALED, _KEYS.sub(CONCEALED, text))
     return _NAMED.sub(lambda found: found[0] if _may_be_shown(found[3]) else f"{found[1]}{found[2]}{CONCEALED}", text)
 

@@ -79,7 +79,7 @@ def recorder() -> SpanRecorder:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Context in which this thread has a recorder that is off: an engine beside the policy's has no lane of its own."""
+    """Context in which this thread records no spans: an engine beside the policy's has no lane."""
     _own.recorder = SpanRecorder()
     try:
         yield

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import LimitedLog
 
-LOST_TRIES = 5  # of a call whose processes are lost, one after the other, where no number of tries is set
+LOST_TRIES = 5  # of a call that repeatedly loses its process, if `tries` is not set
 MAX_CONSECUTIVE_FAILURES = 10  # prompts in a row without a success, after which the run ends
 GRACE_S = 5.0  # after a call's time limit; a call that has not ended by then hangs
 log = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ class TryPolicy:
         timeout_s: time limit of one try, in seconds.
         tries: number of tries before the prompt is left out; None ends the run at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
-        timeout_name: name of the setting of `timeout_s`; empty if it is none.
+        timeout_name: name of the setting of `timeout_s`; empty if it is no setting.
         done: participle for a successful call in messages (`could not be scored`).
-        ends_run: whether failures may end the run; False leaves a call that has failed out, whatever the others do.
+        ends_run: whether failures may end the run; False always leaves the failed call out.
 
     Raises:
         ValueError: a setting is out of range.

@@ -21,7 +21,7 @@ from lit_async_rl.utils.secrets import without_secrets
 PACKAGE = Path(__file__).parents[1]
 TRACEBACK_FILE = "traceback.txt"  # in the folder of the run
 _OWN = tuple({str(PACKAGE), str(PACKAGE.resolve()), str((PACKAGE / "callbacks").resolve())})
-_OTHERS = (  # folders whose code is not the user's
+_OTHERS = (  # folders of code other than the user's
     *_OWN,
     *{os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")},
 )

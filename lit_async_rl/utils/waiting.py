@@ -74,7 +74,7 @@ os.register_at_fork(after_in_child=clock.__init__)  # type: ignore[misc]  # a ch
 
 
 def use_awake_clock(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-    """Has all timers of an event loop follow `clock`: `sleep`, `wait_for`, timeouts of clients. Returns the loop."""
+    """Makes all timers of an event loop follow `clock`: `sleep`, `wait_for`, client timeouts. Returns the loop."""
     loop.time = clock.now  # type: ignore[method-assign]  # read by the loop itself, too
     return loop
 
@@ -82,7 +82,7 @@ def use_awake_clock(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoo
 # -- A wait with a limit ----------------------------------------------------------------------------------------------
 
 
-POLL_INTERVAL_S = 0.5  # how late a wait that nothing wakes notices progress, or that who is waited for has ended
+POLL_INTERVAL_S = 0.5  # delay until a wait without a wake-up notices progress, or the end of the other side
 
 
 class Wait:
@@ -91,8 +91,8 @@ class Wait:
     Args:
         limit_s: longest time without progress.
         message: of the error: who was waited for, and the setting of the limit; a function is called when it is raised.
-        progress: a counter; a change of its value begins the limit anew.
-        check: called every `POLL_INTERVAL_S`; raises when what is awaited cannot come any more.
+        progress: a counter; a change of its value restarts the limit.
+        check: called every `POLL_INTERVAL_S`; raises when the awaited event can no longer come.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Wait:
         self.restart()
 
     def restart(self) -> None:
-        """Begins the limit anew."""
+        """Restarts the time limit."""
         self._began = clock.now()
 
     @property
@@ -204,7 +204,7 @@ MAX_NOTICE_INTERVAL_S = 600.0
 
 @contextmanager
 def announced(what: str | Callable[[], str]) -> Iterator[None]:
-    """Context of a wait that is said on stderr while it takes long, by one process of each machine.
+    """Context that reports a long wait on stderr, in one process per machine.
 
     Args:
         what: completes "waiting for ..."; a function is called for each notice.

@@ -13,7 +13,7 @@ from tiny_models import save, tiny_llama
 from lit_async_rl.agents import Reply, ReplyMessage, ToolCall
 from lit_async_rl.agents.api.answers import DONE, Answer, TokenTexts
 from lit_async_rl.agents.api.bodies import Call
-from lit_async_rl.agents.endpoint.retries import CallBook, digest_of
+from lit_async_rl.agents.api.retries import CallBook, digest_of
 from lit_async_rl.models.tokenizer import TextCodec
 
 MESSAGES = ({"role": "user", "content": "a"},)

@@ -228,7 +228,7 @@ def test_validation_decides_the_distribution_itself(tmp_path):
         with pytest.raises(openai.BadRequestError):
             client_of(given).chat.completions.create(**ASK, temperature=1.0)
         object.__setattr__(episode._rules, "trains", False)
-        episodes.endpoint.open(episode)
+        episodes.endpoint.service.open(episode)
         assert client_of(given).chat.completions.create(**ASK, temperature=1.0).choices
 
 

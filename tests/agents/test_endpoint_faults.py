@@ -7,21 +7,22 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 import openai
 import pytest
-from agent_endpoints import MODEL, WAIT_S, Episodes, held, make_engine, template, wait_for
+import uvicorn
+from agent_endpoints import MODEL, WAIT_S, Episodes, Held, held, make_engine, template, wait_for
 from flow import fit, make_data, make_module
 
 from lit_async_rl.agents import AgentEngine
-from lit_async_rl.agents.endpoint import server as server_module
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.errors import EngineError
+from lit_async_rl.errors import EngineError, ProducerError, describe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.tasks import Addition, CalculatorAgent, CalculatorParser
 from lit_async_rl.types import Prompt
@@ -45,140 +46,163 @@ class CalculatorOverHttp(CalculatorAgent):
             return await super().__call__(prompt, own)
 
 
-def cancel_server(endpoint: Endpoint) -> None:
-    loop, task = endpoint._serving
-    loop.call_soon_threadsafe(task.cancel)
+def fail_server(endpoint: Endpoint) -> None:
+    endpoint._thread.soon(endpoint._serving.cancel)
 
 
-def exit_thread(endpoint: Endpoint) -> None:
-    loop, _ = endpoint._serving
-    loop.call_soon_threadsafe(sys.exit)
+def breaks(monkeypatch, error: BaseException) -> Callable[[Endpoint], None]:
+    """A fault of uvicorn's own loop."""
+
+    async def tick(self, counter):
+        raise error
+
+    return lambda endpoint: monkeypatch.setattr(uvicorn.Server, "on_tick", tick)
 
 
-def next_server(endpoint: Endpoint, ended: tuple | None) -> tuple:
-    """The server that runs after one that ended: a loop that has ended takes no calls."""
-    wait_for(lambda: endpoint._serving not in (None, ended))
-    return endpoint._serving
-
-
-@pytest.mark.parametrize("end", [cancel_server, exit_thread])
-def test_a_server_that_ends_starts_again_and_gives_the_same_answers(tmp_path, end):
-    with held(tmp_path, num_samples=2) as (episodes, clients):
-        before = client_of(clients[0]).chat.completions.create(**ASK)
-        episodes.pause()
-        answers = queue.SimpleQueue()
-
-        def ask(given) -> None:
-            answers.put(client_of(given, max_retries=10).chat.completions.create(**ASK, seed=1))
-
-        threads = [threading.Thread(target=ask, args=(given,)) for given in clients]
-        for thread in threads:
-            thread.start()
-        running = [episodes.engine.episode(given.api_key) for given in clients]
-        wait_for(lambda: [len(one._calls) for one in running] == [2, 1])
-        first = episodes.endpoint._serving
-        end(episodes.endpoint)
-        wait_for(lambda: episodes.endpoint._serving not in (None, first))
-        episodes.resume()
-        found = [answers.get(timeout=WAIT_S) for _ in clients]
-        assert all(answer.choices[0].message.content for answer in found)
-        assert before.id not in {answer.id for answer in found}
-        assert [len(one._calls) for one in running] == [2, 1], "a call was sampled twice"
-        episodes.end_agents()
-        samples = episodes.results(2)
-    assert sorted(len(sample.rows) for sample in samples) == [1, 2]
-    assert episodes.engine.stats.num_orphans == 0
-
-
-def test_a_server_that_ends_again_and_again_ends_the_agents_and_not_the_trainer(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_RESTARTS", 2)
-    monkeypatch.setattr(server_module, "RESTART_PAUSE_S", 0.01)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("it has no luck"), SystemExit(3), asyncio.CancelledError()],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_server_that_ends_fails_the_engine_with_its_reason_and_cuts_its_clients_off(
+    tmp_path, monkeypatch, caplog, error
+):
+    answers = queue.SimpleQueue()
+    asked = threading.Semaphore(0)
     begun = queue.SimpleQueue()
 
     async def agent(prompt, client):
         begun.put(client)
         async with over_http(client) as own:
-            await own.chat.completions.create(**ASK)
+            await own.with_options(max_retries=0).chat.completions.create(**ASK)
         return 1.0
+
+    def ask(given) -> None:
+        asked.release()
+        try:
+            answers.put(client_of(given, max_retries=0, timeout=WAIT_S).chat.completions.create(**ASK, seed=1))
+        except openai.OpenAIError as failure:
+            answers.put(failure)
 
     engine = make_engine(agent, chat_template=template(tmp_path), forks=True, tries=1)
     episodes = Episodes(engine)
     try:
         episodes.pause()
         episodes.submit(Prompt(text="a"), num_samples=2)
-        for _ in range(2):
-            begun.get(timeout=WAIT_S)
+        clients = [begun.get(timeout=WAIT_S) for _ in range(2)]
+        threads = [threading.Thread(target=ask, args=(given,)) for given in clients]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: [len(one._calls) for one in list(engine._by_key.values())] == [2, 2])
         endpoint = episodes.endpoint
-        ended = None
-        for _ in range(3):
-            ended = next_server(endpoint, ended)
-            exit_thread(endpoint)
-        wait_for(lambda: endpoint._failure is not None)
-        with pytest.raises(EngineError, match="endpoint has ended"):
-            endpoint.check()
+        address = endpoint._socket.getsockname()
+        caplog.clear()
+        breaks(monkeypatch, error)(endpoint)
+        found = [answers.get(timeout=10.0) for _ in clients]
+        assert all(isinstance(one, openai.APIConnectionError) for one in found), found
+        wait_for(lambda: endpoint._has_ended.is_set())
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address).close()
+        monkeypatch.undo()
         episodes.resume()
-        wait_for(lambda: engine.stats.num_lost == 2 or episodes.given_up or episodes.errors)
-        assert episodes.finished.empty()
+        wait_for(lambda: episodes.errors)
     finally:
+        episodes.close()
+    (failed,) = episodes.errors
+    assert isinstance(failed, EngineError)
+    assert str(failed) == f"the agents' endpoint has ended: {describe(error)}"
+    assert engine.stats.num_lost == 0
+    assert [one.getMessage() for one in caplog.records if one.levelname in ("WARNING", "ERROR")] == [str(failed)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "agent endpoint"]
+
+
+def test_an_exit_in_the_thread_of_the_server_ends_nothing(tmp_path):
+    with held(tmp_path) as (episodes, (given,)):
+        episodes.endpoint._thread.soon(sys.exit)
+        assert client_of(given, max_retries=0).chat.completions.create(**ASK).choices
+        assert episodes.endpoint.failure is None
+
+
+def test_an_engine_after_one_whose_server_has_ended_has_another(tmp_path):
+    """As `data.limits.engine_restarts` has it."""
+    agent = Held()
+    engine = make_engine(agent, chat_template=template(tmp_path), forks=True)
+    episodes = Episodes(engine)
+    try:
+        episodes.submit(Prompt(text="a"))
+        first = agent.clients.get(timeout=WAIT_S)
+        failed = episodes.endpoint
+        fail_server(failed)
+        wait_for(lambda: episodes.errors)
+        engine.close()
+        again = Episodes(engine.fresh())
+        try:
+            again.submit(Prompt(text="a"))
+            second = agent.clients.get(timeout=WAIT_S)
+            assert again.endpoint is not failed
+            assert client_of(second).chat.completions.create(**ASK).choices
+            with pytest.raises(openai.APIConnectionError):
+                client_of(first, max_retries=0).chat.completions.create(**ASK)
+            agent.is_over.set()
+            (sample,) = again.results(1)
+            assert len(sample.rows) == 1
+        finally:
+            again.close()
+    finally:
+        agent.is_over.set()
         episodes.close()
 
 
-def is_served_or_closed(connection: socket.socket) -> bool:
+def is_open(connection: socket.socket) -> bool:
+    """Whether it waits for an answer that nobody gives."""
     try:
         connection.settimeout(WAIT_S)
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
         connection.recv(1)
     except TimeoutError:
-        return False
-    except OSError:
         return True
+    except OSError:
+        return False
     finally:
         connection.close()
-    return True
+    return False
 
 
-def test_a_server_that_ends_leaves_no_connection_that_nobody_serves(tmp_path, monkeypatch):
-    """Those that it has accepted and not begun to serve, too: its error's traceback kept them open."""
-    monkeypatch.setattr(server_module, "MAX_RESTARTS", 2)
-    monkeypatch.setattr(server_module, "RESTART_PAUSE_S", 0.01)
-    with held(tmp_path, num_samples=1) as (episodes, _):
-        endpoint = episodes.endpoint
-        address = endpoint._socket.getsockname()
-        ended = None
-        for _ in range(3):
-            ended = next_server(endpoint, ended)
+def test_a_server_that_ends_leaves_no_connection_that_nobody_serves(tmp_path):
+    """Those that it has accepted and not begun to serve, too."""
+    for _ in range(3):
+        with held(tmp_path) as (episodes, _):
+            endpoint = episodes.endpoint
+            address = endpoint._socket.getsockname()
             connections = [socket.create_connection(address) for _ in range(20)]
-            exit_thread(endpoint)
-            while endpoint._serving is ended:  # as it winds up, too
+            fail_server(endpoint)
+            while not endpoint._has_ended.is_set():  # as it winds up, too
                 with contextlib.suppress(OSError):
                     connections.append(socket.create_connection(address))
                 time.sleep(0.001)  # else a loaded machine could run out of descriptors
-            assert all(is_served_or_closed(connection) for connection in connections)
-        wait_for(lambda: endpoint._failure is not None)
-        with pytest.raises(ConnectionRefusedError):
-            wait_for(lambda: socket.create_connection(address).close())
-        episodes.end_agents()
+            assert not any(is_open(connection) for connection in connections)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address).close()
+            wait_for(lambda episodes=episodes: episodes.errors)
+            episodes.errors.clear()
 
 
-class EndsServers(pl.Callback):
+class FailsServers(pl.Callback):
     """Ends the server after each step, in the middle of the calls of other episodes."""
 
     def __init__(self, engine) -> None:
         self.engine = engine
-        self.num_ended = 0
-        self._ended = None
+        self.failed = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         endpoint = self.engine.clients._endpoint
-        if endpoint is None or self.num_ended == server_module.MAX_RESTARTS:
-            return
-        self._ended = next_server(endpoint, self._ended)
-        exit_thread(endpoint)
-        self.num_ended += 1
+        if endpoint is not None and endpoint not in self.failed:
+            fail_server(endpoint)
+            self.failed.append(endpoint)
 
 
-def test_a_run_goes_on_when_its_server_dies_again_and_again():
-    """The calculator's agent with an official client of its own: nothing is lost, and nothing is sampled twice."""
+def calculator_data(**changes):
+    """The calculator's agent with an official client of its own."""
     engine = AgentEngine(
         EmbeddedEngine(),
         CalculatorOverHttp(),
@@ -186,23 +210,37 @@ def test_a_run_goes_on_when_its_server_dies_again_and_again():
         parser=CalculatorParser(),
         chat_template="calculator_chat.jinja",
     )
-    model = asset("calculator_policy")
-    data = make_data(
-        model=model,
+    settings = dict(
+        model=asset("calculator_policy"),
         prompts=Addition(3, size=1000),
         engine=engine,
         reward=None,
         sampling=SamplingParams(max_tokens=12),
         max_staleness=2,
     )
-    ends = EndsServers(engine)
-    trainer = fit(make_module(model=model), data, 4, callbacks=[ends])
+    return engine, make_data(**(settings | changes))
+
+
+def test_a_run_goes_on_when_its_server_dies_again_and_again(caplog):
+    """Nothing is lost, and nothing is sampled twice."""
+    engine, data = calculator_data()
+    ends = FailsServers(engine)
+    trainer = fit(make_module(model=data.model), data, 4, callbacks=[ends])
     assert trainer.global_step == 4
-    assert ends.num_ended >= 3
-    assert engine.stats.num_lost == 0
-    assert engine.stats.num_episodes >= 4 * 4 * 4
-    assert engine.stats.num_orphans == 0
-    assert engine.stats.drift.total == 0
+    assert len(ends.failed) >= 3
+    assert "the engine was restarted (1 of data.limits.engine_restarts=" in caplog.text
+    stats = engine.stats
+    assert stats.num_lost == 0
+    assert stats.num_episodes >= 4 * 4 * 4
+    assert stats.num_orphans == 0
+    assert stats.drift.total == 0
+
+
+def test_a_server_that_always_ends_ends_the_run_with_its_reason(monkeypatch):
+    _, data = calculator_data(engine_restarts=1)
+    breaks(monkeypatch, RuntimeError("it has no luck"))(None)
+    with pytest.raises(ProducerError, match="the agents' endpoint has ended: it has no luck"):
+        fit(make_module(model=data.model), data, 2)
 
 
 def test_an_engine_that_closes_lets_no_client_wait(tmp_path):

@@ -13,8 +13,8 @@ from agent_endpoints import TOOL, WAIT_S, held, wait_for
 
 from lit_async_rl.agents.api.bodies import CallLimits, chat_call, parse_body, text_call
 from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.api.retries import digest_of
 from lit_async_rl.agents.endpoint import app
-from lit_async_rl.agents.endpoint.retries import digest_of
 from lit_async_rl.agents.endpoint.server import EndpointSettings
 from lit_async_rl.types import SamplingParams
 
@@ -415,7 +415,7 @@ def test_an_answer_that_its_client_has_not_read_is_not_trained_and_given_to_the_
     """It was written in the moment in which the client gave up."""
     with held(tmp_path) as (episodes, (given,)):
         episode = episodes.engine.episode(given.api_key)
-        (session,) = episodes.endpoint._sessions.values()
+        (session,) = episodes.endpoint.service._sessions.values()
         for number, is_read in enumerate((True, False, False)):
             content = json.dumps(ASK | {"seed": number}).encode()
             with connect(given) as connection:

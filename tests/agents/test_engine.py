@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import lightning.pytorch as pl
+import openai
 import pytest
 import torch
 from agent_runs import CODEC, MODEL, TEMPLATE, Branching, playing, request, user
@@ -73,6 +74,21 @@ async def once(prompt, client):
     reply = await client.chat.completions.create(messages=[user(prompt.text)], model="any", temperature=1.0)
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + 1
     return 1.0
+
+
+def test_the_client_in_the_process_needs_no_server_and_has_no_address(monkeypatch):
+    async def asks(prompt, client):
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as other:
+            with pytest.raises(openai.APIConnectionError):
+                await other.chat.completions.create(model="any", messages=[user(prompt.text)])
+        assert client.timeout is None, "the episode has a limit"
+        return await once(prompt, client)
+
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("starlette", "uvicorn")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "lit_async_rl.agents.endpoint.app", None)
+    ((completion,), _) = play(asks)
+    assert completion.reward == 1.0
 
 
 # -- the reward and the rows of an episode ----------------------------------------------------------------------------
@@ -314,8 +330,10 @@ def test_calls_are_limited_and_refused_when_the_episode_is_over():
         episodes.append(client.episode)
         await once(prompt, client)
         await once(prompt, client)
-        with pytest.raises(AgentCallError, match="max_calls=2") as raised:
+        with pytest.raises(openai.RateLimitError, match="max_calls=2"):
             await once(prompt, client)
+        with pytest.raises(AgentCallError, match="max_calls=2") as raised:
+            await client.episode.complete([user("1")])
         assert raised.value.status == 429
         return 1.0
 

@@ -11,10 +11,14 @@ from lit_async_rl.agents.held import Held
 
 @pytest.fixture
 def _without(monkeypatch):
-    for name in ("mcp", "openenv", "verifiers"):
+    for name in ("mcp", "openai", "openenv", "verifiers"):
         for module in [one for one in sys.modules if one.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, name, None)
+
+
+async def agent(prompt, client):
+    return 1.0
 
 
 async def enter_tools():
@@ -31,6 +35,8 @@ async def enter_tools():
         (lambda: asyncio.run(rl.VerifiersAgent({"taskset": {"id": "sums"}})(rl.Prompt(text="?"), None)), "verifiers"),
         (lambda: asyncio.run(rl.VerifiersAgent({"taskset": {"id": "sums"}}).astart()), "verifiers"),
         (lambda: asyncio.run(rl.McpAgent(["python"]).astart()), "mcp"),
+        (lambda: rl.AgentEngine(rl.EmbeddedEngine(), agent).setup(rl.asset("sort_policy")), "agents"),
+        (lambda: rl.AgentEngine(rl.EmbeddedEngine(), agent, rl.EndpointClients()).setup("a model"), "agents"),
     ],
 )
 @pytest.mark.usefixtures("_without")

@@ -9,7 +9,7 @@ import pytest
 from agent_endpoints import TOOL
 from openai.types.chat import ChatCompletion
 
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, OpenAIClients
+from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClients
 
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 ANSWER = {
@@ -53,6 +53,10 @@ def ours(pool):
     return clients.make(EndpointAddress("http://127.0.0.1:9/v1", "a key", timeout=7.0))
 
 
+def ours_of(episode):
+    return OpenAIClients().make(EndpointAddress("http://127.0.0.1:9/v1", "a key"), episode)
+
+
 def official(pool):
     return openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="a key", timeout=7.0, http_client=pool)
 
@@ -84,6 +88,20 @@ def test_the_same_requests_are_sent(call, how):
     assert found["messages"]
 
 
+def test_a_call_needs_no_model():
+    async def use(client):
+        await client.chat.completions.create(messages=[HELLO])
+        await client.completions.create(prompt="hello")
+
+    assert [body["model"] for body in sent(ours, use)] == ["policy", "policy"]
+
+
+def test_a_client_knows_its_episode_also_with_other_options():
+    made = ours_of("the episode")
+    assert made.episode == made.with_options(timeout=3.0).episode == made.copy(max_retries=0).episode == "the episode"
+    assert not hasattr(ours_of(None), "episode")
+
+
 def test_messages_may_be_read_once():
     async def use(client):
         return await client.chat.completions.create(model="any", messages=iter([HELLO, TOLD]))
@@ -97,8 +115,6 @@ def test_answers_and_errors_are_those_of_the_package():
         answer = await client.chat.completions.create(model="any", messages=[HELLO])
         assert isinstance(answer, ChatCompletion)
         assert answer.choices[0].message.tool_calls[0].function.name == "add"
-        with pytest.raises(TypeError):
-            await client.chat.completions.create(messages=[HELLO])
         with pytest.raises(TypeError):
             await client.chat.completions.create(model="any")
         with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""The client in the process and the official one at the endpoint: one table of requests, the same answers."""
+"""The client in the process and one over HTTP: one table of requests, the same answers."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from agent_endpoints import TOOL, TOOLS, held
 from chat_models import chat_model
 
-from lit_async_rl.agents import AgentCallError, InProcessClients
+from lit_async_rl.agents import InProcessClients
 
 USER = {"role": "user", "content": "the answer"}
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -75,8 +75,6 @@ async def answer(client, request) -> dict:
         found = await create(model="m", seed=3, **request)
     except openai.APIStatusError as error:
         return {"status": error.status_code, "code": error.code, "param": error.param, "message": error.body["message"]}
-    except AgentCallError as error:
-        return {"status": error.status, "code": error.code, "param": error.param, "message": str(error)}
     parts = [part async for part in found] if request.get("stream") else [found]
     said = []
     for choice in (choice for part in parts for choice in part.choices):
@@ -103,9 +101,32 @@ def answers(clients, request) -> list[dict]:
 
     async def ask():
         async with openai.AsyncOpenAI(base_url=str(given.base_url), api_key=given.api_key, max_retries=0) as official:
-            return [await answer(client, request) for client in (own, official)]
+            return [await answer(client, request) for client in (own.with_options(max_retries=0), official)]
 
     return asyncio.run(ask())
+
+
+def test_models_are_listed_and_all_else_is_not_found_alike(clients):
+    async def ask(client):
+        (model,) = [one async for one in client.models.list()]
+        assert await client.models.retrieve(model.id) == model
+        said = [model]
+        for missing in (client.models.retrieve("none"), client.embeddings.create(model="m", input="text")):
+            with pytest.raises(openai.NotFoundError) as error:
+                await missing
+            said.append((error.value.code, error.value.body))
+        with pytest.raises(openai.AuthenticationError) as error:
+            await client.with_options(api_key="wrong").models.list()
+        return [*said, error.value.body]
+
+    own, given = clients
+
+    async def both():
+        async with openai.AsyncOpenAI(base_url=str(given.base_url), api_key=given.api_key) as official:
+            return await ask(own), await ask(official)
+
+    found, expected = asyncio.run(both())
+    assert found == expected
 
 
 @pytest.mark.parametrize("request_", SERVED, ids=str)

@@ -27,6 +27,12 @@ def play(agent, num_samples=8):
     return found, engine.stats.drift
 
 
+async def complete(client, **arguments):
+    """The one reply to a text, with its token ids."""
+    answer = await client.completions.create(model="policy", extra_body={"return_token_ids": True}, **arguments)
+    return answer.choices[0]
+
+
 def hidden_of(reply) -> str:
     """The end of a reply that a client is not shown."""
     return CODEC.decode(reply.token_ids).removeprefix(reply.text)
@@ -39,9 +45,9 @@ def test_a_text_that_goes_on_with_its_stop_string_continues_behind_it(stops):
     async def agent(prompt, client):
         text = prompt.text
         for number in range(4):
-            answer = await client.completions.create(model="policy", prompt=text, stop=stops)
-            sent[client.episode.sample_index] = (text, answer.choices[0].reply)
-            text += answer.choices[0].text + hidden_of(answer.choices[0].reply) + f"{number}:"
+            reply = await complete(client, prompt=text, stop=stops)
+            sent[client.episode.sample_index] = (text, reply)
+            text += reply.text + hidden_of(reply) + f"{number}:"
         return 1.0
 
     found, drift = play(agent)
@@ -55,10 +61,10 @@ def test_a_text_that_leaves_its_stop_string_out_is_read_as_it_was_sent_and_count
     calls = {}
 
     async def agent(prompt, client):
-        first = (await client.completions.create(model="policy", prompt=prompt.text, stop=STOPS[:4])).choices[0]
+        first = await complete(client, prompt=prompt.text, stop=STOPS[:4])
         text = f"{prompt.text}{first.text}:"
-        second = (await client.completions.create(model="policy", prompt=text, stop=STOPS[:4])).choices[0]
-        calls[client.episode.sample_index] = (text, first.reply, second.reply)
+        second = await complete(client, prompt=text, stop=STOPS[:4])
+        calls[client.episode.sample_index] = (text, first, second)
         return 1.0
 
     found, drift = play(agent)

@@ -1,10 +1,9 @@
-"""Calls of the clients that agents are given, which need no socket: their answers, and that no more is lost."""
+"""Calls of the clients that agents are given, here and in other processes: their answers, and that no more is lost."""
 
 import asyncio
 import contextlib
 import json
 import os
-import pickle
 import signal
 
 import httpx
@@ -12,11 +11,10 @@ import pytest
 from agent_endpoints import TOOL, importable, playing, wait_for
 
 from lit_async_rl.agents import EndpointClients, ProcessAgent
-from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.exchange import ApiResponse
+from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.endpoint import app
-from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, _Worker
-from lit_async_rl.agents.endpoint.server import endpoint_at
-from lit_async_rl.agents.endpoint.transport import Answered, PipeCalls, transport_to
+from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, AgentProcessEnded, _Worker
 from lit_async_rl.agents.engine import load_agent
 from lit_async_rl.types import Prompt
 
@@ -77,7 +75,7 @@ async def shouts(prompt, client):
     arguments = dict(model="m", messages=[{"role": "user", "content": "8312="}])
     try:
         await client.chat.completions.create(**arguments, extra_headers={"Idempotency-Key": "k" * 2**21})
-    except openai.BadRequestError:
+    except openai.OpenAIError:
         await client.chat.completions.create(**arguments)
         return 1.0
 
@@ -131,13 +129,12 @@ def without_numbers(text):
     return [one if one.strip() == "[DONE]" else plain(json.loads(one)) for one in events]
 
 
-@HERE_AND_ELSEWHERE
-def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path, monkeypatch, wrapper):
+def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path, monkeypatch):
     served = []
 
-    async def counted(request, endpoint, read=app._read_body):
+    async def counted(request, service, read=app._read_body):
         served.append(request.url.path)
-        return await read(request, endpoint)
+        return await read(request, service)
 
     monkeypatch.setattr(app, "_read_body", counted)
     good = [
@@ -160,15 +157,15 @@ def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path,
     cases.insert(6, (CHAT, "{'no': JSON}", {}))
     num_calls = 2 * 5 + 2 * 2  # each way; the last of the good ones has two prompts
     clients = EndpointClients(max_body_mb=2000 / 2**20)
-    given = {"wrapper": wrapper, "clients": clients, "max_calls": num_calls}
+    given = {"wrapper": load_agent, "clients": clients, "max_calls": num_calls}
     with episode_of(f"{module}.both_ways", tmp_path, {"cases": cases}, **given) as episodes:
         episodes.results(1)
         seen = json.loads((tmp_path / "seen").read_text())
     assert len(served) == len(cases) - 1, "an unknown key is refused before the body is read, and all else came twice"
     assert [ways[0][0] for ways in seen] == [200] * 6 + [400, 400, 400, 401, 400, 413, 429]
-    for case, (piped, by_http) in zip(cases, seen, strict=True):
-        assert piped[:2] == by_http[:2], case
-        assert without_numbers(piped[2]) == without_numbers(by_http[2]), case
+    for case, (direct, by_http) in zip(cases, seen, strict=True):
+        assert direct[:2] == by_http[:2], case
+        assert without_numbers(direct[2]) == without_numbers(by_http[2]), case
     assert seen[-1][0][1][2] == "false", "the official client would try again"
 
 
@@ -176,7 +173,7 @@ def test_the_client_of_an_agent_gets_the_answers_of_the_server(module, tmp_path,
 def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_path, wrapper):
     with episode_of(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}, wrapper=wrapper) as episodes:
         pause_after_the_first_call(episodes, tmp_path)
-        (session,) = episodes.endpoint._sessions.values()
+        (session,) = episodes.endpoint.service._sessions.values()
         wait_for(lambda: any(call.attempt >= 2 for calls in session.book._calls.values() for call in calls))
         episodes.resume()
         wait_for((tmp_path / "said").exists)
@@ -211,21 +208,6 @@ def test_a_header_of_megabytes_is_refused_and_harms_nobody(module, tmp_path, wra
     assert len(sample.rows) == 1
 
 
-def test_an_endpoint_that_has_ended_is_said_to_have(module, tmp_path):
-    with episode_of(f"{module}.asks", tmp_path, {"timeout": 30, "max_retries": 0}) as episodes:
-        wait_for((tmp_path / "asked").exists)
-        address = episodes.endpoint.base_url
-        assert endpoint_at(address + "/") is episodes.endpoint
-        episodes.endpoint.close()
-        assert endpoint_at(address) is None
-        (tmp_path / "paused").touch()
-        wait_for((tmp_path / "said").exists)
-        (tmp_path / "over").touch()
-        episodes.results(1)
-    assert "InternalServerError: Error code: 503" in (tmp_path / "said").read_text()
-    assert "the agents' endpoint has ended" in (tmp_path / "said").read_text()
-
-
 def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_path):
     with episode_of(f"{module}.asks_once", tmp_path, {}, tries=2) as episodes:
         episodes.pause()
@@ -241,13 +223,12 @@ def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_p
 
 
 def test_an_answer_that_comes_as_its_client_goes_is_lost():
-    """In both ways without a socket, and in the trainer, which hears of it after it has answered."""
     lost = []
 
     async def play():
         answered = asyncio.get_running_loop().create_future()
 
-        async def ask(at, call):
+        async def ask(call):
             return await answered
 
         transport = transport_to(lambda at: True, ask)
@@ -261,87 +242,49 @@ def test_an_answer_that_comes_as_its_client_goes_is_lost():
         await asyncio.wait({task})
         assert task.cancelled()
 
-        calls = PipeCalls(lambda said, body: lost.append(said))
-        task = asyncio.ensure_future(
-            calls.ask("http://127.0.0.1:1/v1", ApiRequest(path=CHAT, body=b"", authorization=""))
-        )
-        await asyncio.sleep(0)
-        calls.take(Answered(0, ApiResponse(body=b"{}")))
-        task.cancel()
-        await asyncio.wait({task})
-
-        process = await asyncio.create_subprocess_exec(
-            "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        worker = _Worker("agent", process)
-        worker._answered[7] = lambda: lost.append("there")
-        worker._end_call(7)
-        worker._end_call(7)
-        process.stdin.close()
-        await process.wait()
-
     asyncio.run(play())
-    assert [one for one in lost if one == "here" or one == "there" or "gone" in one] == ["here", {"gone": 0}, "there"]
+    assert lost == ["here"]
 
 
-# -- what a process says that is no call -------------------------------------------------------------------------------
+# -- what a process says that is no reply ------------------------------------------------------------------------------
 
 
-def said_by_a_process(*said: bytes):
-    """Answers to what a process says, and why it was killed."""
+def reason_of_the_end(*said: bytes) -> str:
+    """Why a process that says this was killed."""
 
     async def play():
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
         process = await asyncio.create_subprocess_exec("cat", **pipes, limit=MAX_REPLY_BYTES, start_new_session=True)
         worker = _Worker("agent", process)
-        answers = []
-        worker._write = answers.append
+        worker._waiting[1] = asyncio.get_running_loop().create_future()
         process.stdin.write(b"".join(said))
         process.stdin.close()
         await worker._read()
         await process.wait()
         process._transport.close()
-        return [pickle.loads(answer) for answer in answers], worker._reason
+        assert isinstance(worker._waiting[1].exception(), AgentProcessEnded)
+        return worker._reason
 
     return asyncio.run(play())
-
-
-def call(**changes) -> bytes:
-    said = {"call": 1, "at": "http://127.0.0.1:1/v1", "path": "/v1/chat/completions", "length": 2}
-    return json.dumps(said | changes).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        call(call=-1),
-        call(call="1"),
-        call(length=None),
-        call(length=-5),
-        call(length=True),
-        call(path="/v1/models"),
-        call(authorization=["Bearer"]),
-        b'{"gone": null}\n',
-        b'{"gone": [1]}\n',
+        b'{"id": "1"}\n',
+        b'{"id": 1}\n',
+        b'{"id": 1, "reward": NaN, "parts": {}}\n',
+        b'{"id": 1, "reward": 1.0, "parts": [1]}\n',
         b"[1]\n",
         b"\xff\n",
+        b"[" * 10_000 + b"\n",
+        b"1" * (MAX_REPLY_BYTES + 10),
     ],
+    ids=lambda said: repr(said[:24]),
 )
-def test_a_process_that_says_what_is_no_call_is_killed(said):
-    answers, reason = said_by_a_process(said, b"{}", call())
-    assert not answers
-    assert reason.startswith("sent what is no reply (")
+def test_a_process_that_says_what_is_no_reply_is_killed(said):
+    assert reason_of_the_end(said).startswith("sent what is no reply (")
 
 
-def test_a_process_that_ends_in_the_middle_of_a_call_has_ended():
-    assert said_by_a_process(call(length=3 * 2**20), b"x" * 2**20) == ([], "")
-    assert said_by_a_process(b'{"gone": 7}\n') == ([], "")
-
-
-def test_a_body_that_nobody_reads_is_skipped():
-    """What follows it is read as what it is."""
-    long = 3 * 2**20 + 1
-    answers, reason = said_by_a_process(call(length=long), b"\n" * long, call(call=2), b"{}")
-    assert reason == ""
-    assert [(one.number, one.response.status) for one in answers] == [(1, 503), (2, 503)]
-    assert all(isinstance(one, Answered) for one in answers)
+def test_a_process_that_ends_in_the_middle_has_ended():
+    assert reason_of_the_end(b'{"id": 7}\n') == ""

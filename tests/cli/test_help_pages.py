@@ -1,7 +1,6 @@
-"""Pages of `train --help`, the file that they are made from, and completion in a shell."""
+"""Pages of `train --help` and the file that they are made from."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import lit_async_rl
-from lit_async_rl.cli import completion, help_pages
-from lit_async_rl.cli.console import COMMANDS, main
+from lit_async_rl.cli import help_pages
+from lit_async_rl.cli.console import main
 from lit_async_rl.cli.settings import FILE, all_settings, as_json, from_classes, train_parser
 
 ROOT = Path(__file__).parents[2]
@@ -77,37 +76,7 @@ def test_the_first_sentence_of_a_docstring():
     assert "\n" not in help_pages.first_sentence(lit_async_rl.EpisodeEngine)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("lit-async-rl tr", ["train"]),
-        ("lit-async-rl train --data.max_st", ["--data.max_staleness"]),
-        ("lit-async-rl train --data.engine VLLM", ["VLLMEngine"]),
-        ("lit-async-rl train --data.engine=VLLM", ["VLLMEngine"]),
-        ("lit-async-rl train --model.kl_estimator se", ["sequence"]),
-        ("lit-async-rl train --config configs/quickstart.y", ["configs/quickstart.yaml"]),
-        ("lit-async-rl train --help data.adm", ["data.admission"]),
-        ("lit-async-rl evaluate --trainer.max_st", ["--trainer.max_steps"]),
-        ("lit-async-rl report configs/quickstart_", ["configs/quickstart_sync.yaml"]),
-    ],
-)
-def test_bash_completes(line, expected):
-    words = line.replace("=", " = ").split(" ")
-    call = f"COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _lit_async_rl"
-    text = f"{completion.script(list(COMMANDS))}\n{call}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == expected, done.stderr
-
-
-def test_the_documented_command_prints_the_script(capsys):
-    main(["completion", "bash"])
-    assert "complete " in capsys.readouterr().out
-    main(["completion", "zsh"])
-    assert "bashcompinit" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [["train", "--help"], ["completion", "bash"], ["--help"]])
+@pytest.mark.parametrize("words", [["train", "--help"], ["--help"]])
 def test_these_pages_import_no_library(words):
     code = f"import sys; from lit_async_rl.cli.console import main; main({words!r}); "
     code += "found = {'torch', 'lightning', 'transformers', 'numpy'} & set(sys.modules); assert not found, found"

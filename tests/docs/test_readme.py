@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
+import pytest
 from markdown_blocks import FENCE, ROOT
 
 TEXT = (ROOT / "README.md").read_text()
@@ -66,6 +69,90 @@ def test_the_decimals_of_a_sentence_are_in_the_measurement_that_it_names():
             half_a_digit = 0.501 * 10.0 ** -len(value.partition(".")[2])
             assert any(abs(float(value) - one) <= half_a_digit for one in known), (value, sentence)
     assert num_found >= 15
+
+
+def items() -> list[str]:
+    """List items, paragraphs and captions of the text, each in one line: what a reader sees at once."""
+    prose = FENCE.sub("\n\n", TEXT)
+    blocks = re.split(r"\n\s*\n|\n(?=\* )", prose)
+    return [" ".join(block.split()) for block in blocks]
+
+
+def partners(name: str) -> list[dict[str, Any]]:
+    """The comparisons of a measurement: what was compared with what, and how it came out."""
+    found: list[dict[str, Any]] = json.loads((ROOT / name).read_text()).get("comparisons", [])
+    return found
+
+
+def is_told(one: dict[str, Any], value: str, item: str) -> bool:
+    """Whether a number is that of a comparison, and the text around it names what trains on both of its sides."""
+    half_a_digit = 0.501 * 10.0 ** -len(value.partition(".")[2])
+    if abs(float(value) - one["value"]) > half_a_digit:
+        return False
+    sides = (one["system"], one["against"])
+    trained = [side["trains"].partition(",")[0] for side in sides]
+    spared = ["redundant" in side["name"] for side in sides]
+    on_both = {algorithm for algorithm in trained if trained == [algorithm] * 2}
+    return (
+        all(algorithm in item for algorithm in trained)
+        and all(f"{algorithm} on both sides" in item for algorithm in on_both)
+        and ("spare prompts on both sides" in item) == all(spared)
+        and ("spare prompts" in item or not any(spared))
+        and (
+            sides[1]["name"].startswith("recipe, sync") or sides[1]["name"].startswith(("synchronous", "plain GRPO, s"))
+        )
+    )
+
+
+def test_every_speed_up_is_that_of_two_systems_which_the_text_around_it_names():
+    """It said "the same loop run synchronously" of another algorithm, at another rate, with half of the steps."""
+    num_found = 0
+    for item in items():
+        compared = [one for source in set(CITED.findall(item)) if source.endswith("json") for one in partners(source)]
+        if not compared:
+            continue
+        delays = {word for one in compared for word in DECIMAL.findall(one["workload"])}
+        delays |= set(re.findall(r"\d\.\d(?= million parameters)", item))
+        for value in DECIMAL.findall(without_names(item)):
+            if value not in delays:
+                num_found += 1
+                assert any(is_told(one, value, item) for one in compared), (value, item)
+    assert num_found >= 12
+
+
+def test_the_decimals_of_the_quick_starts_table_are_those_of_its_measurement():
+    (block,) = [one["code"] for one in FENCE.finditer(TEXT) if "run summary" in one["code"]]
+    told = DECIMAL.findall(block)
+    known = (ROOT / "docs/measurements/first_hour.json").read_text()
+    assert len(told) >= 4
+    assert not [value for value in told if value not in DECIMAL.findall(known)]
+
+
+def test_a_share_of_the_gain_names_its_policy():
+    shares = [item for item in items() if re.search(r"\bkeeps 0\.\d", item)]
+    assert shares
+    assert not [item for item in shares if not re.search(r"\d (?:thousand|million) parameters|SmolLM2", item)]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "asynchronous VCPO is 3.0 times as fast",
+        "3.0 times as fast as the same loop run synchronously, PPO-clip GRPO",
+        "VCPO is 3.1 times as fast as PPO-clip GRPO",
+        "with spare prompts on both sides VCPO is 3.0 times as fast as PPO-clip GRPO",
+    ],
+    ids=["no partner", "no algorithm", "another value", "other conditions"],
+)
+def test_a_speed_up_without_its_partner_is_found(said):
+    (one,) = [
+        one
+        for one in partners("docs/measurements/time_to_accuracy_smollm2.json")
+        if one["share"] == 0.95 and one["system"]["name"] == "recipe, `max_staleness` 8"
+    ]
+    assert is_told(one, "3.0", "asynchronous VCPO is 3.0 times as fast as synchronous PPO-clip GRPO")
+    (value,) = DECIMAL.findall(said)
+    assert not is_told(one, value, said)
 
 
 def test_the_first_screen_says_what_it_is_for_whom_and_the_first_command():

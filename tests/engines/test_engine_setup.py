@@ -66,13 +66,3 @@ def test_validation_decodes_num_slots_rows_together(monkeypatch):
 def test_arguments_of_vllm_that_break_a_promise_are_refused_by_name(name, value, why):
     with pytest.raises(ValueError, match=rf"^data\.engine\.engine_args\.{name}=.* cannot be set: .*{why}"):
         VLLMEngine(engine_args={name: value})
-
-
-def test_several_of_vllm_are_replicas_now():
-    with pytest.raises(ValueError, match=r"class_path=VLLMEngine with replicas=4 is now RayEngine with replicas"):
-        VLLMEngine(replicas=4)
-    with pytest.raises(ValueError, match="replicas must be positive"):
-        VLLMEngine(replicas=0)
-    for name in ("VLLMReplicas", "VLLMServerEngine"):
-        with pytest.raises(AttributeError, match=rf"lit_async_rl\.{name} is now RayEngine with replicas and num_gpus"):
-            getattr(rl, name)

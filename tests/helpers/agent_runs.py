@@ -1,4 +1,4 @@
-"""What the tests of agents share: engines around the shipped policy, agents that branch, groups with branches."""
+"""Shared by the tests of agents: engines around the shipped policy, agents that branch, groups with branches."""
 
 from __future__ import annotations
 

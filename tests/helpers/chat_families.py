@@ -96,7 +96,7 @@ class Family:
         return out + ((self.switched if switched else self.generate) if generate else "")
 
     def generated(self) -> str:
-        """What stands before an answer in the history."""
+        """Text before an answer in the history."""
         return self.history or self.generate
 
 

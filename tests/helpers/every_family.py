@@ -161,7 +161,7 @@ def load(config: PreTrainedConfig, folder: Path, seed: int = 0) -> PreTrainedMod
 
 
 def examine(kind: type[PreTrainedConfig], folder: Path) -> dict[str, str]:
-    """What becomes of a model type in each of `PARTS`: empty if it is right, else the message that refuses it.
+    """Result of a model type in each of `PARTS`: empty if correct, else the message that refuses it.
 
     Raises:
         AssertionError: a part accepts the model and computes it wrongly.

@@ -1,4 +1,4 @@
-"""What the flow tests share: the shipped policy, small steps, a real Trainer."""
+"""Shared by the flow tests: the shipped policy, small steps, a real Trainer."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def start(script: Path, arguments: list[str], num_processes: int, anew: bool = F
 
 
 def finish(processes: list, timeout_s: float) -> list[str]:
-    """What they printed; kills all of them when time runs out, and raises."""
+    """Output of the processes; kills all of them and raises when time runs out."""
     deadline = time.monotonic() + timeout_s
     try:
         return [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]

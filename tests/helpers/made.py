@@ -1,4 +1,4 @@
-"""What misuses need: a small configuration, a run with checkpoints and a tape, broken models and checkpoints."""
+"""Tests of misuse: a small configuration, a run with checkpoints and a tape, broken models and checkpoints."""
 
 from __future__ import annotations
 

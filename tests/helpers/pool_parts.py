@@ -10,7 +10,7 @@ from pathlib import Path
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.errors import FinalRewardError, RewardSetupError
 from lit_async_rl.types import Score
-from lit_async_rl.utils.elsewhere import Remade
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 
 def length(prompt, completion):
@@ -78,7 +78,7 @@ def batched(prompts, completions):
     return [None if text == "none" else len(completions) + len(prompt.text) / 1000 for prompt, text in pairs]
 
 
-class Counting(Remade):
+class Counting(Rebuildable):
     """A reward with all that a reward may have, and a queue of its own."""
 
     max_concurrent = 8

@@ -144,7 +144,7 @@ def become(argv: list[str], folder: str, variables: Mapping[str, str], said: str
 
 
 def wind_up() -> None:
-    """What an interpreter does at the end of every process: waits for threads, then calls what was registered."""
+    """Ends a process as the interpreter does: waits for threads, then calls exit handlers."""
     threading._shutdown()
     atexit._run_exitfuncs()
 

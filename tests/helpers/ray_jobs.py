@@ -1,4 +1,4 @@
-"""What trainer ranks on Ray do in tests, in place of training. Each is called in a process of its own."""
+"""Jobs of trainer ranks on Ray in tests, in place of training. Each runs in its own process."""
 
 import os
 import signal
@@ -37,6 +37,19 @@ def sleep(folder, place):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Path(folder, f"pid_{RANK}").write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def set_up_engines(model, end, place):
+    """Two replicas, which it leaves to the next start, or to the command."""
+    from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+    from lit_async_rl.ray.engine import RayEngine
+
+    engine = RayEngine(EmbeddedEngine(num_slots=4, device="cpu"), replicas=2, num_cpus=0.1)
+    engine.setup(model)
+    place.give(engine.pids)
+    if end == "raises":
+        raise ValueError("the reward is wrong")
+    engine.close()
 
 
 def save_when_told(folder, place):

@@ -1,4 +1,4 @@
-"""What `RayEngine` uses of Ray, within this process: actors are objects whose methods run in threads.
+"""In-process stand-in for the parts of Ray that `RayEngine` uses: actors are objects whose methods run in threads.
 
 What crosses is pickled as by Ray, so that nobody shares what he is sent. An actor that was killed answers nothing any
 more, and is made again from its constructor's arguments.
@@ -20,9 +20,9 @@ import pytest
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.ray import engine as ray_engine
 from lit_async_rl.ray import replica, runtime
+from lit_async_rl.ray.process import GROUPS, OTHER_GROUP, ReplicaProcess
 
 RESTART_S = 0.05
-GROUPS = {"load": "update", "prove": "update", "take": "poll", "claim": "lease", "renew": "lease"}
 
 
 class Ref:
@@ -44,7 +44,7 @@ class Handle:
     def __init__(self, ray: StandIn, arguments: tuple[Any, ...]) -> None:
         self.ray = ray
         self.arguments = arguments
-        self.number = arguments[1]
+        self.number = pickle.loads(arguments[0]).args[1]
         self.num_starts = 0
         self.lock = threading.Lock()
         self.make()
@@ -52,14 +52,18 @@ class Handle:
     def make(self) -> None:
         self.num_starts += 1
         self.begins = time.monotonic() + (RESTART_S if self.num_starts > 1 else 0.0)
-        self.actor = replica.Replica(*pickle.loads(pickle.dumps(self.arguments)))
-        self.threads = {group: ThreadPoolExecutor(1) for group in ("control", "update", "poll", "lease")}
+        self.actor = ReplicaProcess(*pickle.loads(pickle.dumps(self.arguments)))
+        self.threads = {group: ThreadPoolExecutor(1) for group in (OTHER_GROUP, *GROUPS.values())}
         self.pending: set[Ref] = set()
 
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self.call(name, args))
+    @property
+    def call(self) -> Any:
+        def options(concurrency_group: str) -> Any:
+            return SimpleNamespace(remote=lambda name, *args: self.call_in(concurrency_group, name, args))
 
-    def call(self, name: str, args: tuple[Any, ...]) -> Ref:
+        return SimpleNamespace(options=options)
+
+    def call_in(self, group: str, name: str, args: tuple[Any, ...]) -> Ref:
         ref = self.ray.new_ref()
         with self.lock:
             if self.actor is None or time.monotonic() < self.begins:
@@ -69,13 +73,13 @@ class Handle:
             self.pending.add(ref)
             actor = self.actor
             sent = pickle.dumps(args)
-            self.threads[GROUPS.get(name, "control")].submit(self.run, actor, name, sent, ref)
+            self.threads[group].submit(self.run, actor, name, sent, ref)
         return ref
 
     def run(self, actor: Any, name: str, sent: bytes, ref: Ref) -> None:
         change = self.ray.change
         try:
-            answer = getattr(actor, name)(*pickle.loads(sent))
+            answer = actor.call(name, *pickle.loads(sent))
             answer = change(self.number, name, answer) if change is not None else answer
             result = pickle.dumps(answer)
         except BaseException as error:
@@ -109,7 +113,7 @@ class Handle:
                 self.make()
         for ref in gone:
             self.ray.refs[ref].set_exception(self.ray.exceptions.ActorUnavailableError("it was killed"))
-        self.ray.ended.append(threading.Thread(target=actor.stop, daemon=True))
+        self.ray.ended.append(threading.Thread(target=actor.call, args=("stop",), daemon=True))
         self.ray.ended[-1].start()
 
 

@@ -1,4 +1,4 @@
-"""What every engine is compared with: ordinary forward passes of transformers over the whole text."""
+"""Reference for every engine: ordinary forward passes of transformers over the whole text."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def cross(folder: str, legs: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Precision(pl.Callback):
-    """What arrives in the training step, on rank 0, and in which precision the policy computes."""
+    """Records the data that arrive in the training step, on rank 0, and the precision in which the policy computes."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []

@@ -29,7 +29,7 @@ TERMINAL = {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": 
 
 @dataclass
 class Seen:
-    """What a terminal has shown.
+    """Output of a terminal.
 
     Attributes:
         text: all lines, those that have left the screen first.

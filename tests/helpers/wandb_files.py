@@ -20,6 +20,6 @@ def whole_records(file: Path) -> list[Any]:
 
 
 def records_of(folder: Path) -> Iterator[Any]:
-    """What the finished runs in a folder wrote, in order."""
+    """Records of the finished runs in a folder, in order."""
     for file in sorted(folder.rglob("*.wandb")):
         yield from whole_records(file)

@@ -23,7 +23,18 @@ from benchmarks.staleness.__main__ import train
 from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.dropping import DropLongest
 from benchmarks.staleness.report import write_report
-from benchmarks.staleness.statistics import best_scales, gain_share, interval, per_cell, summarize, warning_time
+from benchmarks.staleness.statistics import (
+    best_scales,
+    gain_share,
+    generations,
+    has_collapsed,
+    interval,
+    is_slow,
+    per_cell,
+    summarize,
+    synchronous,
+    warning_time,
+)
 from benchmarks.staleness.suite import Block, Cell, Suite, load_suite
 from benchmarks.staleness.table import CELL, COLUMNS, read_cells, read_table, write_table
 from lit_async_rl.losses.aggregation import SequenceMean
@@ -47,7 +58,7 @@ def made_up(finals: dict[tuple[str, int], list[float]], fall_at: int | None = No
                     zip(CELL, ("heavy_tails", method, lag, 1.0, seed), strict=True)
                 )
                 row |= {"step": step, "accuracy": 0.4 + (final - 0.4) * min(step, 9) / 9, "staleness_mean": float(lag)}
-                row |= {"ess_ratio": 1.0 if step < 2 else 0.2, "error": None, "wall_s": 1.0}
+                row |= {"ess_ratio": 1.0 if step < 2 else 0.2, "error": None, "wall_s": 1.0, "device": "cpu"}
                 rows.append(row)
     return pd.DataFrame(rows)
 
@@ -208,7 +219,7 @@ def test_runs_are_summed_up_as_they_were():
     table.loc[(table["method"] == "vcpo") & (table["seed"] == 1), "error"] = "ValueError: loss is nan"
     runs = per_cell(table)
     rows = summarize(runs).set_index(["method", "lag"])
-    assert rows.loc[("uncorrected", 8), "collapsed"] == 1
+    assert rows.loc[("uncorrected", 8), ["collapsed", "slow", "steps"]].tolist() == [1, 0, 10]
     assert rows.loc[("uncorrected", 8), "gain_share"] == pytest.approx(0.0)
     assert rows.loc[("vcpo", 8), "failed"] == 1
     assert rows.loc[("vcpo", 8), "final"] == pytest.approx(0.425)  # a run that broke ends with nothing
@@ -216,7 +227,45 @@ def test_runs_are_summed_up_as_they_were():
     searched = table.assign(seed=table["seed"].where(table["method"] != "vcpo", 100))
     assert set(summarize(per_cell(searched))["method"]) == {"uncorrected"}  # a search is not a result
     # 0.4 -> 0.1 is below half of 0.4 after step 6, the mean ESS of five steps below one half at step 5
-    assert warning_time(runs[runs["lag"] == 8]) in [(1, 1, 1.0), (1, 1, 2.0)]
+    found = warning_time(runs[runs["lag"] == 8])
+    assert (found.fallen, found.warned, found.others, found.warned_others) == (1, 1, 3, 3)
+    assert found.lead in (1, 2)
+    assert "fell in 3 of the 3 runs that did not" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("best", "final", "collapsed", "slow"),
+    [
+        (0.9, 0.85, False, False),
+        (0.9, 0.5, True, False),
+        (0.45, 0.42, False, True),
+        (0.45, 0.15, True, False),
+        (0.6, 0.55, False, True),
+        (0.6, 0.45, True, False),
+    ],
+    ids=["keeps", "falls", "never rises", "falls below its start", "rises a little", "rises a little and falls"],
+)
+def test_a_run_that_falls_has_collapsed_and_one_that_never_rose_is_slow(best, final, collapsed, slow):
+    assert has_collapsed(0.4, best, final) is collapsed
+    run = pd.DataFrame({"start": [0.4], "final": [final], "collapsed": [collapsed]})
+    assert is_slow(run, gain=0.5).tolist() == [slow]
+
+
+def test_synchronous_runs_are_those_at_the_rate_that_their_search_chose_without_the_search():
+    table = made_up({("uncorrected", 0): [0.9, 0.9], ("vcpo", 8): [0.8]})
+    lower = made_up({("uncorrected", 0): [0.6, 0.6]}).assign(learning_rate_scale=0.3)
+    search = pd.concat(
+        made_up({("uncorrected", 0): [final]}).assign(seed=100, learning_rate_scale=scale)
+        for scale, final in ((0.3, 0.8), (1.0, 0.5))
+    )
+    without = per_cell(pd.concat([table, lower]))
+    assert synchronous(without, "heavy_tails")["final"].tolist() == pytest.approx([0.9, 0.9])
+    searched = per_cell(pd.concat([table, lower, search]))
+    assert synchronous(searched, "heavy_tails")["final"].tolist() == pytest.approx([0.6, 0.6])
+
+
+def test_generations_are_steps_over_the_lag():
+    assert [generations(240, lag) for lag in (0, 16, 64)] == ["", "15.0", "3.8"]
 
 
 @pytest.mark.slow
@@ -225,7 +274,7 @@ def test_the_report_says_what_the_table_says(tmp_path):
     table = made_up(naive | {("vcpo", 8): [0.88, 0.9, 0.9], ("topr", 8): [0.5, 0.5, 0.6]})
     write_table(table, tmp_path / "results.parquet")
     said = write_report(read_table(tmp_path / "results.parquet"), tmp_path, "the command")
-    assert "uncorrected collapses, it keeps -0.20" in said
+    assert "uncorrected keeps -0.20 ± 0.00 of the gain, of 3 runs 0 collapse and 3 are slow" in said
     assert said.index("vcpo 0.99") < said.index("topr 0.27")
     page = (tmp_path / "report.html").read_text()
     assert "the command" in page

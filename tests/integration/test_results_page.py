@@ -13,7 +13,7 @@ from scipy.stats import ttest_rel
 
 from benchmarks.common.process import RESULT
 from benchmarks.staleness import __main__ as staleness_bench
-from benchmarks.staleness import page, shown_runs, table
+from benchmarks.staleness import first_grid, page, shown_runs, table
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.suite import Cell
 
@@ -44,6 +44,27 @@ def finished(
         (folder / RESULT).write_text(json.dumps({"error": None, "wall_s": 1.0}))
 
 
+def test_shares_of_the_language_model_are_of_one_kind_of_device(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its synchronous runs ended at 0.54 on a CPU, and the same seed and rate at 0.68 on a GPU."""
+    monkeypatch.setattr(first_grid, "FOLDER", own_folder)
+    rows = [("uncorrected", 0, seed, 0.5, "cpu") for seed in (0, 1)]
+    rows += [("uncorrected", 0, 100, 0.9, "cuda"), ("uncorrected+drift", 0, 0, 0.9, "cuda")]
+    rows += [("vcpo", 16, 0, 0.3, "cpu"), ("vcpo", 16, 1, 0.3, "cuda"), ("vcpo", 16, 2, 0.3, "cuda")]
+    steps = [
+        dict.fromkeys(table.COLUMNS.values(), 0.1)
+        | dict(regime="smollm2", method=method, lag=lag, learning_rate_scale=1.0, seed=seed, step=step, device=device)
+        | {"accuracy": final if step else 0.1, "staleness_mean": float(lag), "error": None}
+        for method, lag, seed, final, device in rows
+        for step in range(3)
+    ]
+    for name in ("smollm2", "gac_map"):
+        of_it = [row for row in steps if (name == "gac_map") is row["method"].endswith("drift")]
+        table.write_table(pd.DataFrame(of_it), own_folder / f"{name}.parquet")
+    assert first_grid.kept_by_language_model("vcpo", 16) == {"cpu": "0.50 (1 seed)", "cuda": "0.25 ± 0.00 (2 seeds)"}
+
+
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(shown_runs, "FOLDER", tmp_path)
@@ -64,7 +85,7 @@ def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
     page.collect("gac", out, own_folder)
     (row,) = [line for line in page.BLOCKS["gac"]().splitlines() if line.startswith("| ppo_clip+gac ")]
     p = ttest_rel(GAC, PLAIN).pvalue
-    assert "| 16 | 3 | 0.700 ± " in row
+    assert "| 16 | 0.2 | 3 | 0.700 ± " in row
     assert "| 0.133 ± " in row
     assert "(3 pairs)" in row
     assert row.endswith(f"| {p:.3f} | {p:.3f} |")
@@ -80,7 +101,7 @@ def test_of_a_grid_that_is_not_finished_every_method_has_the_same_search_and_see
         finished(out, "vcpo", 100, vcpo, scale=scale)
     page.collect("equal_tuning", out, own_folder)
     lines = page.BLOCKS["equal_tuning"]().splitlines()
-    assert lines[0] == "Lag 16 (`quickstart_constant`), the search alone:"
+    assert lines[0] == "Lag 16 (`quickstart_constant`, 0.2 generations), the search alone:"
     assert lines[4] == "| quickstart_constant | vcpo | 16 | 0.200 | 0.800 |"  # the best is the first
     for seed in (0, 1):
         finished(out, "ppo_clip", seed, 0.5, scale=0.3)
@@ -90,7 +111,7 @@ def test_of_a_grid_that_is_not_finished_every_method_has_the_same_search_and_see
     shown_runs.runs_of.cache_clear()
     page.collect("equal_tuning", out, own_folder)
     lines = page.BLOCKS["equal_tuning"]().splitlines()
-    assert lines[0] == "Lag 16 (`quickstart_constant`):"
+    assert lines[0] == "Lag 16 (`quickstart_constant`, 0.2 generations):"
     first, second = lines[4:]
     assert first == "| vcpo | 1 | 0.700 ± 0.000 | 0.75 ± 0.00 | 0.200 ± 0.000 |  | 0.50 | 2 | 1 |"
     assert second == "| ppo_clip | 0.3 | 0.500 ± 0.000 | 0.50 ± 0.00 |  |  | 0.35 | 2 | 1 |"

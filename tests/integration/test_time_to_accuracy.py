@@ -17,7 +17,7 @@ import torch
 from processes import wait_for_the_end_of
 
 from benchmarks.time_to_accuracy import trl_cell
-from benchmarks.time_to_accuracy.documents import CURVES, write_documents
+from benchmarks.time_to_accuracy.documents import CURVES, algorithm, compared_in, write_documents
 from benchmarks.time_to_accuracy.report import with_interval, write_report
 from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
@@ -27,6 +27,7 @@ from lit_async_rl.rewards import last_number
 from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
+QUIET = ["--data.validation.prompts", "null", "--trainer.logger", "false", "--defaults.checkpoint", "null"]
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +123,56 @@ def test_the_documentation_shows_what_the_curves_say(tmp_path):
         "recipe, 4 of 20 groups redundant, `max_staleness` 8",
     ]
     assert {len(row) for row in found["table"]["rows"]} == {len(found["table"]["columns"])}
+    assert "against synchronous" in found["unit"]
+    trained = {row[1]: row[2] for row in found["table"]["rows"]}
+    assert trained["synchronous"] == "PPO-clip GRPO, constant rate, 100 steps"
+    assert {one["system"]["trains"] for one in found["comparisons"]} == {"VCPO, linear rate, 200 steps"}
+    assert {one["against"]["name"] for one in found["comparisons"]} == {"synchronous"}
     assert (tmp_path / "docs/assets/time_to_accuracy_curves.png").stat().st_size > 1000
     assert len(pd.read_parquet(tmp_path / CURVES / "time_to_accuracy.parquet")) == sum(map(len, runs))
+
+
+def test_a_system_with_spare_prompts_is_compared_with_a_synchronous_one_that_has_them_too():
+    runs = [curve(4.0, seed=seed) for seed in range(2)]
+    runs += [curve(2.0, system="synchronous_redundant", seed=seed) for seed in range(2)]
+    runs += [curve(0.5, system="redundant_8", seed=seed) for seed in range(2)]
+    found = compared_in(pd.concat(runs, ignore_index=True), "tools_0.4")
+    ratios = {
+        (one["system"]["name"], one["against"]["name"]): (one["value"], one["interval"])
+        for one in found
+        if one["share"] == 0.8
+    }
+    assert ratios == {
+        ("synchronous, 4 of 20 groups redundant", "synchronous"): (2.0, [2.0, 2.0]),
+        ("recipe, 4 of 20 groups redundant, `max_staleness` 8", "synchronous"): (8.0, [8.0, 8.0]),
+        ("recipe, 4 of 20 groups redundant, `max_staleness` 8", "synchronous, 4 of 20 groups redundant"): (
+            4.0,
+            [4.0, 4.0],
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("workload", "system", "said"),
+    [
+        ("tools_0.4", "synchronous_recipe", "VCPO, constant rate, 100 steps"),
+        ("smollm2_2s", "synchronous_recipe_linear_twice", "VCPO, linear rate, 80 steps"),
+        ("smollm2_8s", "plain_8", "PPO-clip GRPO, linear rate, 120 steps"),
+        ("quickstart", "quickstart_sync", "VCPO, stable and decaying rate, 225 steps"),
+        ("quickstart", "quickstart_trl", "PPO-clip GRPO, one-cycle rate, 225 steps"),
+    ],
+)
+def test_what_a_system_trains_is_what_its_settings_say(workload, system, said):
+    assert algorithm(workload, system) == said
+    if "trl" in system:
+        return
+    name, rate, _ = said.split(", ")
+    small = ["--model.model", asset("sort_policy")] if workload.startswith("smollm2") else []
+    adapters = ["--model.lora.target_modules", r".*layers\.0\..*_proj"] if small else []
+    module = AsyncRLCLI([*Cell(workload, system, 0).arguments(), *QUIET, *small, *adapters]).model
+    assert (module.objective.baseline is not None) == (name == "VCPO")
+    schedules = {"constant rate": "ConstantRate", "linear rate": "Linear", "stable and decaying rate": "StableDecay"}
+    assert type(module.scheduler).__name__ == schedules[rate]
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / CONFIGS / "suites").glob("*.yaml")])
@@ -144,9 +193,6 @@ def test_wrong_names_are_named(tmp_path, monkeypatch):
     (tmp_path / "suites/odd.yaml").write_text("blocks: [{workload: a, systems: [c], seeds: [0]}]")
     with pytest.raises(ValueError, match=r"unknown \['c'\]; there are \['b'\]"):
         load_suite("odd")
-
-
-QUIET = ["--data.validation.prompts", "null", "--trainer.logger", "false", "--defaults.checkpoint", "null"]
 
 
 def test_trl_is_given_the_settings_of_the_synchronous_run():

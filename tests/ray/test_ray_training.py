@@ -95,13 +95,17 @@ class Freeze(pl.Callback):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_replica_that_stands_still_is_named_and_the_verdict_does_not_blame_the_weight_sync(ray_cluster, caplog):
+def test_a_replica_that_stands_still_is_named_and_the_verdict_does_not_blame_the_weight_sync(
+    ray_cluster, caplog, capsys
+):
     engine = RayEngine(EmbeddedEngine(device="cpu"), replicas=2, num_cpus=0.1)
     data, freeze = make_data(engine=engine, groups_per_step=2, max_staleness=8), Freeze(caplog)
     fit(make_module(), data, 12, [BottleneckVerdict(every_n_steps=2), freeze])
     assert "has given no answer for 5 s, and the run may wait for it" in freeze.lines[0]
     assert "slowest replica" in freeze.sides
-    assert "weight sync" not in freeze.sides[3:], "the verdicts from step 4 on: it stands still since step 2"
+    # of all steps: two that follow it within a tenth of a second may well wait for the weights
+    (verdict,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("whole run: ")]
+    assert "the slowest replica is the bottleneck" in verdict
     assert engine.num_lost == 0
 
 

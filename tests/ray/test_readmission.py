@@ -382,8 +382,9 @@ def test_a_replica_without_a_token_is_named_too(stand_in, model, caplog, monkeyp
     engine.close()
 
 
-def test_a_process_that_reads_a_log_on_another_node_imports_nothing_large():
-    code = "import sys, lit_async_rl.ray.logs; sys.exit(bool({'torch', 'ray', 'numpy'} & sys.modules.keys()))"
+@pytest.mark.parametrize("module", ["logs", "coordinator", "process"])
+def test_a_process_that_reads_a_log_on_another_node_or_owns_replicas_imports_nothing_large(module):
+    code = f"import sys, lit_async_rl.ray.{module}; sys.exit(bool({{'torch', 'ray', 'numpy'}} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

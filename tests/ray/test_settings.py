@@ -1,5 +1,6 @@
-"""Settings of RayEngine, and a package that never needs Ray for anything else."""
+"""Settings of RayEngine, names of its replicas, and a package that never needs Ray for anything else."""
 
+import json
 import subprocess
 import sys
 
@@ -45,6 +46,51 @@ def test_the_recipe_of_an_engine_makes_the_same_again_with_other_random_numbers(
         assert (made.num_slots, made.seed, made.engine.settings.max_model_len) == (3, 5 + number, 17)
     halved = engine.fresh(out_of_memory=True)
     assert Recipe.of(halved).make(0).num_slots == 1
+
+
+MODEL = {"name": "m", "needs": {"num_cpus": 2.0}}
+
+
+def test_the_digest_of_an_engine_is_the_same_in_another_process_and_another_for_other_settings():
+    pytest.importorskip("ray")
+    from lit_async_rl.ray.ownership import digest_of
+
+    code = "import sys, json; from lit_async_rl.ray.ownership import digest_of; import lit_async_rl as rl; "
+    code += "print(digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), json.loads(sys.argv[1])))"
+    there = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(MODEL)], capture_output=True, text=True, timeout=170, check=True
+    )
+    assert there.stdout.strip() == digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), MODEL)
+    engine = EmbeddedEngine(num_slots=3)
+    others = [
+        (EmbeddedEngine(num_slots=4), MODEL),
+        (engine, MODEL | {"name": "n"}),
+        (engine, MODEL | {"needs": {"num_cpus": 1.0}}),
+    ]
+    assert digest_of(engine, MODEL) == digest_of(EmbeddedEngine(num_slots=3), MODEL)
+    assert len({digest_of(*one) for one in others} | {digest_of(engine, MODEL)}) == 4
+
+
+def test_two_engines_of_one_process_never_share_replicas_and_a_name_is_free_after_its_engine(monkeypatch):
+    pytest.importorskip("ray")
+    from lit_async_rl.ray.actors import Resources
+    from lit_async_rl.ray.ownership import ReplicaActors
+
+    monkeypatch.delenv("LIT_ASYNC_RL_RAY_RUN", raising=False)
+    needs = Resources(num_cpus=1.0, num_gpus=0.0, others=None, spread=True)
+
+    def replicas():
+        return ReplicaActors(None, EmbeddedEngine(), model="m", resources=needs)
+
+    first, second = replicas(), replicas()
+    names = first._name(0), second._name(0)
+    assert names[0] != names[1]
+    assert not first.outlive_the_trainer
+    first.leave()
+    third = replicas()
+    assert third._name(0) == names[0]
+    for one in (second, third):
+        one.leave()
 
 
 ALONE = """

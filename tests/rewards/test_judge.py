@@ -21,7 +21,7 @@ from lit_async_rl.errors import RewardError, RewardSetupError
 from lit_async_rl.report import write_report
 from lit_async_rl.rewards.hooks import metrics_of, num_threads
 from lit_async_rl.rewards.judge import BudgetError
-from lit_async_rl.rewards.judge_models import Places, Turn, retry_after_s
+from lit_async_rl.rewards.judge_models import ConcurrencyLimiter, Permit, retry_after_s
 from lit_async_rl.rewards.scorer import Scorer, score, score_all
 from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.types import Prompt
@@ -171,13 +171,13 @@ def test_a_rate_limit_is_kept_by_all_questions_and_uses_up_no_tries(judge, serve
 def test_a_failure_of_one_question_does_not_lengthen_its_pauses_while_others_are_answered(judge, serve, monkeypatch):
     """The pauses of a question that fails five times: as long as the first, unless all fail."""
     pauses = []
-    pause = Turn.pause
+    pause = Permit.pause
 
     async def noted(turn, seconds):
         pauses.append(seconds)
         await pause(turn, 0.0)
 
-    monkeypatch.setattr(Turn, "pause", noted)
+    monkeypatch.setattr(Permit, "pause", noted)
 
     def run(fails, number):
         pauses.clear()
@@ -195,20 +195,20 @@ def test_a_failure_of_one_question_does_not_lengthen_its_pauses_while_others_are
     assert run(lambda text, failing: failing[text] <= (5 if text == "3" else 0), 30) <= 2.0
 
 
-def test_no_place_is_given_out_while_they_are_closed():
+def test_no_permit_is_granted_while_the_limiter_is_paused():
     async def run():
-        places, taken = Places(2), []
+        limiter, taken = ConcurrencyLimiter(2), []
 
         async def take(order):
-            await places.take(order)
+            await limiter.acquire(order)
             taken.append(order)
 
         await take(0)
-        places.close_for(0.05)
-        places.close_for(0.01)  # shorter than what was said before
+        limiter.pause_for(0.05)
+        limiter.pause_for(0.01)  # shorter than what was said before
         tasks = [asyncio.ensure_future(take(order)) for order in (2, 1)]
         await asyncio.sleep(0.02)
-        places.give_back()
+        limiter.release()
         await asyncio.sleep(0)
         before = list(taken)
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
@@ -502,23 +502,23 @@ def test_its_identity_is_what_verdicts_depend_on(judge, serve):
     assert len({reward_identity(judge(server, **change)) for change in changed} | {plain}) == 5
 
 
-def test_places_go_to_the_oldest_and_none_is_lost():
+def test_permits_go_to_the_oldest_and_none_is_lost():
     async def run():
-        places, order = Places(1), []
-        await places.take(0)
+        limiter, order = ConcurrencyLimiter(1), []
+        await limiter.acquire(0)
 
         async def take(number):
-            await places.take(number)
+            await limiter.acquire(number)
             order.append(number)
-            places.give_back()
+            limiter.release()
 
         tasks = [asyncio.ensure_future(take(number)) for number in (5, 3, 4, 1)]
         await asyncio.sleep(0)
         tasks[1].cancel()
-        places.give_back()
-        tasks[3].cancel()  # in the turn in which it was given the place
+        limiter.release()
+        tasks[3].cancel()  # in the iteration of the loop that granted its permit
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(places.take(9), 10)
+        await asyncio.wait_for(limiter.acquire(9), 10)
         return order
 
     assert asyncio.run(run()) == [4, 5]

@@ -87,7 +87,7 @@ class CallLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a body asks for.
+    """Parsed request body.
 
     Attributes:
         model: name that the agent asks for; every name means the policy.

@@ -1,4 +1,4 @@
-"""Calls and answers of the API, however they travel: over HTTP, or through the pipe of a process of agents."""
+"""Calls and answers of the API, however they travel: over HTTP, or from a client in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IDEMPOTENCY_KEY = "idempotency-key"
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """A call, however it came.
+    """A request, however it came.
 
     Attributes:
         path: of the URL.
@@ -19,6 +19,7 @@ class ApiRequest:
         authorization: header of this name; None without, likewise all others.
         attempt: header `ATTEMPT`.
         idempotency_key: header `IDEMPOTENCY_KEY`.
+        method: of HTTP.
     """
 
     path: str
@@ -26,6 +27,7 @@ class ApiRequest:
     authorization: str | None
     attempt: str | None = None
     idempotency_key: str | None = None
+    method: str = "POST"
 
 
 @dataclass(frozen=True, kw_only=True)

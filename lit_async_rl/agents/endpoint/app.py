@@ -1,4 +1,4 @@
-"""Routes of the endpoint, and their server. The only file that imports Starlette and uvicorn."""
+"""The endpoint over HTTP. The only file that imports Starlette and uvicorn."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import contextlib
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lit_async_rl.agents.api.bodies import CHAT, TEXT, CallLimits
 from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
+from lit_async_rl.agents.api.service import CallService
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
 HEAD_TIMEOUT_S = 60.0  # from a connection, or the first byte of a request, to the end of its head
@@ -30,115 +29,64 @@ CLIENT_GONE = 499  # nobody reads it
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Answering(Protocol):
-    """What the routes ask of an endpoint.
+def make_app(service: CallService) -> ASGIApp:
+    """ASGI application that serves a service over HTTP."""
 
-    Attributes:
-        limits: limits of calls.
-        too_long: refusal of a body that is longer than those.
-    """
-
-    limits: CallLimits
-
-    @property
-    def too_long(self) -> ApiError: ...
-
-    async def respond(self, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
-        """The answer to a call; cancelled when its client has gone."""
-
-    def session(self, authorization: str | None) -> object:
-        """Checks the key of a request.
-
-        Raises:
-            ApiError: it is none of a running episode.
-        """
-
-    def models(self) -> list[dict[str, Any]]:
-        """The models."""
-
-
-def make_app(endpoint: Answering) -> Starlette:
-    """The routes of an endpoint."""
-
-    async def complete(request: Request) -> Response:
-        headers = request.headers
-        authorization = headers.get("authorization")
-        endpoint.session(authorization)  # before its body is read
-        body = await _read_body(request, endpoint)
-        if body is None:
-            return Response(status_code=CLIENT_GONE)
-        call = ApiRequest(
-            path=request.url.path,
-            body=body,
-            authorization=authorization,
-            attempt=headers.get(ATTEMPT),
-            idempotency_key=headers.get(IDEMPOTENCY_KEY),
-        )
-        answer = await _unless_gone(lambda has_gone: endpoint.respond(call, has_gone), request)
-        if answer is None:
-            return Response(status_code=CLIENT_GONE)
-        connection = request.scope.get("extensions", {}).get(CONNECTION)
-        if connection is not None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            answer = await _answer(request, service)
+        except ApiError as error:
+            answer = error.response
+        connection = scope.get("extensions", {}).get(CONNECTION)
+        if connection is not None and answer is not None:
             connection.lose = answer.lose
-        return _sent(answer)
+        await _sent(answer)(scope, receive, send)
 
-    async def models(request: Request) -> Response:
-        endpoint.session(request.headers.get("authorization"))
-        return JSONResponse({"object": "list", "data": endpoint.models()})
-
-    async def model(request: Request) -> Response:
-        endpoint.session(request.headers.get("authorization"))
-        name = request.path_params["name"]
-        for known in endpoint.models():
-            if known["id"] == name:
-                return JSONResponse(known)
-        raise ApiError(404, f"The model {name[:200]!r} does not exist", param="model", code="model_not_found")
-
-    routes = [
-        Route(CHAT, complete, methods=["POST"]),
-        Route(TEXT, complete, methods=["POST"]),
-        Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/models/{name:path}", model, methods=["GET"]),
-    ]
-    return Starlette(routes=routes, exception_handlers={ApiError: _refuse, HTTPException: _not_found})
+    return app
 
 
-def _sent(answer: ApiResponse) -> Response:
+async def _answer(request: Request, service: CallService) -> ApiResponse | None:
+    """The answer to a request; None if the client has gone.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    headers = request.headers
+    call = ApiRequest(
+        method=request.method,
+        path=request.scope["path"],
+        body=b"",
+        authorization=headers.get("authorization"),
+        attempt=headers.get(ATTEMPT),
+        idempotency_key=headers.get(IDEMPOTENCY_KEY),
+    )
+    service.session(call)  # before its body is read
+    body = await _read_body(request, service)
+    if body is None:
+        return None
+    call = replace(call, body=body)
+    return await _unless_gone(lambda has_gone: service.respond(call, has_gone), request)
+
+
+def _sent(answer: ApiResponse | None) -> Response:
+    if answer is None:
+        return Response(status_code=CLIENT_GONE)
     return Response(
         answer.body, status_code=answer.status, media_type=answer.media_type, headers=dict(answer.headers) or None
     )
 
 
-# coroutines, although they wait for nothing: other handlers would run in a thread, and be cancelled with the server
-async def _refuse(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ApiError):
-        raise error
-    return _sent(error.response)
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    """404 and 405, which Starlette raises."""
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    found = ApiError(
-        status,
-        f"Unknown request URL: {request.method} {request.url.path[:200]}; the endpoint has POST {CHAT}, POST {TEXT} "
-        "and GET /v1/models",
-        code="unknown_url",
-    )
-    return await _refuse(request, found)
-
-
-async def _read_body(request: Request, endpoint: Answering) -> bytes | None:
+async def _read_body(request: Request, service: CallService) -> bytes | None:
     """The body; None if the client has gone.
 
     Raises:
         ApiError: it is too long, or does not come in time.
     """
-    limit = endpoint.limits.max_body_bytes
+    limit = service.limits.max_body_bytes
     with contextlib.suppress(ValueError):
         if int(request.headers.get("content-length", 0)) > limit:
-            raise endpoint.too_long
+            raise service.too_long
     parts: list[bytes] = []
     length = 0
     now = asyncio.get_running_loop().time
@@ -153,14 +101,14 @@ async def _read_body(request: Request, endpoint: Answering) -> bytes | None:
         part = message.get("body", b"")
         length += len(part)
         if length > limit:
-            raise endpoint.too_long
+            raise service.too_long
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
 async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:
-    """What the work returns, or None if the client goes before; the work, given a way to ask, is then cancelled."""
+    """Result of the work, which may ask whether the client has gone; None if it goes first, which cancels the work."""
     gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
     task = asyncio.ensure_future(work(gone.done))
     try:
@@ -245,39 +193,10 @@ def _is_reset(transport: asyncio.Transport) -> bool:
     return False
 
 
-class EndpointServer(uvicorn.Server):
-    """A server that can be cancelled.
-
-    Args:
-        config: of uvicorn.
-        report: called when the server listens.
-    """
-
-    def __init__(self, config: uvicorn.Config, report: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._report = report
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._report()
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until it is cancelled; then accepts no more, and ends the connections that it knows."""
-        try:
-            await super().serve(sockets=sockets)
-        finally:
-            for server in getattr(self, "servers", ()):
-                server.close()
-            for connection in list(self.server_state.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
-
-
-def make_server(endpoint: Answering, report: Callable[[], None]) -> EndpointServer:
+def make_server(service: CallService) -> uvicorn.Server:
     """A server of the routes, not started."""
     config = uvicorn.Config(
-        make_app(endpoint),
+        make_app(service),
         http=Connection,
         lifespan="off",
         log_config=None,
@@ -288,4 +207,4 @@ def make_server(endpoint: Answering, report: Callable[[], None]) -> EndpointServ
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
     )
-    return EndpointServer(config, report)
+    return uvicorn.Server(config)

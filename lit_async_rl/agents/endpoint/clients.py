@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
+from lit_async_rl.agents.api.service import ENDED
+from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.clients import ClientFactory
-from lit_async_rl.agents.endpoint.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
-from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings, endpoint_at, respond_at
-from lit_async_rl.agents.endpoint.transport import transport_to
+from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings, import_server
 from lit_async_rl.agents.episode import AgentEpisode
 
 
@@ -47,25 +49,28 @@ class EndpointClients(ClientFactory):
         )
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
-        self._openai = OpenAIClients(lambda: transport_to(lambda at: endpoint_at(at) is not None, respond_at))
+        self._openai = OpenAIClients(lambda: transport_to(self._is_here, self.respond))
+
+    def prepare(self) -> None:
+        import_openai()
+        import_server()
 
     async def open(self, episode: AgentEpisode) -> Any:
-        """An `openai.AsyncOpenAI` for an episode; starts the server before the first.
-
-        Raises:
-            ImportError: `openai`, Starlette or uvicorn is not installed.
-            EngineError: the server has ended for good.
-        """
-        import_openai()
-        return self._openai.make(self.address(episode))
+        """An `openai.AsyncOpenAI` for an episode, see `address`."""
+        return self._openai.make(self.address(episode), episode)
 
     def address(self, episode: AgentEpisode) -> EndpointAddress:
-        """Accepts calls of an episode; returns where. Starts the server before the first.
+        """Accepts calls of an episode; returns where. Starts the server before the first, and after it has failed.
 
         Raises:
             ImportError: Starlette or uvicorn is not installed.
-            EngineError: the server has ended for good.
+            OSError: the server cannot listen.
+            StalledError: the server does not start.
+            EngineError: it has ended at once.
         """
+        if self._endpoint is not None and self._endpoint.failure is not None:
+            self._endpoint.close()
+            self._endpoint = None
         if self._endpoint is None:
             endpoint = Endpoint(self.settings, episode.codec)
             try:
@@ -74,12 +79,21 @@ class EndpointClients(ClientFactory):
                 endpoint.close()
                 raise
             self._endpoint = endpoint
-        self._endpoint.open(episode)
+        self._endpoint.service.open(episode)
+        if self._endpoint.failure is not None:  # before it knew of this episode
+            raise self._endpoint.failure
         return EndpointAddress(self._endpoint.base_url, api_key=episode.key, timeout=self.timeout_s)
+
+    def _is_here(self, base_url: str) -> bool:
+        return self._endpoint is not None and self._endpoint.base_url == base_url
+
+    async def respond(self, request: ApiRequest) -> ApiResponse:
+        """The answer to a request of one of its clients."""
+        return ENDED if self._endpoint is None else await self._endpoint.service.respond(request)
 
     async def close(self, client: Any, episode: AgentEpisode) -> None:
         if self._endpoint is not None:
-            self._endpoint.end(episode.key)
+            self._endpoint.service.end(episode.key)
 
     async def end(self) -> None:
         endpoint = self._endpoint
@@ -91,6 +105,9 @@ class EndpointClients(ClientFactory):
 
 class EndpointAddresses(EndpointClients):
     """`EndpointClients` for agents that make their clients themselves, such as those in other processes."""
+
+    def prepare(self) -> None:
+        import_server()
 
     async def open(self, episode: AgentEpisode) -> EndpointAddress:
         return self.address(episode)

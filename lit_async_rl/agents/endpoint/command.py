@@ -85,7 +85,7 @@ class CommandAgent:
         self.clients = EndpointClients()
 
     def identified_by(self) -> dict[str, Any]:
-        """What makes its rewards besides the arguments: the program's files, see `reward_identity`."""
+        """Contents of the program's files, which affect rewards like arguments; see `reward_identity`."""
         return {"files": file_contents(self.command)}
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:

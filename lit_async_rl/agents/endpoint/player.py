@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from lit_async_rl.agents.api.openai_clients import OpenAIClients, import_openai
 from lit_async_rl.agents.calls import result_of
-from lit_async_rl.agents.endpoint.openai_clients import OpenAIClients, import_openai
-from lit_async_rl.agents.endpoint.transport import HEADER_BYTES, Answered, Cancel, PipeCalls, Play, transport_to
+from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
 from lit_async_rl.utils.user_code import user_line
 from lit_async_rl.utils.waiting import use_awake_clock
 
@@ -33,15 +33,11 @@ class _Player:
 
     def __post_init__(self) -> None:
         import_openai()  # which takes a second, before the first episode's time
-        self.calls = PipeCalls(self.reply)
-        self.clients = OpenAIClients(lambda: transport_to(self.calls.addresses.__contains__, self.calls.ask))
+        self.clients = OpenAIClients()
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, message: Play | Cancel | Answered) -> None:
+    def take(self, message: Play | Cancel) -> None:
         """Does what the trainer says."""
-        if isinstance(message, Answered):
-            self.calls.take(message)
-            return
         if isinstance(message, Play):
             task = asyncio.get_running_loop().create_task(self._play(message))
             self.tasks[message.number] = task
@@ -51,21 +47,19 @@ class _Player:
             self.tasks[message.number].cancel()
         self.reply({"id": message.number})  # also of one that has ended: the trainer learns that this loop runs
 
-    def reply(self, reply: dict[str, Any], body: bytes = b"") -> None:
-        """Says something to the trainer: a line of JSON, and as many bytes as its `length` says.
+    def reply(self, reply: dict[str, Any]) -> None:
+        """Says something to the trainer: a line of JSON.
 
         Raises:
             ValueError: a number is not finite.
         """
         line = json.dumps(reply, allow_nan=False)
-        self.replies.write(line.encode() + b"\n" + body)
+        self.replies.write(line.encode() + b"\n")
         self.replies.flush()
 
     async def _play(self, message: Play) -> None:
         number = message.number
         try:
-            if message.has_pipe:
-                self.calls.addresses.add(message.address.base_url)
             client = self.clients.make(message.address)
             result = result_of(await self.agent(pickle.loads(message.prompt), client))
             parts = {name: float(part) for name, part in result.parts.items()}

@@ -4,11 +4,10 @@
 |---|---|---|
 | an episode here | its reply, at most `timeout_s` | the task that reads replies, also at the process's end |
 | the task that reads replies | a reply | the pipe, also at the process's end |
-| a call there | its answer, at most its time-out | the thread that reads messages |
 
 What happens there is in `player.py`. Messages to the process are pickled, because prompts have arbitrary metadata; only
-the child unpickles them, and they come from its parent. Its replies are lines of JSON; a call of a client is such a
-line, followed by its body.
+the child unpickles them, and they come from its parent. Its replies are lines of JSON. Calls of its clients go to the
+endpoint over HTTP.
 """
 
 from __future__ import annotations
@@ -22,31 +21,26 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from typing import Any
 
-from lit_async_rl.agents.api.bodies import CHAT, TEXT
-from lit_async_rl.agents.api.exchange import ApiRequest
+from lit_async_rl.agents.api.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED, end_guarded
-from lit_async_rl.agents.endpoint.openai_clients import EndpointAddress, address_of
+from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
-from lit_async_rl.agents.endpoint.server import ENDED, Endpoint, endpoint_at
-from lit_async_rl.agents.endpoint.transport import HEADER_BYTES, Answered, Cancel, Play
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.elsewhere import Elsewhere
+from lit_async_rl.utils.elsewhere import RemoteProxy
 from lit_async_rl.utils.processes import guarded
 
 START_TIMEOUT_S = 300.0  # imports of the child
 ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block
 REAP_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 2**20
-NUM_ANSWERED = 1024
 _PLAYER = "lit_async_rl.agents.endpoint.player"
 
 
@@ -58,15 +52,14 @@ class AgentProcessEnded(ProcessAgentError):
     """The process ended with the episode in it."""
 
 
-class ProcessAgent(Elsewhere):
+class ProcessAgent(RemoteProxy):
     """Plays the episodes of an agent in processes of their own, each with an `openai.AsyncOpenAI` at the endpoint.
 
-    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Calls of
-    the client that an agent is given go through the process's pipe, not through a socket; other clients reach the
-    endpoint by its address. A process plays any number of episodes at a time. One that
-    ends, or that an agent blocks (`time.sleep` in a coroutine), costs the episodes in it, which count as failed, and
-    another takes its place. What agents print goes to stderr. Rewards, and checkpoints, are those of the same agent in
-    the trainer's process.
+    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Its
+    calls go to the endpoint over HTTP. A process plays any number of episodes at a time. One that ends, or that an
+    agent blocks (`time.sleep` in a coroutine), costs the episodes in it, which count as failed, and another takes its
+    place. What agents print goes to stderr. Rewards, and checkpoints, are those of the same agent in the trainer's
+    process.
 
     Example:
         ```yaml
@@ -197,8 +190,6 @@ class _Worker:
         self._messages = process.stdin
         self._replies = process.stdout
         self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._answered: dict[int, Callable[[], None]] = {}  # the last calls, whose client may not get the answer
         self._waiting: dict[int, asyncio.Future[AgentResult]] = {}
         self._cancelled: set[int] = set()  # whose process has not yet said that it knows
         self._reading: asyncio.Task[None] | None = None
@@ -229,9 +220,7 @@ class _Worker:
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            has_pipe = endpoint_at(address.base_url) is not None
-            message = Play(number, pickle.dumps(prompt), address=address, has_pipe=has_pipe)
-            self._write(pickle.dumps(message))
+            self._write(pickle.dumps(Play(number, pickle.dumps(prompt), address=address)))
             return await self._waiting[number]
         except asyncio.CancelledError:
             self._cancel(number)
@@ -273,73 +262,15 @@ class _Worker:
         """Gives replies to those that wait for them, until the process has ended."""
         try:
             while line := await self._replies.readline():
-                reply = _as_object(line)
-                if "call" in reply:
-                    await self._take_call(reply)
-                elif "gone" in reply:
-                    self._end_call(reply["gone"])
-                else:
-                    self._take(reply)
-        except asyncio.IncompleteReadError:  # it has ended
-            pass
+                self._take(_as_object(line))
         except ValueError as error:
             self._kill(f"sent what is no reply ({error}), and was killed")
         finally:
             self._cancelled.clear()
-            for call in self._calls.values():
-                call.cancel()
             ended = f"agent {self._name}: its process {await self._how_it_ended()}"
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(AgentProcessEnded(ended))
-
-    # -- calls of its clients ------------------------------------------------------------------------------------------
-
-    async def _take_call(self, reply: dict[str, Any]) -> None:
-        """Begins to answer a call, whose body comes next."""
-        number = reply["call"]
-        length: Any = reply.get("length")
-        headers = [reply.get(name) for name in ("authorization", "attempt", "idempotency_key")]
-        are_texts = all(one is None or isinstance(one, str) for one in headers)
-        if not _is_count(number) or not _is_count(length) or reply.get("path") not in (CHAT, TEXT) or not are_texts:
-            raise ValueError("a call that is none")
-        endpoint = endpoint_at(str(reply.get("at")))
-        if endpoint is None or length > endpoint.limits.max_body_bytes:
-            await self._skip(length)
-            refusal = ENDED if endpoint is None else endpoint.too_long.response
-            self._write(pickle.dumps(Answered(number, refusal)))
-            return
-        body = await self._replies.readexactly(length)
-        authorization, attempt, key = headers
-        request = ApiRequest(
-            path=reply["path"], body=body, authorization=authorization, attempt=attempt, idempotency_key=key
-        )
-        task = asyncio.get_running_loop().create_task(self._answer(number, request, endpoint))
-        self._calls[number] = task
-        task.add_done_callback(lambda _: self._calls.pop(number, None))
-
-    async def _answer(self, number: int, request: ApiRequest, endpoint: Endpoint) -> None:
-        response = await endpoint.respond(request)
-        if response.lose is not None:
-            self._answered[number] = response.lose
-            while len(self._answered) > NUM_ANSWERED:
-                del self._answered[next(iter(self._answered))]
-        self._write(pickle.dumps(Answered(number, replace(response, lose=None))))
-
-    def _end_call(self, number: Any) -> None:
-        """Its client has gone."""
-        if not _is_count(number):
-            raise ValueError("the end of a call that is none")
-        if number in self._calls:
-            self._calls[number].cancel()
-        if (lose := self._answered.pop(number, None)) is not None:  # the answer was on its way
-            lose()
-
-    async def _skip(self, length: int) -> None:
-        while length:
-            length -= len(await self._replies.readexactly(min(length, MAX_REPLY_BYTES)))
-
-    # -- results -------------------------------------------------------------------------------------------------------
 
     def _take(self, reply: dict[str, Any]) -> None:
         number = reply.get("id")
@@ -369,10 +300,6 @@ class _Worker:
         if status < 0:
             return f"was ended by {signal.Signals(-status).name}"
         return f"ended with exit status {status}; what it said is above"
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _as_object(line: bytes) -> dict[str, Any]:

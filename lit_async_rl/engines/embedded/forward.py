@@ -128,7 +128,7 @@ class _JoinedLinear:
 
 
 def _make_adjacent(parameters: Sequence[Tensor]) -> Tensor:
-    """Moves parameters into one tensor, of which they become views; returns it."""
+    """Moves parameters into one tensor, as views of it; returns it."""
     whole = torch.cat([p.detach() for p in parameters])
     if whole.dim() == 2 and whole.device.type == "cpu":  # column-major: products take 10 % less time
         whole = whole.t().contiguous().t()

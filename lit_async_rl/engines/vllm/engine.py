@@ -37,7 +37,6 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.loading import base_of, stored_dtype
 from lit_async_rl.utils.checks import MANY, check_range
-from lit_async_rl.utils.renamed_keys import REMOVED
 from lit_async_rl.utils.waiting import Wait
 
 
@@ -75,7 +74,6 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         sleep_level: whether vLLM frees its memory while a trainer on the same GPU trains, with `data.max_staleness` 0.
             0: no. 1: drops the KV cache, and moves the weights to host memory. 2: drops both until the next update, for
             which requests submitted before it wait.
-        replicas: 1; several models side by side are a `RayEngine` around this one.
 
     Raises:
         ValueError: a setting is out of range, or refused.
@@ -101,13 +99,10 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         update_timeout_s: float = 600.0,
         engine_args: dict[str, Any] | None = None,
         sleep_level: int = 0,
-        *,
-        replicas: int = 1,
     ) -> None:
         check_range(
             "data.engine",
             "integer positive",
-            replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -123,10 +118,6 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             update_timeout_s=update_timeout_s,
         )
         check_range("data.engine", "integer", seed=seed)
-        if replicas != 1:
-            raise ValueError(
-                f"data.engine.class_path=VLLMEngine with replicas={replicas} is now {REMOVED['VLLMReplicas']}"
-            )
         self.sleep_level = check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache=clear_cache)
         self.dtype = dtype or "auto"  # resolved in `setup`

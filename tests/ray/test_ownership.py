@@ -1,27 +1,30 @@
-"""Engines that outlive their trainer keep process and weights, prove both to the next one, and end when they should."""
+"""Engines of placed ranks outlive these, prove process and weights to the next start, and end with the command."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
+import uuid
+from functools import partial
 
 import psutil
 import pytest
+import ray_jobs
 import torch
-from processes import is_running, wait_for_the_end_of
+from processes import wait_for_the_end_of
 from replays import assert_replayed, key, requests_of
-from test_ray_engine import endless, gathered, said
-from test_trainer_ranks import ROOT, SMALL, When, folder_of, steps_of
+from test_ray_engine import endless, gathered, said, until
+from test_trainer_ranks import ROOT, SMALL, When, folder_of, launch, steps_of
 from tiny_models import save, tiny_llama
 
-from lit_async_rl.cli import kept_engines
+import lit_async_rl as rl
 from lit_async_rl.cli.app import main
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
+from lit_async_rl.ray.coordinator import Coordinator
 from lit_async_rl.ray.engine import RayEngine
-from lit_async_rl.ray.residence import NAME, end_replicas, names_with
-from lit_async_rl.ray.supervise import ADDRESS
+from lit_async_rl.ray.runtime import NAMESPACE
+from lit_async_rl.ray.supervise import ADDRESS, RUN_ID
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 engines = []  # of the test that runs
@@ -31,43 +34,50 @@ engines = []  # of the test that runs
 def _none_are_left(ray_cluster):
     """Also when a test has failed, whose engines have their names still."""
     yield
-    import ray
-
     for engine in engines:
-        engine.has_failed = True  # so that nothing is kept
+        engine.has_failed = True  # so that nothing stays for another start
         engine.close()
     engines.clear()
-    end_replicas(ray, names_with(ray, f"{NAME}."))
     wait_for_the_end_of(*replica_pids(ray_cluster))
 
 
-def kept(address, **settings):
+@pytest.fixture
+def placed(ray_cluster, monkeypatch):
+    """This process is a rank, and the command that owns the run's coordinator."""
+    import ray
+
+    name = f"run-{uuid.uuid4().hex}"
+    coordinator = ray.remote(num_cpus=0)(Coordinator).options(name=name, namespace=NAMESPACE).remote([])
+    monkeypatch.setenv(RUN_ID, name)
+    yield
+    ray.kill(coordinator)
+
+
+def shared(address, **settings):
     inner = EmbeddedEngine(num_slots=4, device="cpu", update_timeout_s=60.0, seed=3)
-    made = RayEngine(inner, **{"replicas": 1, "num_cpus": 0.1, "address": address, "keep_engines": True, **settings})
+    made = RayEngine(inner, **{"replicas": 1, "num_cpus": 0.1, "address": address, **settings})
     engines.append(made)
     return made
 
 
-def test_the_next_trainer_finds_process_and_weights_and_reads_only_other_weights(
-    ray_cluster, tmp_path, caplog, monkeypatch
+def test_the_next_start_of_a_rank_finds_process_and_weights_and_reads_only_other_weights(
+    ray_cluster, placed, tmp_path, caplog
 ):
     lms = {3: endless(), 1: endless(seed=1)}  # so that all samples have their full length
     model = save(lms[3], tmp_path)
     requests = requests_of([4, 9, 1], max_tokens=20)
 
-    engine = kept(ray_cluster.address)
+    engine = shared(ray_cluster.address)
     engine.setup(model)
     engine.load_weights(3, lms[3].named_parameters())
     pids = engine.pids
     random_state = engine.random_state()
     engine.submit(requests_of([4], max_tokens=200))  # which nobody waits for
     engine.close()
-    assert said(caplog, "1 engines stay on the cluster")
-    caplog.clear()
 
     said_of = [(3, "it keeps the weights of version 3"), (1, "reads new weights"), (1, "it keeps the weights")]
     for version, words in said_of:
-        engine = kept(ray_cluster.address)
+        engine = shared(ray_cluster.address)
         engine.setup(model)
         engine.load_weights(version, lms[version].named_parameters())
         assert engine.pids == pids
@@ -81,21 +91,11 @@ def test_the_next_trainer_finds_process_and_weights_and_reads_only_other_weights
         assert_replayed({version: lms[version]}, requests, found, num_tokens=20, cache_cleared=False)
         engine.close()
 
-    zombie = kept(ray_cluster.address)
+    zombie = shared(ray_cluster.address)
     zombie.setup(model)
     zombie.load_weights(1, lms[1].named_parameters())
-    with monkeypatch.context() as patched:
-        zombie._residence.leave()  # as in another process, of another run
-        patched.setattr("lit_async_rl.ray.residence.socket.gethostname", lambda: "elsewhere")
-        patched.setattr("lit_async_rl.ray.engine.BUSY_S", 0.5)
-        with pytest.raises(
-            EngineError, match=r"replica 0 is in use by the run of process .*keep_engines=true is for runs"
-        ):
-            kept(ray_cluster.address).setup(model)
-    zombie.submit(requests)
-    assert len(gathered(zombie, 9)) == 9
-    zombie._residence.leave()  # as in another process of the same run
-    other = kept(ray_cluster.address)
+    zombie._actors.leave()  # as in another process
+    other = shared(ray_cluster.address)
     other.setup(model)
     with pytest.raises(EngineError, match="another trainer has taken over replica 0"):
         gathered(zombie, 1)
@@ -109,39 +109,77 @@ def test_the_next_trainer_finds_process_and_weights_and_reads_only_other_weights
     wait_for_the_end_of(*pids)
 
 
-RUN = """
+def test_a_start_finds_as_many_as_it_has_and_none_that_was_ended(ray_cluster, placed, tmp_path):
+    lm = tiny_llama()
+    model = save(lm, tmp_path)
+
+    def started(replicas):
+        engine = shared(ray_cluster.address, replicas=replicas)
+        engine.setup(model)
+        engine.load_weights(0, lm.named_parameters())
+        return engine
+
+    engine = started(2)
+    first = engine.pids
+    engine.resize(1)
+    until(lambda: len(engine._entries) == 1, engine)
+    (ended,) = set(first) - set(engine.pids)
+    wait_for_the_end_of(ended)
+    engine.close()
+    engine = started(2)
+    second = engine.pids
+    assert set(first) & set(second) == set(first) - {ended}
+    engine.close()
+    engine = started(1)
+    assert engine.pids == second[:1]
+    wait_for_the_end_of(second[1])
+
+
+COMMAND = """
 import sys, time
-sys.path[:0] = sys.argv[3].split(":")
-from test_kept_engines import kept
-from tiny_models import tiny_llama
-engine = kept(sys.argv[1], engine_lease_s=float(sys.argv[4]))
-engine.setup(sys.argv[2])
-engine.load_weights(5, tiny_llama().named_parameters())
-print(*engine.pids, flush=True)
+from lit_async_rl.ray import runtime
+from lit_async_rl.ray.coordinator import Coordinator
+ray = runtime.connect(sys.argv[1], what="the command")
+kind = ray.remote(num_cpus=0)(Coordinator)
+coordinator = kind.options(name=sys.argv[2], namespace=runtime.NAMESPACE).remote([])
+ray.get(coordinator.pids.remote())
+print("there", flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("lease_s", [5.0, pytest.param(600.0, marks=pytest.mark.soak)])
-def test_after_kill_9_of_the_trainer_engines_stay_for_their_lease_and_no_longer(ray_cluster, tmp_path, lease_s):
-    model = save(tiny_llama(), tmp_path)
-    words = [sys.executable, "-c", RUN, ray_cluster.address, model, ":".join(sys.path), str(lease_s)]
-    trainer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    pids = list(map(int, trainer.stdout.readline().split()))
-    time.sleep(6.0)  # the trainer asks for nothing, and is there
-    assert all(map(is_running, pids))
-    trainer.kill()
-    trainer.wait(60)
-    if lease_s < 600.0:
-        wait_for_the_end_of(*pids)
-        return
-    engine = kept(ray_cluster.address, engine_lease_s=lease_s)
-    engine.setup(model)
-    engine.load_weights(5, tiny_llama().named_parameters())
-    assert engine.pids == pids
-    engine.close()
-    kept_engines.main(["--address", ray_cluster.address, "--end"])
+def test_after_kill_9_of_the_command_its_engines_end_at_once_though_a_rank_uses_them(
+    ray_cluster, tmp_path, monkeypatch
+):
+    lm = endless()
+    run = f"run-{uuid.uuid4().hex}"
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, ray_cluster.address, run], stdout=subprocess.PIPE, text=True
+    )
+    assert command.stdout.readline() == "there\n"
+    monkeypatch.setenv(RUN_ID, run)
+    engine = shared(ray_cluster.address, replicas=2)
+    engine.setup(save(lm, tmp_path))
+    engine.load_weights(0, lm.named_parameters())
+    engine.submit(requests_of([4, 9, 1], max_tokens=200))
+    pids = replica_pids(ray_cluster)
+    assert sorted(engine.pids) == pids
+    command.kill()
+    command.wait(60)
     wait_for_the_end_of(*pids)
+    with pytest.raises(EngineError):
+        gathered(engine, 10**6)
+    assert replica_pids(ray_cluster) == []
+
+
+@pytest.mark.parametrize("end", ["raises", pytest.param("returns", marks=pytest.mark.soak)])
+def test_engines_of_ranks_end_with_the_run_however_that_ends(ray_cluster, tmp_path, monkeypatch, end):
+    monkeypatch.chdir(ROOT)
+    model = save(tiny_llama(), tmp_path)
+    cluster = rl.RayCluster(address=ray_cluster.address, trainer_resources={"CPU": 0.5})
+    outcome = launch(cluster, partial(ray_jobs.set_up_engines, model, end))
+    assert (outcome.status, len(outcome.result)) == (int(end == "raises"), 2)
+    wait_for_the_end_of(*outcome.result)
 
 
 def replica_pids(cluster):
@@ -149,7 +187,7 @@ def replica_pids(cluster):
     found = []
     for child in raylet.children():
         try:
-            found += [child.pid] * ("ray::Replica" in " ".join(child.cmdline()))
+            found += [child.pid] * ("ray::ReplicaProcess" in " ".join(child.cmdline()))
         except psutil.Error:  # it has ended since
             continue
     return sorted(found)

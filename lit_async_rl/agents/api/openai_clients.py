@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MISSING = 'agents that use an OpenAI client need Starlette, uvicorn and openai: pip install "lit-async-rl[agents]"'
+MISSING = 'clients of agents need openai, and over HTTP Starlette and uvicorn: pip install "lit-async-rl[agents]"'
 CALL_TIMEOUT_S = 600.0  # as the official client
 # Each call looks at every connection of its pool, twice: with hundreds of episodes in one pool that takes as long as
 # all else.
 NUM_POOLS = 32
+POLICY = "policy"  # name of the model where a call has none
 
 
 @dataclass(frozen=True)
 class EndpointAddress:
-    """Where a client finds the policy, the key of its episode, and the time-out of its calls in seconds.
+    """Where a client finds the policy, the key of its episode, and the time-out of its calls in seconds; None has none.
 
     Named as the attributes of an `openai.AsyncOpenAI`, in place of which it stands.
     """
 
     base_url: str
     api_key: str = field(repr=False)
-    timeout: float = CALL_TIMEOUT_S
+    timeout: float | None = CALL_TIMEOUT_S
 
 
 def address_of(client: Any) -> EndpointAddress:
@@ -49,8 +50,12 @@ class OpenAIClients:
         self._pools: list[Any] = []
         self._num_made = 0
 
-    def make(self, address: EndpointAddress) -> Any:
+    def make(self, address: EndpointAddress, episode: Any = None) -> Any:
         """An `openai.AsyncOpenAI`, see `_client_class`.
+
+        Args:
+            address: where its calls go.
+            episode: its attribute `episode`; None where the episode is in another process.
 
         Raises:
             ImportError: `openai` is not installed.
@@ -63,9 +68,12 @@ class OpenAIClients:
             self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, **own))
         pool = self._pools[self._num_made % len(self._pools)]
         self._num_made += 1
-        return _client_class()(
+        client = _client_class()(
             base_url=address.base_url, api_key=address.api_key, http_client=pool, timeout=address.timeout
         )
+        if episode is not None:
+            client.episode = episode
+        return client
 
     async def aclose(self) -> None:
         """Closes all connections; a later client has others."""
@@ -77,28 +85,48 @@ class OpenAIClients:
 
 @functools.cache
 def _client_class() -> Any:
-    """`openai.AsyncOpenAI` with chat calls that take less processor time.
+    """`openai.AsyncOpenAI` whose calls need no `model`, and whose chat calls take less processor time.
 
     The official client walks through messages and tools by their types, to rename keys for the API, of which neither
     has any; in a profile that was half of its time. What stands in `extra_body` becomes part of the request as it is.
     """
     openai = import_openai()
     from openai.resources.chat import AsyncChat
-    from openai.resources.chat.completions import AsyncCompletions
+    from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions
+    from openai.resources.completions import AsyncCompletions
 
-    class Completions(AsyncCompletions):
-        async def create(self, *, messages: Iterable[Any], extra_body: Any = None, **arguments: Any) -> Any:
+    class ChatCompletions(AsyncChatCompletions):
+        async def create(
+            self, *, messages: Iterable[Any], model: str = POLICY, extra_body: Any = None, **arguments: Any
+        ) -> Any:
             plain = {"messages": _plain(list(messages))}
             if isinstance(arguments.get("tools"), list | tuple):
                 plain["tools"] = _plain(arguments.pop("tools"))
-            return await super().create(messages=(), extra_body=plain | dict(extra_body or {}), **arguments)
+            body = plain | dict(extra_body or {})
+            return await super().create(messages=(), model=model, extra_body=body, **arguments)
+
+    class Completions(AsyncCompletions):
+        async def create(self, *, model: str = POLICY, **arguments: Any) -> Any:
+            return await super().create(model=model, **arguments)
 
     class Client(openai.AsyncOpenAI):
         @functools.cached_property
         def chat(self) -> AsyncChat:
             chat = AsyncChat(self)
-            vars(chat)["completions"] = Completions(self)
+            vars(chat)["completions"] = ChatCompletions(self)
             return chat
+
+        @functools.cached_property
+        def completions(self) -> AsyncCompletions:
+            return Completions(self)
+
+        def copy(self, **options: Any) -> Any:
+            other: Any = super().copy(**options)
+            if hasattr(self, "episode"):
+                other.episode = self.episode
+            return other
+
+        with_options = copy
 
     return Client
 

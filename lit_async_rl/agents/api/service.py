@@ -1,0 +1,253 @@
+"""Answers to the calls of running episodes, however they come: over HTTP, or from a client in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lit_async_rl.agents.api.answers import Answer, TokenTexts
+from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
+from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
+from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
+from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
+from lit_async_rl.agents.episode import AgentEpisode
+from lit_async_rl.errors import describe
+from lit_async_rl.models.tokenizer import TextCodec
+
+MODELS = "/v1/models"
+NUM_ENDED_KEYS = 4096
+EVENTS = "text/event-stream; charset=utf-8"
+ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR).response
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Session:
+    episode: AgentEpisode
+    limits: CallLimits
+    book: CallBook = field(default_factory=CallBook)
+
+
+class CallService:
+    """Serves running episodes to OpenAI clients, each by its key. Thread-safe.
+
+    Args:
+        limits: limits of calls.
+        codec: codec of the model.
+
+    Attributes:
+        limits: limits of calls.
+    """
+
+    def __init__(self, limits: CallLimits, codec: TextCodec) -> None:
+        self.limits = limits
+        self._texts = TokenTexts(codec)
+        self._model = codec.model
+        self._lock = threading.Lock()  # of the two dictionaries: episodes begin and end in other threads
+        self._sessions: dict[str, _Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    # -- episodes ------------------------------------------------------------------------------------------------------
+
+    def open(self, episode: AgentEpisode) -> None:
+        """Accepts calls with the key of an episode."""
+        limits = self.limits.of_episode(episode.trains)
+        with self._lock:
+            self._sessions[episode.key] = _Session(episode, limits)
+
+    def end(self, key: str) -> None:
+        """Refuses further calls with a key."""
+        with self._lock:
+            if self._sessions.pop(key, None) is None:
+                return
+            self._ended[key] = None
+            while len(self._ended) > NUM_ENDED_KEYS:
+                self._ended.popitem(last=False)
+
+    @property
+    def episodes(self) -> list[AgentEpisode]:
+        """Episodes whose calls are accepted."""
+        with self._lock:
+            return [session.episode for session in self._sessions.values()]
+
+    def session(self, request: ApiRequest) -> _Session:
+        """The episode of a request, by its header `Authorization`.
+
+        Raises:
+            ApiError: the path is none of the API, or the key is missing, unknown, or of an episode that has ended.
+        """
+        _check_path(request)
+        scheme, _, key = (request.authorization or "").partition(" ")
+        key = key.strip()
+        if scheme.lower() != "bearer" or not key:
+            raise ApiError(
+                401,
+                "You didn't provide an API key. Send it in the header Authorization: Bearer KEY; the agent of an "
+                "episode has it in OPENAI_API_KEY.",
+                code="invalid_api_key",
+            )
+        with self._lock:
+            session = self._sessions.get(key)
+            has_ended = key in self._ended
+        if session is not None and hmac.compare_digest(session.episode.key.encode(), key.encode()):
+            return session
+        if has_ended:
+            raise ApiError(401, "The episode of this API key has ended.", code="invalid_api_key")
+        raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def respond(self, request: ApiRequest, has_gone: Callable[[], bool] = lambda: False) -> ApiResponse:
+        """The answer to a request, or the refusal of one. Cancelled when its client has gone.
+
+        Args:
+            request: the request.
+            has_gone: whether its client has gone, although the call was not cancelled yet.
+        """
+        try:
+            session = self.session(request)
+            return self._models(request) if request.method == "GET" else await self._answer(session, request, has_gone)
+        except ApiError as error:
+            return error.response
+        except Exception as error:  # which clients try again
+            log.warning("the agents' endpoint failed to answer %s: %s", request.path, describe(error))
+            return ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR).response
+
+    def _models(self, request: ApiRequest) -> ApiResponse:
+        """The one model, in a list or by its name."""
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "lit-async-rl"}
+        name = request.path.removeprefix(MODELS).removeprefix("/")
+        if name not in ("", self._model):
+            raise ApiError(404, f"The model {name[:200]!r} does not exist", param="model", code="model_not_found")
+        return ApiResponse(body=json.dumps(model if name else {"object": "list", "data": [model]}).encode())
+
+    async def _answer(self, session: _Session, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
+        if len(request.body) > self.limits.max_body_bytes:
+            raise self.too_long
+        read = chat_call if request.path == CHAT else text_call
+        call = read(parse_body(request.body), session.episode.request.sampling, session.limits)
+        check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
+        known = session.book.join(
+            digest_of(request.path, request.body),
+            attempt=_attempt(request.attempt),
+            idempotency_key=_idempotency_key(request.idempotency_key),
+        )
+        try:
+            replies = await _sample(session.episode, call, call_ids(call, known.id))
+        except AgentCallError as error:
+            session.book.fail(known)
+            raise ApiError(error.status, str(error), param=error.param, code=error.code) from None
+        except asyncio.CancelledError:
+            self._leave(session, call, known)
+            raise
+        except BaseException:
+            session.book.fail(known)
+            raise
+        if has_gone():
+            self._leave(session, call, known)
+        else:
+            session.book.leave(known, delivered=True)
+        answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
+        if call.stream:
+            return ApiResponse(body=answer.events, media_type=EVENTS, headers={"Cache-Control": "no-cache"})
+        return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
+
+    def _lose(self, session: _Session, call: Call, known: RepeatableCall) -> None:
+        """The client of a request has not read the answer that it was given."""
+        session.book.lose(known)
+        self._withdraw(session, call, known)
+
+    def _leave(self, session: _Session, call: Call, known: RepeatableCall) -> None:
+        """A request goes without its answer: what nobody has read does not train, unless it is asked for again."""
+        session.book.leave(known, delivered=False)
+        self._withdraw(session, call, known)
+
+    @staticmethod
+    def _withdraw(session: _Session, call: Call, known: RepeatableCall) -> None:
+        if not known.num_waiting and not known.is_delivered:
+            for call_id in call_ids(call, known.id):
+                session.episode.withdraw(call_id)
+
+    @property
+    def too_long(self) -> ApiError:
+        """The refusal of a body that is longer than `limits`."""
+        limit = self.limits.max_body_bytes
+        return ApiError(
+            413,
+            f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={limit / 2**20:g})",
+            code="request_too_large",
+        )
+
+
+def call_ids(call: Call, call_id: str) -> list[str]:
+    """Names of a call's parts for the episode: one for each prompt."""
+    return [call_id] if call.messages else [f"{call_id}-{number}" for number in range(len(call.prompts))]
+
+
+async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> list[Reply]:
+    """The policy's replies to a call, whose parts have these names, see `call_ids`.
+
+    Raises:
+        AgentCallError: the call cannot be answered.
+    """
+    sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
+    if call.messages:
+        return await episode.complete(
+            call.messages,
+            tools=call.tools,
+            sampling=sampling,
+            n=call.n,
+            call_id=names[0],
+            chat_template_kwargs=call.chat_template_kwargs,
+            parses_tools=call.calls_tools,
+        )
+    tasks = [
+        asyncio.ensure_future(episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=name))
+        for prompt, name in zip(call.prompts, names, strict=True)
+    ]
+    try:
+        return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+    except BaseException:  # the agent gets an error, and none of the replies to the other prompts
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for name in names:
+            episode.withdraw(name)
+        raise
+
+
+def _check_path(request: ApiRequest) -> None:
+    """Refuses a path that is none of the API, or has another method.
+
+    Raises:
+        ApiError: it is.
+    """
+    is_model = request.path == MODELS or request.path.startswith(f"{MODELS}/")
+    method = "POST" if request.path in (CHAT, TEXT) else "GET" if is_model else None
+    if request.method != method:
+        raise ApiError(
+            404 if method is None else 405,
+            f"Unknown request URL: {request.method} {request.path[:200]}; the endpoint has POST {CHAT}, POST {TEXT} "
+            f"and GET {MODELS}",
+            code="unknown_url",
+        )
+
+
+def _attempt(header: str | None) -> int:
+    return int(header) if header is not None and header.isdecimal() and len(header) < 6 else 0
+
+
+def _idempotency_key(header: str | None) -> str | None:
+    if header is None:
+        return None
+    if not 0 < len(header) <= MAX_KEY_CHARS:
+        raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", code="invalid_value")
+    return header

@@ -1,0 +1,72 @@
+"""How a client of the official package reaches an endpoint without a socket.
+
+HTTP takes more processor time, on both sides, than all else that a short call takes. A client that an agent is given
+therefore has a transport of the package's own HTTP library that hands requests on as they are. Those to other addresses
+go over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
+from lit_async_rl.agents.api.openai_clients import import_openai
+
+
+def transport_to(is_here: Callable[[str], bool], ask: Callable[[ApiRequest], Awaitable[ApiResponse]]) -> Any:
+    """A transport for the HTTP client of the `openai` package.
+
+    Args:
+        is_here: whether a base URL can be asked without a socket.
+        ask: gets the answer to a request there; cancelled when the client does not wait any more.
+    """
+    # httpx, or what has followed it
+    httpx = importlib.import_module(import_openai().DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+
+    class Transport(httpx.AsyncBaseTransport):  # type: ignore[misc, name-defined]
+        """See `transport_to`."""
+
+        def __init__(self) -> None:
+            self._http = httpx.AsyncHTTPTransport(verify=False, trust_env=False)
+
+        async def handle_async_request(self, request: Any) -> Any:
+            """Sends a request, and waits for its response."""
+            url = request.url
+            at = f"{url.scheme}://{url.netloc.decode()}/v1"
+            if not is_here(at):
+                return await self._http.handle_async_request(request)
+            call = ApiRequest(
+                method=request.method,
+                path=url.path,
+                body=await request.aread(),
+                authorization=request.headers.get("authorization"),
+                attempt=request.headers.get(ATTEMPT),
+                idempotency_key=request.headers.get(IDEMPOTENCY_KEY),
+            )
+            task = asyncio.ensure_future(ask(call))
+            try:
+                await asyncio.wait({task}, timeout=request.extensions.get("timeout", {}).get("read"))
+                if not task.done():
+                    raise httpx.ReadTimeout("no answer of the endpoint", request=request)
+            except BaseException:
+                if not task.cancel():  # the answer came in the moment in which its client went
+                    _lose(task)
+                raise
+            answer = task.result()
+            headers = {"content-type": answer.media_type, **answer.headers}
+            return httpx.Response(answer.status, headers=headers, content=answer.body, request=request)
+
+        async def aclose(self) -> None:
+            """Closes what goes over HTTP."""
+            await self._http.aclose()
+
+    return Transport()
+
+
+def _lose(task: asyncio.Future[ApiResponse]) -> None:
+    lose = None if task.cancelled() or task.exception() is not None else task.result().lose
+    if lose is not None:
+        lose()

@@ -1,0 +1,61 @@
+"""The actor of a replica. Imports nothing large: what owns it, such as the coordinator, need not know what it runs."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+STOP_S = 5.0  # for an engine to close before its actor is killed
+GROUPS = {"claim": "claim", "load": "update", "prove": "update", "take": "poll"}  # thread by method of `Replica`
+OTHER_GROUP = "control"
+
+
+class TakenOver(Exception):
+    """A trainer calls a replica that another start of it has claimed since."""
+
+
+class ReplicaProcess:
+    """The actor. The replica is made from bytes here, so that its owner imports nothing of it.
+
+    Args:
+        made: pickled function that makes the replica.
+    """
+
+    def __init__(self, made: bytes) -> None:
+        self._replica = pickle.loads(made)()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls a method of the replica."""
+        return getattr(self._replica, method)(*args)
+
+
+def make_actor(ray: Any, made: bytes, options: Mapping[str, Any]) -> Any:
+    """An actor that Ray starts when it has found room, and again whenever its process or node is gone.
+
+    Args:
+        ray: the module, connected.
+        made: see `ReplicaProcess`.
+        options: `Resources.options`.
+    """
+    groups = {OTHER_GROUP: 1} | dict.fromkeys(GROUPS.values(), 1)
+    kind = ray.remote(concurrency_groups=groups)(ReplicaProcess)
+    return kind.options(
+        name=f"lit_async_rl.replica.{uuid.uuid4().hex[:8]}",
+        max_restarts=-1,
+        max_task_retries=0,  # requests are placed again by the engine, which knows what is missing
+        **options,
+    ).remote(made)
+
+
+def call_actor(actor: Any, method: str, *args: Any) -> Any:
+    """Reference of the answer of a replica's method, which runs in the thread of its group."""
+    return actor.call.options(concurrency_group=GROUPS.get(method, OTHER_GROUP)).remote(method, *args)
+
+
+def stop_actors(ray: Any, actors: Sequence[Any]) -> None:
+    """Has engines end their own processes; the actors may be killed then."""
+    stops = [call_actor(actor, "stop") for actor in actors]
+    if stops:
+        ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
