@@ -44,7 +44,7 @@ from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
 from lit_async_rl.rewards.scorer import Reward, Scorer, check_reward, score_all
 from lit_async_rl.rewards.success import CutWatch, Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
-from lit_async_rl.rollouts.producer import Producer, ProducerStats
+from lit_async_rl.rollouts.producer import Producer, ProducerStats, identities_of
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
@@ -205,7 +205,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self.configured_bound = max_staleness
         self._empty_replay = None if replay is None else replay.state_dict()
         self._reference_check = ReferenceCheck(None)
-        self._logged_rows = LoggedRows()
         self._make_source(engine)
         self._use_grader()
 
@@ -228,6 +227,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._use_grader()
 
     def _use_grader(self) -> None:
+        self._identities: dict[str, str | None] | None = None  # from the beginning on
         self.intake.use_grader(self._grader)
         # without spans: the reward workers' lanes of a timeline are those of training
         make_scorer = partial(self.scoring.make_scorer, self.reward, records_spans=False)
@@ -235,6 +235,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
+        self._logged_rows = LoggedRows()
         engine.special_tokens = self.scoring.special_tokens
         self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
         self._source = RolloutSource(
@@ -268,8 +269,9 @@ class RolloutDataModule(pl.LightningDataModule):
             timeout_s=self.limits.rollout_timeout_s,
             intake=self.intake,
             replicate_prompts=self.replicate_prompts,
+            identities=self._identities,
         )
-        self._check_references()  # calls the reward: after its identity was taken
+        self._check_references()
         return producer
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
@@ -395,7 +397,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
         refuse_tuner(self._trainer)
         if not self._is_kept_open:
-            begin_here()
+            self._begin()
         if stage == "fit" and self._source.has_begun:
             self.stream.position = 0
             self.intake.reset()
@@ -485,12 +487,17 @@ class RolloutDataModule(pl.LightningDataModule):
         Without it an environment is closed at the end of each of them.
         """
         self._is_kept_open = True
-        begin_here()
+        self._begin()
         try:
             yield
         finally:
             self._is_kept_open = False
             self._end()
+
+    def _begin(self) -> None:
+        """Takes the identities of what makes rewards before it makes any, in a validation before training too."""
+        begin_here()
+        self._identities = identities_of(self.reward, self.engine, self.intake)
 
     def teardown(self, stage: str) -> None:
         if stage == "fit":

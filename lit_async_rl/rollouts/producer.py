@@ -72,7 +72,7 @@ from lit_async_rl.errors import StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import hooks
-from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
@@ -88,6 +88,21 @@ from lit_async_rl.utils.waiting import Wait, announced
 REWARD = "data.reward"
 ENVIRONMENT = "the environment of data.engine"
 FILTERS = "data.filters"
+
+
+def identities_of(reward: Reward | None, engine: RolloutEngine, intake: Intake) -> dict[str, str | None]:
+    """Identities of what makes rewards, by setting.
+
+    They are taken before the first completion is scored, in validation too: what a reward counts or records while it
+    is used does not make it another one.
+    """
+    return {
+        REWARD: None if reward is None else reward_identity(reward),
+        ENVIRONMENT: engine.scoring_identity,
+        FILTERS: ", ".join(map(reward_identity, intake.filters)),
+    }
+
+
 log = logging.getLogger(__name__)
 
 
@@ -102,13 +117,13 @@ class Producer:
         timeout_s: seconds without a new token or reward, while the trainer waits, before `StalledError`.
         intake: selection of prompts and groups; None keeps all.
         replicate_prompts: one request per completion.
+        identities: see `identities_of`; by default those of now.
 
     Attributes:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
         questions: of a judge that is the policy; None without one.
-        identities: of what makes rewards, by setting, before anything is sampled: what it counts later does not
-            make it another one.
+        identities: of what makes rewards, by setting.
     """
 
     def __init__(
@@ -124,16 +139,13 @@ class Producer:
         timeout_s: float,
         intake: Intake | None = None,
         replicate_prompts: bool = False,
+        identities: Mapping[str, str | None] | None = None,
     ) -> None:
         self.stream = stream
         self.scorer = scorer
         self.admission = admission
         self.intake = intake or Intake()
-        self.identities = {
-            REWARD: None if scorer.reward is None else reward_identity(scorer.reward),
-            ENVIRONMENT: engine.scoring_identity,
-            FILTERS: ", ".join(map(reward_identity, self.intake.filters)),
-        }
+        self.identities = identities or identities_of(scorer.reward, engine, self.intake)
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts=replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers

@@ -1,7 +1,8 @@
-"""Keeps values of earlier steps out of the rows of loggers.
+"""Rows of loggers have the values of their step, and no others.
 
 Lightning keeps the last value of each metric, and writes it again in the rows of all later steps that do not log it:
-the gradient's norm of the step before where a gradient was not finite, say. It stands alone because it knows
+the gradient's norm of the step before where a gradient was not finite, say. After a resume from a checkpoint that was
+saved behind a validation, it counts one step too many in all further rows. It stands alone because it knows
 Lightning's private parts.
 """
 
@@ -11,7 +12,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
 class LoggedRows:
-    """Forgets written values. Call `begin` before each micro-batch."""
+    """Forgets written values, and numbers the rows. One per fit; call `begin` before each micro-batch."""
 
     def __init__(self) -> None:
         self._num_steps = -1  # optimizer steps, when it last looked
@@ -19,6 +20,8 @@ class LoggedRows:
     def begin(self, trainer: AnyTrainer) -> None:
         """Forgets the values of single steps, in the first micro-batch after a row was written."""
         loop = trainer.fit_loop.epoch_loop
+        if self._num_steps == -1:
+            loop._batches_that_stepped = loop.batch_progress.total.ready // trainer.accumulate_grad_batches
         num_steps = loop._batches_that_stepped
         is_new = num_steps != self._num_steps
         self._num_steps = num_steps

@@ -1,14 +1,17 @@
-"""A row of the log has what was logged since the row before, and nothing older."""
+"""A row of the log has what was logged since the row before, nothing older, and the number of its step."""
 
 import csv
 import math
+import signal
 
 import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl import CSVLog
-from lit_async_rl.callbacks import GradientMonitor, SkipNonFinite
+from lit_async_rl.callbacks import GradientMonitor, SaveOnSigterm, SkipNonFinite
+from lit_async_rl.tasks import SortDigits
 
 
 class Logs(pl.Callback):
@@ -61,3 +64,54 @@ def test_a_row_of_several_steps_has_what_was_logged_in_any_of_them(tmp_path):
     rows, _, _ = rows_of(tmp_path, 3)
     assert [row["step"] for row in rows] == ["2", "5"]
     assert [row["sometimes"] for row in rows] == ["1.0", "4.0"]
+
+
+class Ended(pl.Callback):
+    """SIGTERM at one moment of the third step."""
+
+    def __init__(self, moment):
+        self.moment = moment
+
+    def on_after_backward(self, trainer, pl_module):
+        self._end(trainer, "within the step", 2)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._end(trainer, "at its end", 3)
+
+    def on_validation_start(self, trainer, pl_module):
+        self._end(trainer, "before the validation", 3)
+
+    def on_validation_end(self, trainer, pl_module):
+        self._end(trainer, "behind the validation", 3)
+
+    def _end(self, trainer, moment, step):
+        if moment == self.moment and trainer.global_step == step and not trainer.received_sigterm:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("moment", ["within the step", "at its end", "before the validation", "behind the validation"])
+def test_rows_behind_a_resume_have_the_numbers_of_their_steps(tmp_path, moment, micro_batches):
+    def run(name, callbacks, ckpt_path=None):
+        fit(
+            make_module(),
+            make_data(micro_batches_per_step=micro_batches, val_prompts=SortDigits(8, size=2)),
+            5,
+            [Logs(), SkipNonFinite(), *callbacks],
+            ckpt_path,
+            logger=CSVLog(tmp_path, name="", version=name),
+            log_every_n_steps=1,
+            enable_checkpointing=True,
+            default_root_dir=str(tmp_path),
+            val_check_interval=3 * micro_batches,
+            check_val_every_n_epoch=None,
+        )
+
+    saver = SaveOnSigterm()
+    with pytest.raises(SIGTERMException):
+        run("ended", [Ended(moment), saver])
+    run("resumed", [], saver.path)
+    with (tmp_path / "resumed/metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["begins"]]
+    assert [row["step"] for row in rows] == [str(int(float(row["begins"]))) for row in rows]
+    assert rows[-1]["step"] == "4"
