@@ -80,7 +80,7 @@ def run(name: str, arguments: list[str], out: Path) -> str:
     """
     folder = out / name
     words = [word.replace("{out}", str(out)) for word in arguments]
-    words += [*SMALL, "--trainer.logger.init_args.save_dir", str(folder)]
+    words += ["--trainer.logger.init_args.save_dir", str(folder)]
     done = subprocess.run(
         [sys.executable, "scripts/train.py", *words],
         cwd=ROOT,
@@ -110,9 +110,9 @@ def main() -> None:
     parser.add_argument("--resume-from", type=Path, help="checkpoint after five steps of fixed_lag")
     args = parser.parse_args()
     found = json.loads(args.output.read_text()) if args.output.exists() else {}
-    runs = dict(RUNS)
+    runs = {name: [*arguments, *SMALL] for name, arguments in RUNS.items()}
     if args.resume_from is not None:
-        runs["resumed"] = [*RUNS["fixed_lag"], "--ckpt_path", str(args.resume_from), "--trainer.max_steps", "10"]
+        runs["resumed"] = [*runs["fixed_lag"], "--ckpt_path", str(args.resume_from), "--trainer.max_steps", "10"]
     if importlib.util.find_spec("vllm") is None:
         del runs["vllm"]
     if importlib.util.find_spec("ray") is None:
