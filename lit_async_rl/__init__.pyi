@@ -131,6 +131,10 @@ from .errors import ProducerError as ProducerError
 from .errors import RankError as RankError
 from .errors import RewardError as RewardError
 from .errors import StalledError as StalledError
+from .judges.judge import JudgeBudget as JudgeBudget
+from .judges.judge import JudgeReward as JudgeReward
+from .judges.judge_models import JudgeLimits as JudgeLimits
+from .judges.model import RewardModel as RewardModel
 from .losses import ASPO as ASPO
 from .losses import BAPO as BAPO
 from .losses import CISPO as CISPO
@@ -207,10 +211,6 @@ from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
 from .rewards.json_answers import json_match as json_match
-from .rewards.judge import JudgeBudget as JudgeBudget
-from .rewards.judge import JudgeReward as JudgeReward
-from .rewards.judge_models import JudgeLimits as JudgeLimits
-from .rewards.model import RewardModel as RewardModel
 from .rewards.references import grades as grades
 from .rollouts.intake import DynamicSampling as DynamicSampling
 from .rollouts.intake import GroupFilter as GroupFilter

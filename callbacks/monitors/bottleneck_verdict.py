@@ -28,8 +28,6 @@ from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.ray.reward_pool import RayReward
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.functions import IsolatedReward
-from lit_async_rl.rewards.judge import JudgeReward
-from lit_async_rl.rewards.model import RewardModel
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.scheduling.admission import Bounded
@@ -205,11 +203,12 @@ def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -
     is_computing = cpu_share > MAX_CPU_SHARE
     if is_computing or (isinstance(data.reward, IsolatedReward) and not is_spare):
         return None
-    if isinstance(data.reward, JudgeReward):
-        present = data.reward.max_concurrent
-        return Setting(name="data.reward.init_args.limits.max_concurrent", present=present, suggested=2 * present)
-    if isinstance(data.reward, RewardModel):  # one forward pass at a time
-        return None
+    reward: Any = data.reward
+    if hasattr(reward, "concurrency_setting"):
+        setting = reward.concurrency_setting
+        if setting is None:
+            return None
+        return Setting(name=f"data.reward.init_args.{setting[0]}", present=setting[1], suggested=2 * setting[1])
     workers = data.scoring.workers
     return Setting(name="data.scoring.workers", present=workers, suggested=2 * workers)
 

@@ -27,7 +27,7 @@ from lit_async_rl.prompts.stream import UsablePrompts
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import TAPE, Replay
 from lit_async_rl.rewards import hooks
-from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
+from lit_async_rl.rollouts.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.rollouts.resume import restore_producer, save_producer
 from lit_async_rl.scheduling.admission import Admission, check_bound
@@ -358,9 +358,10 @@ class RolloutSource:
         producer = self._started()
         if not isinstance(producer, Producer):
             raise SetupError("Evaluation needs an engine, and data.admission=FromTape has none")
-        producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
-        producer.evaluation.submit()
-        return producer.evaluation
+        evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
+        producer.owners.add(FIRST_ID, evaluation)
+        evaluation.submit()
+        return evaluation
 
     # -- micro-batches ------------------------------------------------------------------------------------------------
 

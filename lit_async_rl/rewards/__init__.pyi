@@ -8,8 +8,4 @@ from .functions import exact_match as exact_match
 from .functions import last_number as last_number
 from .functions import share_correct as share_correct
 from .json_answers import json_match as json_match
-from .judge import JudgeBudget as JudgeBudget
-from .judge import JudgeReward as JudgeReward
-from .judge_models import JudgeLimits as JudgeLimits
-from .model import RewardModel as RewardModel
 from .references import grades as grades

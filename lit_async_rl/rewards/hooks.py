@@ -6,7 +6,8 @@
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `check_prompt(prompt)` | for each prompt at the start; raises ValueError for one that it cannot reward |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
-| `use_policy(policy)` | if `wants_policy` is true: at the start of a fit, by the producer; None at its end |
+| `use_policy(producer)` | if `wants_policy` is true: by the producer, at the start of a fit; with None at its end |
+| `concurrency_setting` | by the verdict: name and value of the argument that limits concurrent calls, or None |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
 """
 
@@ -18,7 +19,6 @@ from typing import Any
 
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward
-from lit_async_rl.rewards.judge_policy import Policy
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.types import Prompt
 
@@ -86,11 +86,11 @@ def wants_policy(reward: Any) -> bool:
     return any(getattr(owner, "wants_policy", False) for owner in parts_of(reward))
 
 
-def use_policy(reward: Any, policy: Policy | None) -> None:
-    """Attaches the policy in training to rewards that ask it; None detaches it."""
+def use_policy(reward: Any, producer: Any) -> None:
+    """Gives rewards that ask the policy in training the producer, in whose engine it is; None takes it away."""
     for owner in parts_of(reward):
         if getattr(owner, "wants_policy", False):
-            owner.use_policy(policy)
+            owner.use_policy(producer)
 
 
 def save_state(reward: Any) -> dict[str, Any]:

@@ -174,13 +174,11 @@ class EvaluationRun:
                 self._in_engine.add(requests[-1].id)
             self._listener.submit(requests)
 
-    def collect(self, completion: Completion) -> bool:
-        """Files a completion; False if it belongs to training. Drops those of an abandoned evaluation."""
-        if completion.request_id < FIRST_ID:
-            return False
+    def collect(self, completion: Completion) -> None:
+        """Files a completion. Drops those of an abandoned evaluation."""
         with self._changed:
             if completion.request_id not in self._in_engine:
-                return True
+                return
             item = self._open[completion.request_id]
             item.versions += completion.all_versions
             item.num_sampled += 1
@@ -189,36 +187,38 @@ class EvaluationRun:
                 self._in_engine.remove(completion.request_id)
         self.submit()
         self._score(item, completion)
-        return True
 
-    def give_up(self, request_id: int) -> bool:
-        """Files that the engine gave a question up, which is then excluded; False if it belongs to training."""
-        if request_id < FIRST_ID:
-            return False
+    def give_up(self, request_id: int) -> None:
+        """Files that the engine gave a question up, which is then excluded."""
         with self._changed:
             if request_id not in self._in_engine:
-                return True
+                return
             self._in_engine.remove(request_id)
             item = self._open[request_id]
             for _ in range(self.num_samples - item.num_sampled):
                 self._file_reward(item, None)
         self.submit()
-        return True
 
-    def lose(self, request_id: int) -> bool:
-        """Files that the engine gave a sample up, whose question is then excluded; False if it belongs to training."""
-        if request_id < FIRST_ID:
-            return False
+    def lose(self, request_id: int) -> None:
+        """Files that the engine gave a sample up, whose question is then excluded."""
         with self._changed:
             if request_id not in self._in_engine:
-                return True
+                return
             item = self._open[request_id]
             item.num_sampled += 1
             if item.num_sampled == self.num_samples:
                 self._in_engine.remove(request_id)
             self._file_reward(item, None)
         self.submit()
-        return True
+
+    def again(self) -> list[GenerationRequest]:
+        """Nothing: an evaluation ends with its engine."""
+        return []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the engine has requests of it."""
+        return bool(self._in_engine) and not self.is_lost
 
     def _score(self, item: _Open, completion: Completion) -> None:
         if completion.reward is not None:

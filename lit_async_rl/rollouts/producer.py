@@ -74,10 +74,9 @@ from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
-from lit_async_rl.rollouts.evaluation import EvaluationRun
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
 from lit_async_rl.rollouts.intake import FAILED, RESTARTED, FateTotals, Intake
-from lit_async_rl.rollouts.policy_questions import PolicyQuestions
+from lit_async_rl.rollouts.request_owners import RequestOwners
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
 from lit_async_rl.utils.identity import reward_identity
@@ -122,7 +121,7 @@ class Producer:
     Attributes:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
-        questions: of a judge that is the policy; None without one.
+        owners: of requests in the engine that are not of training.
         identities: of what makes rewards, by setting.
     """
 
@@ -148,7 +147,7 @@ class Producer:
         self.identities = identities or identities_of(scorer.reward, engine, self.intake)
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts=replicate_prompts)
-        self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
+        self.owners = RequestOwners()
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_scored = 0
         self._num_lost = 0
@@ -177,10 +176,7 @@ class Producer:
             num_scored=lambda: self._num_scored,
         )
         self.timer = WaitTimer()
-        self.questions: PolicyQuestions | None = None
-        if hooks.wants_policy(scorer.reward):
-            self.questions = PolicyQuestions(self.listener, codec.model)
-            hooks.use_policy(scorer.reward, self.questions)
+        hooks.use_policy(scorer.reward, self)
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
@@ -235,8 +231,7 @@ class Producer:
     def rest(self) -> None:
         """Lets an engine that has nothing to do before the next publication sleep."""
         with self.changed:  # nothing may be admitted between "nothing to do" and `sleep`
-            is_asked = self.questions is not None and self.questions.is_asked
-            if not self.book.unfinished and not self.admission.num_admissible and not is_asked:
+            if not self.book.unfinished and not self.admission.num_admissible and not self.owners.is_waiting:
                 self.listener.sleep()
 
     def replace_engine(self, engine: RolloutEngine) -> int:
@@ -248,8 +243,7 @@ class Producer:
             self.intake.drop_tokens(RESTARTED, self.listener.num_under_way)
             sampling = self.book.in_state(GroupState.SAMPLING)
             requests = [request for group in sampling for request in self.book.missing(group)]
-            if self.questions is not None:
-                requests += self.questions.again()
+            requests += self.owners.again()
             self.listener.replace(engine, requests, self.version)
             self._admit()
             return len(sampling)
@@ -292,9 +286,7 @@ class Producer:
         """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         is_ended = self.listener.stop(timeout_s)
         self.scorer.close()
-        if self.questions is not None:
-            hooks.use_policy(self.scorer.reward, None)
-            self.questions.close()
+        hooks.use_policy(self.scorer.reward, None)
         return is_ended
 
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) --------------------------------
@@ -337,9 +329,8 @@ class Producer:
         self.listener.abort(running)
 
     def _collect(self, completion: Completion) -> None:
-        if self.questions is not None and self.questions.collect(completion):
-            return
-        if self.evaluation is not None and self.evaluation.collect(completion):
+        if (owner := self.owners.of(completion.request_id)) is not None:
+            owner.collect(completion)
             return
         found = self.book.collect(completion)
         if found is not None:
@@ -382,18 +373,16 @@ class Producer:
 
     def _lose_request(self, request_id: int) -> None:
         """Files that the engine gave a request up."""
-        if self.questions is not None and self.questions.lose(request_id):
-            return
-        if self.evaluation is not None and self.evaluation.give_up(request_id):
+        if (owner := self.owners.of(request_id)) is not None:
+            owner.give_up(request_id)
             return
         if (group := self.book.group_of(request_id)) is not None:
             self._give_up(group)
 
     def _lose_sample(self, request_id: int, sample: int) -> None:
         """Files that the engine gave a sample up: its group goes on with the others, if there are any."""
-        if self.questions is not None and self.questions.lose(request_id):
-            return
-        if self.evaluation is not None and self.evaluation.lose(request_id):
+        if (owner := self.owners.of(request_id)) is not None:
+            owner.lose(request_id)
             return
         group = self.book.lose(request_id, sample)
         if group is None:

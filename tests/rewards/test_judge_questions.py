@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_servers import quoted_responses
 
-from lit_async_rl.rewards.judge_questions import Question, defused
+from lit_async_rl.judges.judge_questions import Question, defused
 
 MARK = "0123456789ab"
 HOSTILE = [

@@ -170,7 +170,7 @@ def test_on_a_gpu_it_has_a_stream_of_its_own(tmp_path, monkeypatch):
         yield
         log.append(("end", threading.current_thread().name))
 
-    monkeypatch.setattr("lit_async_rl.rewards.model.own_stream", stream)
+    monkeypatch.setattr("lit_async_rl.judges.model.own_stream", stream)
     logits = model_module._logits
     monkeypatch.setattr(model_module, "_logits", lambda *args: log.append(("score", "")) or logits(*args))
     reward = rl.RewardModel(classifier(tmp_path))

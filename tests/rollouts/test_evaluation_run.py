@@ -68,18 +68,15 @@ def test_an_abandoned_one_asks_for_nothing_more_and_counts_nothing():
     run.submit()
     assert [one.id - FIRST_ID for one in engine.came] == [0, 1, 2]
     assert all(one.priority > 0 for one in engine.came), "training's is 0"
-    assert run.collect(completion(0))
+    run.collect(completion(0))
     while not scored:
         time.sleep(0.01)
-    assert run.collect(completion(1)), "waits to be scored"
+    run.collect(completion(1))  # waits to be scored
     assert len(engine.came) == 5, "the next take their places"
     run.abandon()
     assert sorted(number - FIRST_ID for number in engine.aborted) == [2, 3, 4]
-    assert run.collect(completion(2)), "it came nevertheless, and is not training's"
-    assert run.collect(completion(99)), "nor is one of an older evaluation"
-    assert not run.collect(
-        Completion(request_id=7, sample_index=0, finish_reason="stop", token_ids=(), logprobs=(), versions=())
-    )
+    run.collect(completion(2))  # it came nevertheless
+    run.collect(completion(99))  # of an older evaluation
     release.set()
     time.sleep(0.1)
     assert len(engine.came) == 5
@@ -141,7 +138,8 @@ def test_pass_at_k_is_that_of_all_subsets():
     run.submit()
     deadline = time.monotonic() + 20
     while not run.is_done and time.monotonic() < deadline:
-        assert all(run.collect(c) for c in engine.poll(0.05))
+        for found in engine.poll(0.05):
+            run.collect(found)
     result = run.result(Success(1.0), [1, 2, 3, 4])
     assert len(rewards) == 12
     for k in (1, 2, 3, 4):
@@ -209,9 +207,8 @@ def test_a_question_that_the_engine_gives_up_counts_nowhere_and_the_next_one_is_
     run.submit()
     assert [request.id for request in engine.came] == [FIRST_ID]
     run.collect(completion(0, reward=1.0))
-    assert run.give_up(FIRST_ID)
-    assert run.give_up(FIRST_ID)  # once is enough
-    assert not run.give_up(7)  # of training
+    run.give_up(FIRST_ID)
+    run.give_up(FIRST_ID)  # once is enough
     assert [request.id for request in engine.came] == [FIRST_ID, FIRST_ID + 1]
     for number in (1, 2, 3):
         for sample in (0, 1):

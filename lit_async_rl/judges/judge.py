@@ -28,10 +28,11 @@ from typing import Any, Literal
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
-from lit_async_rl.rewards.judge_models import Answer, ConcurrencyLimiter, Endpoint, JudgeLimits, LocalModel, Permit
-from lit_async_rl.rewards.judge_policy import POLICY, NoPolicyError, Policy, PolicyModel
-from lit_async_rl.rewards.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
+from lit_async_rl.judges.judge_models import Answer, ConcurrencyLimiter, Endpoint, JudgeLimits, LocalModel, Permit
+from lit_async_rl.judges.judge_policy import POLICY, NoPolicyError, PolicyModel, questions_of
+from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.rewards.scorer import Reward
+from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
@@ -433,10 +434,19 @@ class JudgeReward(Rebuildable):
         """Whether the judge is the policy in training."""
         return isinstance(self._asked, PolicyModel)
 
-    def use_policy(self, policy: Policy | None) -> None:
-        """Attaches the policy in training; None detaches it at the end of a fit."""
-        if isinstance(self._asked, PolicyModel):
-            self._asked.policy = policy
+    @property
+    def concurrency_setting(self) -> tuple[str, int]:
+        """Name and value of the argument that limits how many answers are asked for at a time."""
+        return "limits.max_concurrent", self.max_concurrent
+
+    def use_policy(self, producer: Producer | None) -> None:
+        """Asks the policy on the engine of this producer from now on; None ends that, at the end of a fit."""
+        if not isinstance(self._asked, PolicyModel):
+            return
+        before = self._asked.policy
+        self._asked.policy = None if producer is None else questions_of(producer)
+        if before is not None:
+            before.close()
 
     def metrics(self) -> dict[str, float]:
         """Totals so far and recent latencies, for loggers."""

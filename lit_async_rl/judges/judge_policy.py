@@ -1,8 +1,9 @@
-"""Questions of a judge to the policy in training, on the engine that samples its rollouts.
+"""The policy in training as a judge, on the engine that samples its rollouts: `PolicyModel`.
 
 | who | waits for | woken by |
 |---|---|---|
-| thread of the judge's loop, in `ask` and `abandon` | the producer's lock | whoever holds it |
+| judge's event loop, in `PolicyModel.ask` | a thread, then the answer | `PolicyQuestions` |
+| thread of that loop, in `ask` and `abandon` of `PolicyQuestions` | the producer's lock | whoever holds it |
 | producer's thread, in `collect` | nothing: resolves a future | the engine |
 
 Answers are no rollouts: they take no slot of `Admission`, stand in no checkpoint, and nothing is trained on them. They
@@ -13,26 +14,97 @@ answer does what it does within a rollout. The engine replaced, they are asked a
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lit_async_rl.errors import FinalRewardError
+from lit_async_rl.errors import FinalRewardError, RewardSetupError
+from lit_async_rl.judges.judge_models import Answer, Permit, opened_reasoning
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rewards.judge_models import Answer, opened_reasoning
-from lit_async_rl.rewards.judge_policy import NoPolicyError
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, PRIORITY
+from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
 
+POLICY = "policy"  # in place of an engine: the run's own
 FIRST_QUESTION_ID = 2**10 * FIRST_ID  # evaluations count from `FIRST_ID`, and make no million requests each
 Answered = concurrent.futures.Future[Answer]
+NO_POLICY = (
+    f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none here: outside "
+    "of training, and for a reward in a process of its own or of a monitor, use another judge"
+)
+
+
+class NoPolicyError(RewardSetupError):
+    """No fit is running in this process, so there is no policy to ask."""
+
+    def __init__(self, message: str = NO_POLICY) -> None:  # scorers rebuild it with the prompt in the message
+        super().__init__(message)
+
+
+class PolicyModel:
+    """Asks the policy in training.
+
+    Args:
+        sampling: parameters for the answers.
+        on_request: called before each request; may refuse it by raising.
+        on_answer: called with each answer and its latency in seconds.
+
+    Attributes:
+        policy: answers the questions; None outside a fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampling: SamplingParams,
+        on_request: Callable[[bool], None],
+        on_answer: Callable[[Answer, float], None],
+    ) -> None:
+        self._sampling = sampling
+        self._on_request = on_request
+        self._on_answer = on_answer
+        self.policy: PolicyQuestions | None = None
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Special tokens of the policy's tokenizer."""
+        return () if self.policy is None else self.policy.special_tokens
+
+    async def open(self) -> None:
+        """Does nothing: there is nothing to load."""
+
+    async def close(self) -> None:
+        """Does nothing: there is nothing to release."""
+
+    async def ask(self, messages: Sequence[Mapping[str, str]], permit: Permit, deadline: float) -> Answer:
+        """Answers a conversation; see `Endpoint.ask`."""
+        policy = self.policy
+        if policy is None:
+            raise NoPolicyError
+        self._on_request(True)
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+        try:
+            # In a thread, so that other questions proceed while the producer's lock is held.
+            await loop.run_in_executor(None, policy.ask, messages, self._sampling, future)
+            answer = await asyncio.wait_for(asyncio.wrap_future(future), max(0.001, deadline - loop.time()))
+        except (TimeoutError, asyncio.TimeoutError):
+            raise FinalRewardError("the policy did not answer as a judge within JudgeLimits.timeout_s") from None
+        finally:
+            if future.cancel() or future.cancelled():
+                loop.run_in_executor(None, policy.abandon, future)
+        self._on_answer(answer, time.monotonic() - began)
+        return answer
 
 
 class PolicyQuestions:
-    """Asks the engine of a producer; see `lit_async_rl.rewards.judge_policy.Policy`.
+    """Asks the engine of a producer, from any thread.
 
     Args:
         listener: of the engine; its `changed` guards all state.
@@ -49,7 +121,7 @@ class PolicyQuestions:
         self.special_tokens: tuple[str, ...] = tuple(map(str, self._codec.tokenizer.all_special_tokens))
 
     @property
-    def is_asked(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether an answer is due."""
         return bool(self._open)
 
@@ -100,10 +172,8 @@ class PolicyQuestions:
             self._listener.num_aborted += sum(running)
             self._listener.abort([number])
 
-    def collect(self, completion: Completion) -> bool:
-        """Files an answer; False if the completion is not one."""
-        if completion.request_id < FIRST_QUESTION_ID:
-            return False
+    def collect(self, completion: Completion) -> None:
+        """Files an answer."""
         request, future = self._open.pop(completion.request_id, (None, None))
         if request is not None and future is not None:
             answer = Answer(
@@ -112,16 +182,16 @@ class PolicyQuestions:
                 completion_tokens=len(completion.token_ids),
             )
             _resolve(future, answer)
-        return True
 
-    def lose(self, request_id: int) -> bool:
-        """Files that the engine gave a question up; False if it is none."""
-        if request_id < FIRST_QUESTION_ID:
-            return False
+    def give_up(self, request_id: int) -> None:
+        """Files that the engine gave a question up."""
         _, future = self._open.pop(request_id, (None, None))
         if future is not None:
             _resolve(future, FinalRewardError("the engine gave a question of the judge up"))
-        return True
+
+    def lose(self, request_id: int) -> None:
+        """As `give_up`: a question has one answer."""
+        self.give_up(request_id)
 
     def again(self) -> list[GenerationRequest]:
         """The questions without an answer, for an engine that takes the place of another."""
@@ -135,6 +205,15 @@ class PolicyQuestions:
             self._open.clear()
         for _, future in left:
             _resolve(future, NoPolicyError())
+
+
+def questions_of(producer: Producer) -> PolicyQuestions:
+    """The questions to the engine of a producer, the same ones for all judges of its reward."""
+    owner = producer.owners.of(FIRST_QUESTION_ID)
+    if not isinstance(owner, PolicyQuestions):
+        owner = PolicyQuestions(producer.listener, producer.book.codec.model)
+        producer.owners.add(FIRST_QUESTION_ID, owner)
+    return owner
 
 
 def _resolve(future: Answered, outcome: Answer | FinalRewardError) -> None:

@@ -25,6 +25,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError, describe
+from lit_async_rl.judges.judge_questions import defused
 from lit_async_rl.models.architecture import configured_length
 from lit_async_rl.models.loading import (
     check_complete,
@@ -35,7 +36,6 @@ from lit_async_rl.models.loading import (
     load_tokenizer,
 )
 from lit_async_rl.models.run_clock import clock_options
-from lit_async_rl.rewards.judge_questions import defused
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range
 from lit_async_rl.utils.device_memory import own_stream
@@ -175,6 +175,8 @@ class RewardModel(Rebuildable):
                 self._thread.start()
             self._inbox.put(waiting)
         return await asyncio.wrap_future(waiting.future)
+
+    concurrency_setting = None  # one forward pass at a time
 
     @property
     def max_concurrent(self) -> int:
