@@ -127,6 +127,7 @@ class EngineSpans:
 
     def _watch(self, engine: RolloutEngine) -> None:
         self._is_silent = not engine.records_spans
+        self._drawn_until = 0.0
         self._busy_s = 0.0
         self._num_tokens = 0
 
@@ -149,7 +150,10 @@ class EngineSpans:
         self._num_tokens = engine.num_tokens
         if busy_s > 0:
             ended = time.monotonic()
-            self._lane.add("decode", ended - busy_s, busy_s, version, version=version, tokens=num_tokens)
+            # Time passes between the counter and the clock, by another amount in each poll: spans must not overlap.
+            start = max(ended - busy_s, self._drawn_until)
+            self._drawn_until = ended
+            self._lane.add("decode", start, ended - start, version, version=version, tokens=num_tokens)
 
 
 # -- The engine in use, and the thread that polls it -------------------------------------------------------------------
