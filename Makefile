@@ -110,6 +110,7 @@ types: $(VENV)/installed
 docs: $(VENV)/installed  ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@! grep -rhoE '<(script|img|iframe)[^>]+src="https?://[^"]*"' site --include='*.html'  # readable offline
+	@$(BIN)/python docs/word_counts.py
 
 wheel: $(VENV)/installed  ## build the wheel and try it outside the repository
 	bash .ci/wheel

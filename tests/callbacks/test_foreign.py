@@ -10,10 +10,12 @@ import pytest
 import torch
 from foreign_modules import ROWS, Probe, Regression, Rows, fit, weights
 from lightning.fabric import Fabric
+from torch import nn
+from torch.distributions import Categorical
 from torch.utils.data import DataLoader
 
 from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
-from lit_async_rl.stabilizers.alignment import CappedResidual
+from lit_async_rl.stabilizers.alignment import CappedResidual, Regime
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -249,3 +251,39 @@ ours = {name.removeprefix("lit_async_rl.") for name in sys.modules if name.start
 assert not ours & {"engines.base", "data.module", "models.loading", "training.module"}, ours
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def steps_of_fresh_ppo(control, num_batches, seed=0):
+    """Metrics of a healthy PPO loop: each batch is fresh, and trained on in four passes."""
+    torch.manual_seed(seed)
+    policy = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
+    target = torch.randn(6, 8)
+    seen = []
+    for states in torch.randn(num_batches, 128, 6):
+        with torch.no_grad():
+            sampler = Categorical(logits=policy(states))
+            actions = sampler.sample()
+        rewards = (actions == (states @ target).argmax(-1)).float()
+        advantages = rewards - rewards.mean()
+        for _ in range(4):
+            ratio = (Categorical(logits=policy(states)).log_prob(actions) - sampler.log_prob(actions)).exp()
+            optimizer.zero_grad()
+            (-torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()).backward()
+            seen.append(control.apply(policy, optimizer))
+            optimizer.step()
+    return seen
+
+
+def test_default_thresholds_cut_healthy_ppo_and_calibrated_ones_leave_it_alone():
+    """`docs/own_loop.md` says so."""
+    seen = steps_of_fresh_ppo(GradientAlignmentControl(), num_batches=40)
+    assert sum(one["gac/regime"] == Regime.SKIP for one in seen) > len(seen) / 4
+    projected = [one["gac/kept"] for one in seen if one["gac/regime"] == Regime.PROJECT]
+    assert sum(projected) < len(projected) / 3
+    control = GradientAlignmentControl(high=1.0, calibrate_steps=100, calibrate_quantile=0.95)
+    seen = steps_of_fresh_ppo(control, num_batches=60)
+    assert control.rule.low > 0.5
+    assert control.rule.high == 1
+    assert {one["gac/regime"] for one in seen} <= {Regime.APPLY, Regime.PROJECT}
+    assert sum(one["gac/kept"] for one in seen) > 0.95 * len(seen)

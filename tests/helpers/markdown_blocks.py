@@ -16,6 +16,7 @@ PAGES = [
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.M | re.S)
 MARKER = re.compile(r"<!-- unchecked: (?P<reason>[^\n]+) -->\n+\Z")
 MODULE = re.compile(r"# (?P<name>\w+)\.py\n")
+ADDRESS = re.compile(r"^\[(?P<name>[^\]]+)\]: (?P<target>\S+)$\n?", re.M)
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,17 @@ def commands(page: Path) -> list[list[str]]:
         if re.search(r"(^|\s)(make |scripts/|benchmarks/|examples/|pip install)", line):
             found += [shlex.split(part, comments=True) for part in line.split("&&")]
     return [words for words in found if words]
+
+
+def with_inline_links(text: str) -> str:
+    """A page whose links by name, `[text][name]` with `[name]: address` below, have their addresses in place."""
+    targets = {match["name"]: match["target"] for match in ADDRESS.finditer(text)}
+
+    def link(match: re.Match[str]) -> str:
+        return f"]({targets[' '.join(match['name'].split())]})"
+
+    parts = FENCE.split(text)  # with its three groups between the parts: indent, language, code
+    kept = [match[0] for match in FENCE.finditer(text)]
+    prose = parts[:: FENCE.groups + 1]
+    linked = [re.sub(r"\]\[(?P<name>[^\]]+)\]", link, ADDRESS.sub("", part)) for part in prose]
+    return "".join(one for pair in zip(linked, [*kept, ""], strict=True) for one in pair)
