@@ -31,7 +31,7 @@ from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
-from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
+from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build, check_loop
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
@@ -384,6 +384,7 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
         The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
         of them did.
     """
+    check_loop(trainer, data.micro_batches_per_step)
     validates = data.validation.source is not None
     with data.kept_open():
         if validates:
