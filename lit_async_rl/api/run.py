@@ -54,7 +54,7 @@ from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import check_kinds, meant
 from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved
-from lit_async_rl.utils.user_code import is_of_reward, user_traceback, wants_traceback, write_traceback
+from lit_async_rl.utils.user_code import explains_itself, user_traceback, wants_traceback, write_traceback
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,13 +152,15 @@ def fit(
         )
     except Exception as error:
         own = user_traceback(error)
-        if wants_traceback() or (own is None and not is_of_reward(error)):
+        if wants_traceback() or (own is None and not explains_itself(error)):
             _name_as_typed(error)
             raise
         kept = next((path for path in folder if Path(path).is_dir()), None)  # not of a run that has not trained yet
         whole = write_traceback(error, kept) or "LIT_ASYNC_RL_TRACEBACK=1"
-        source = "the reward" if own is None else "your code"
-        log.warning("the error below comes from %s; %s shows the whole traceback", source, whole)
+        if own is None:
+            log.warning("%s shows the whole traceback of the error below", whole)
+        else:
+            log.warning("the error below comes from your code; %s shows the whole traceback", whole)
         # cut to the frames of the user's code, without the threads and loops that the error came through
         raise error.with_traceback(own) from None
 

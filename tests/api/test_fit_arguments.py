@@ -265,7 +265,7 @@ def test_a_reward_that_is_no_number_has_a_short_traceback(reward, said, monkeypa
     shown = "".join(traceback.format_exception(raised.value)).splitlines()
     assert len(shown) < 25
     assert not any("direct cause" in line or "During handling" in line for line in shown)
-    assert "the error below comes from the reward; " in caplog.text
+    assert "shows the whole traceback of the error below" in caplog.text
     for path in Path().rglob("traceback.txt"):
         assert "fit_loop.py" in path.read_text()
 
