@@ -324,8 +324,8 @@ class BottleneckVerdict(pl.Callback):
     verdicts are also written to `verdicts.jsonl` in the run's folder: on each window, and on the run until then.
 
     No side is named, and nothing advised, before the run has made twenty steps after its first: only time shares are
-    printed. A setting is advised if a tenth of the time can be gained, according to two consecutive windows; other advice
-    follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
+    printed. A setting is advised if a tenth of the time can be gained, according to two consecutive windows; other
+    advice follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`, and of the run so far `perf/steady_staleness`. Validation time is
@@ -455,10 +455,8 @@ class BottleneckVerdict(pl.Callback):
             stats = data.stats()
             dropped = None if stats is None else dropped_sentence(stats)
             about_data = self._stale_data.sentences(ADD_VCPO if _lacks_baseline(pl_module) else "")
-            found = (
-                f"{verdict.shares}; too few steps for a verdict" if self.is_early else str(advised or verdict.shares)
-            )
-            speed = ". ".join([*about_data, found])
+            few = "; too few steps for a verdict" if self.is_early else ""
+            speed = ". ".join([*about_data, f"{advised or verdict.shares}{few}"])
             words = self._words(trainer, pl_module, speed, dropped=dropped)
             self._record(trainer, verdict, words, whole_run=True)
             if self.collapse is None and dropped is None and not self.is_early:
