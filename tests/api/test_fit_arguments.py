@@ -261,7 +261,7 @@ def test_a_reward_that_is_no_number_has_a_short_traceback(reward, said, monkeypa
     """No frame of the user's code stands in it, and those of this package say nothing."""
     monkeypatch.delenv("LIT_ASYNC_RL_TRACEBACK", raising=False)
     with pytest.raises(RuntimeError, match=said) as raised:
-        fit(reward=reward, scoring=rl.Scoring(timeout_s=0.2 if "timeout" in said else 30))
+        fit(reward=reward, scoring=rl.Scoring(timeout_s=0.2 if "timeout" in said else 30.0))
     shown = "".join(traceback.format_exception(raised.value)).splitlines()
     assert len(shown) < 25
     assert not any("direct cause" in line or "During handling" in line for line in shown)
