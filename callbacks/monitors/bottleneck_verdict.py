@@ -313,6 +313,7 @@ ESS = "importance/ess_ratio"
 REWARD = "reward/mean"
 NO_SIGNAL = "rollout/no_signal_share"
 MIN_STEPS_WITHOUT_SIGNAL = 10  # consecutive steps before the report that nothing is learned
+MIN_STEPS_FOR_VERDICT = 20  # after the first one, in which threads, caches and compilers start
 
 
 class BottleneckVerdict(pl.Callback):
@@ -321,8 +322,9 @@ class BottleneckVerdict(pl.Callback):
     The verdict at the end includes the gain of asynchrony and a sufficient staleness bound (`scheduling.worth`). All
     verdicts are also written to `verdicts.jsonl` in the run's folder: on each window, and on the run until then.
 
-    A setting is advised if a tenth of the time can be gained, according to two consecutive windows; other advice
-    follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
+    No side is named, and nothing advised, before the run has made twenty steps after its first: only time shares are
+    printed. A setting is advised if a tenth of the time can be gained, according to two consecutive windows; other
+    advice follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`, and of the run so far `perf/steady_staleness`. Validation time is
@@ -338,7 +340,8 @@ class BottleneckVerdict(pl.Callback):
         every_n_steps: optimizer steps per window.
 
     Attributes:
-        verdict: last verdict.
+        verdict: last verdict; None before the first.
+        is_early: whether the run was too short for a verdict when it was last looked at.
         words: printed text of the last verdict.
         collapse: description of an ongoing collapse; None while training is healthy.
         advice: advice on the staleness bound at the end of a run; None before, or if there is no advice.
@@ -351,6 +354,7 @@ class BottleneckVerdict(pl.Callback):
         check_range("BottleneckVerdict", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.verdict: Verdict | None = None
+        self.is_early = False
         self.words: str | None = None
         self.collapse: str | None = None
         self.advice: Advice | None = None
@@ -379,6 +383,7 @@ class BottleneckVerdict(pl.Callback):
         self._steady = SteadyAdvice()
         self._stats_before = None
         self.verdict = None
+        self.is_early = False
         self.words = None
         self.advice = None
         folder = writing_folder(trainer)  # a collective: all ranks must call it
@@ -420,11 +425,11 @@ class BottleneckVerdict(pl.Callback):
             return
         so_far = self._diagnose(trainer, pl_module, self._run)
         verdict = self._diagnose(trainer, pl_module, self._window)
-        in_window = self._steady.for_window(verdict)
+        in_window = verdict.shares if self.is_early else self._steady.for_window(verdict)
         dropped = dropped_sentence(stats, self._stats_before)
         self.words = self._words(trainer, pl_module, in_window, dropped=dropped)
         self._stats_before = stats
-        advised = self._steady.for_run(so_far, is_over=False)
+        advised = None if self.is_early else self._steady.for_run(so_far, is_over=False)
         text = self._words(trainer, pl_module, str(advised or so_far.shares), dropped=dropped_sentence(stats))
         self._record(trainer, so_far, text, whole_run=True)
         self._record(trainer, verdict, self.words, whole_run=False)
@@ -445,14 +450,15 @@ class BottleneckVerdict(pl.Callback):
         if self._run is not None and self._run.num_steps:
             verdict = self._diagnose(trainer, pl_module, self._run)
             data = rollout_data(trainer, "BottleneckVerdict")
-            advised = self._steady.for_run(verdict, is_over=True)
+            advised = None if self.is_early else self._steady.for_run(verdict, is_over=True)
             stats = data.stats()
             dropped = None if stats is None else dropped_sentence(stats)
             about_data = self._stale_data.sentences(ADD_VCPO if _lacks_baseline(pl_module) else "")
-            speed = ". ".join([*about_data, str(advised or verdict.shares)])
+            few = "; too few steps for a verdict" if self.is_early else ""
+            speed = ". ".join([*about_data, f"{advised or verdict.shares}{few}"])
             words = self._words(trainer, pl_module, speed, dropped=dropped)
             self._record(trainer, verdict, words, whole_run=True)
-            if self.collapse is None and dropped is None:
+            if self.collapse is None and dropped is None and not self.is_early:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
             names_bound = not self._steady.has_named("data.max_staleness", advised)
             advice = "" if self.advice is None else self.advice.text(names_bound)
@@ -493,8 +499,10 @@ class BottleneckVerdict(pl.Callback):
         settings = adjustable_settings(
             rollout_data(trainer, "BottleneckVerdict"), pl_module, load, num_ranks=trainer.num_devices
         )
-        self.verdict = diagnose(self._totals(trainer) - load.began, settings)
-        return self.verdict
+        verdict = diagnose(self._totals(trainer) - load.began, settings)
+        self.is_early = self._run is None or self._run.num_steps <= MIN_STEPS_FOR_VERDICT
+        self.verdict = None if self.is_early else verdict
+        return verdict
 
     def _record(self, trainer: AnyTrainer, verdict: Verdict, text: str, whole_run: bool) -> None:
         if self._folder is None:

@@ -134,6 +134,8 @@ class RunSummary(pl.Callback):
                 table.add_row("training is collapsing", judge.collapse)
             elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
                 table.add_row("bottleneck", _bottleneck(judge.verdict))
+            elif isinstance(judge, BottleneckVerdict) and judge.is_early:
+                table.add_row("bottleneck", "not named: too few steps")
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
         table.add_row("checkpoint", _checkpoint(trainer, has_trained=self.num_steps > 0) or "none was saved")

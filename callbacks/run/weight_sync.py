@@ -124,14 +124,8 @@ class WeightSync(pl.Callback):
         trainer.accumulate_grad_batches = wanted
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks that the run ends: epochs are endless, so `max_epochs` is refused unless it is the default of 1000."""
-        # a float is a share of all batches, of which there is no end
-        is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)
-        if is_endless and trainer.max_epochs not in (None, -1, 1000):
-            raise ValueError(
-                f"trainer.max_epochs={trainer.max_epochs} without trainer.max_steps: an epoch of rollouts never ends; "
-                "set trainer.max_steps, or trainer.limit_train_batches, the batches of an epoch"
-            )
+        """Checks that the run ends."""
+        check_ends(trainer)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
@@ -214,3 +208,18 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
     """
     if type(data).__qualname__ not in checkpoint and (state := saved_state(data, checkpoint)) is not None:
         data.load_state_dict(state)  # else Lightning has restored it
+
+
+def check_ends(trainer: AnyTrainer) -> None:
+    """Refuses a run that would never end: epochs are endless, and `max_epochs` is fine only as the default of 1000.
+
+    Raises:
+        ValueError: names both settings.
+    """
+    # a float is a share of all batches, of which there is no end
+    is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)
+    if is_endless and trainer.max_epochs not in (None, -1, 1000):
+        raise ValueError(
+            f"trainer.max_epochs={trainer.max_epochs} without trainer.max_steps: an epoch of rollouts never ends; "
+            "set trainer.max_steps, or trainer.limit_train_batches, the batches of an epoch"
+        )

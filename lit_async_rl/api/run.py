@@ -31,7 +31,7 @@ from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
-from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
+from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build, check_loop
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
@@ -54,7 +54,7 @@ from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import check_kinds, meant
 from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved
-from lit_async_rl.utils.user_code import user_traceback, wants_traceback, write_traceback
+from lit_async_rl.utils.user_code import explains_itself, user_traceback, wants_traceback, write_traceback
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,12 +152,15 @@ def fit(
         )
     except Exception as error:
         own = user_traceback(error)
-        if own is None or wants_traceback():
+        if wants_traceback() or (own is None and not explains_itself(error)):
             _name_as_typed(error)
             raise
         kept = next((path for path in folder if Path(path).is_dir()), None)  # not of a run that has not trained yet
         whole = write_traceback(error, kept) or "LIT_ASYNC_RL_TRACEBACK=1"
-        log.warning("the error below comes from your code; %s shows the whole traceback", whole)
+        if own is None:
+            log.warning("%s shows the whole traceback of the error below", whole)
+        else:
+            log.warning("the error below comes from your code; %s shows the whole traceback", whole)
         # cut to the frames of the user's code, without the threads and loops that the error came through
         raise error.with_traceback(own) from None
 
@@ -384,6 +387,7 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
         The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
         of them did.
     """
+    check_loop(trainer, data.micro_batches_per_step)
     validates = data.validation.source is not None
     with data.kept_open():
         if validates:

@@ -19,7 +19,15 @@ import yaml
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+    Timer,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,6 +37,7 @@ import lit_async_rl
 from lit_async_rl.api.precision import gpu_precision
 from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
+from lit_async_rl.callbacks.run.weight_sync import check_ends
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils.checks import check_objects, check_range, meant
@@ -138,8 +147,10 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     if interval is not None and not interval:
         raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
     given = {name: value for name, value in defaults_file()["trainer"].items() if name != "logger"} | dict(settings)
-    if isinstance(interval, int):
-        given.setdefault("check_val_every_n_epoch", None)
+    # Lightning's default of 1, which the command line always gives, refuses an interval longer than the run: after the
+    # first measurement of held-out accuracy, by minutes late. Counted across epochs, such a run validates at its end.
+    if isinstance(interval, int) and given.get("check_val_every_n_epoch", 1) == 1:
+        given["check_val_every_n_epoch"] = None
     return given
 
 
@@ -171,6 +182,34 @@ def _check_limits(settings: Mapping[str, Any]) -> None:
             Timer(duration=longest)
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ValueError(f"trainer.max_time must be DD:HH:MM:SS, such as 00:12:00:00, got {longest!r}") from error
+
+
+def check_loop(trainer: pl.Trainer, micro_batches_per_step: int) -> None:
+    """Refuses what Lightning finds only in `fit`, minutes late: held-out accuracy is measured before it.
+
+    Args:
+        trainer: that has not run yet.
+        micro_batches_per_step: of the data module.
+
+    Raises:
+        ValueError: names the settings that contradict each other.
+    """
+    check_ends(trainer)
+    num_batches = trainer.max_steps * micro_batches_per_step
+    share = trainer.limit_train_batches
+    if num_batches > 0 and isinstance(share, float) and 0 < share * num_batches < 1:
+        raise ValueError(f"trainer.limit_train_batches={share} of {num_batches} batches is less than one")
+    limit = share if isinstance(share, int) else int(share * num_batches)
+    in_epoch = min(limit, num_batches) if num_batches > 0 else limit
+    interval = trainer.val_check_interval
+    every = trainer.check_val_every_n_epoch
+    if isinstance(interval, int) and every is not None and trainer.limit_val_batches and 0 < in_epoch < interval:
+        raise ValueError(
+            f"trainer.val_check_interval={interval} is more than the {in_epoch} batches of an epoch, and "
+            f"trainer.check_val_every_n_epoch={every} counts within epochs: leave the latter out"
+        )
+    if not trainer.loggers and any(isinstance(one, LearningRateMonitor) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError("trainer.callbacks holds LearningRateMonitor, which needs trainer.logger: leave it out")
 
 
 def _setting_in(text: str, settings: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from itertools import dropwhile
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from lit_async_rl.errors import EnvironmentFailure, RewardError
 from lit_async_rl.utils.secrets import without_secrets
 
 PACKAGE = Path(__file__).parents[1]
@@ -46,6 +47,11 @@ def user_traceback(error: BaseException) -> TracebackType | None:
         if found is not None:
             return found
     return None
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether a reward, environment or agent failed, whose message says all: the frames around it add nothing."""
+    return any(isinstance(one, RewardError | EnvironmentFailure) for one in _chain(error))
 
 
 def user_line(error: BaseException) -> str:

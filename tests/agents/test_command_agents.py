@@ -17,6 +17,7 @@ from agent_endpoints import MODEL, WAIT_S, Episodes, template, wait_for
 
 from lit_async_rl.agents import AgentEngine, AgentResult, CommandAgent, CommandAgentError
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +137,28 @@ def test_a_program_that_is_not_there_is_named():
     for command in ([], "python agent.py"):
         with pytest.raises(ValueError, match=r"CommandAgent\.command must be a list"):
             CommandAgent(command)
+
+
+def test_a_run_without_its_program_ends_in_one_line(tmp_path, caplog):
+    """Not in ten of each episode that fails: no other try can succeed."""
+    _, episodes = play(CommandAgent(["no-such-program"]), tmp_path, 2)
+    (error,) = episodes.errors
+    assert str(error) == "CommandAgent.command=['no-such-program']: there is no program 'no-such-program'"
+    assert not [record for record in caplog.records if record.name == "asyncio" or "left out" in record.message]
+
+
+def test_a_program_is_looked_for_where_its_process_does(tmp_path):
+    program = tmp_path / "mine"
+    program.write_text("#!/bin/sh\necho 0.5\n")
+    with pytest.raises(EnvironmentFailure, match="there is no program 'mine'"):
+        asyncio.run(CommandAgent(["mine"]).astart())
+    agent = CommandAgent(["mine"], environment={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    with pytest.raises(EnvironmentFailure, match="there is no program 'mine'"):
+        asyncio.run(agent.astart())  # it cannot be executed
+    program.chmod(0o755)
+    asyncio.run(agent.astart())
+    client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
+    assert asyncio.run(agent(PROMPT, client)).reward == 0.5
 
 
 def test_output_without_end_is_read_and_not_kept():

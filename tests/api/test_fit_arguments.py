@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -228,6 +229,45 @@ def test_the_users_line_is_the_last_of_the_traceback(changes, function, line, mo
         assert "fit_loop.py" in path.read_text()
         assert line in path.read_text()
     assert f"{kept[0] if kept else 'LIT_ASYNC_RL_TRACEBACK=1'} shows the whole traceback" in caplog.text
+
+
+async def awaited_nothing(prompt, completion):
+    return None
+
+
+class NothingForGroups:
+    def __call__(self, prompt, completion):
+        return 1.0
+
+    def score_group(self, prompt, completions):
+        return [None] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda prompt, completion: None, "returned None, which is not a number"),
+        (lambda prompt, completion: "good", "returned 'good', which is not a number"),
+        (lambda prompt, completion: float("nan"), "returned nan; a reward must be finite"),
+        (lambda prompt, completion: [1.0], r"returned \[1.0\], which is not a number"),
+        (awaited_nothing, "returned None, which is not a number"),
+        (NothingForGroups(), "returned None, which is not a number"),
+        (rl.CombinedReward({"a": lambda prompt, completion: None}), "none of its parts applies: a returned None"),
+        (lambda prompt, completion: time.sleep(3), "did not return within data.scoring.timeout_s=0.2"),
+    ],
+    ids=["None", "text", "NaN", "list", "async", "group", "combined", "hangs"],
+)
+def test_a_reward_that_is_no_number_has_a_short_traceback(reward, said, monkeypatch, caplog):
+    """No frame of the user's code stands in it, and those of this package say nothing."""
+    monkeypatch.delenv("LIT_ASYNC_RL_TRACEBACK", raising=False)
+    with pytest.raises(RuntimeError, match=said) as raised:
+        fit(reward=reward, scoring=rl.Scoring(timeout_s=0.2 if "timeout" in said else 30.0))
+    shown = "".join(traceback.format_exception(raised.value)).splitlines()
+    assert len(shown) < 25
+    assert not any("direct cause" in line or "During handling" in line for line in shown)
+    assert "shows the whole traceback of the error below" in caplog.text
+    for path in Path().rglob("traceback.txt"):
+        assert "fit_loop.py" in path.read_text()
 
 
 def test_the_whole_traceback_is_kept_on_demand(monkeypatch):

@@ -15,7 +15,7 @@ from failing_engines import failing
 from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
-from lit_async_rl.callbacks.monitors import timeline
+from lit_async_rl.callbacks.monitors import bottleneck_verdict, timeline
 from lit_async_rl.scheduling.bottleneck import intervals
 from lit_async_rl.simulation import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
@@ -25,6 +25,11 @@ from lit_async_rl.utils.spans import merge_traces, read_trace, trace_files
 
 ROOT = Path(__file__).parents[2]
 TRAINER = {"wait", "forward_backward", "optimizer", "publish"}
+
+
+@pytest.fixture(autouse=True)
+def _verdicts_of_short_runs(monkeypatch):
+    monkeypatch.setattr(bottleneck_verdict, "MIN_STEPS_FOR_VERDICT", 0)
 
 
 def run(tmp_path, max_steps=8, callback=None, **settings):

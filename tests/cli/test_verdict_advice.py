@@ -64,7 +64,8 @@ def some(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", map(some, PROVOKED))
-def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys):
+def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(advice, "MIN_STEPS_FOR_VERDICT", 0)
     for times in (1, 8):  # seconds of sleep that a busy machine's training does not exceed
         provoked = [
             re.sub(r"{(.*)}", lambda s, times=times: f"{times * float(s[1]):g}", word) for word in PROVOKED[kind]

@@ -17,6 +17,7 @@ from flow import barrier_engine, fit, make_data, make_module, parameters
 from processes import wait_for_the_end_of
 
 from lit_async_rl.callbacks import BottleneckVerdict, EngineCheck
+from lit_async_rl.callbacks.monitors import bottleneck_verdict
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.ray.engine import RayEngine
@@ -96,8 +97,9 @@ class Freeze(pl.Callback):
 
 
 def test_a_replica_that_stands_still_is_named_and_the_verdict_does_not_blame_the_weight_sync(
-    ray_cluster, caplog, capsys
+    ray_cluster, caplog, capsys, monkeypatch
 ):
+    monkeypatch.setattr(bottleneck_verdict, "MIN_STEPS_FOR_VERDICT", 0)
     engine = RayEngine(EmbeddedEngine(device="cpu"), replicas=2, num_cpus=0.1)
     data, freeze = make_data(engine=engine, groups_per_step=2, max_staleness=8), Freeze(caplog)
     fit(make_module(), data, 12, [BottleneckVerdict(every_n_steps=2), freeze])

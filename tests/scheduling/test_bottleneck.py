@@ -1,5 +1,6 @@
 """The verdict names the side that is the limit: on worked numbers, on random ones, and in real runs."""
 
+import json
 import time
 
 import lightning.pytorch as pl
@@ -8,10 +9,12 @@ from flow import fit, make_data, make_module
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.callbacks import BottleneckVerdict
+from lit_async_rl.callbacks import BottleneckVerdict, RunSummary
+from lit_async_rl.callbacks.monitors import bottleneck_verdict
 from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Intervals, Setting, Settings, diagnose
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
+from lit_async_rl.training.trackers import CSVLog
 
 
 def intervals(wall=10.0, wait=0.0, sync=0.0, busy=0.0, scoring=0.0, held=0.0):
@@ -77,6 +80,13 @@ class SlowTrainer(pl.Callback):
         time.sleep(self.seconds)
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """Verdicts of runs that would be too short for one."""
+    monkeypatch.setattr(bottleneck_verdict, "MIN_STEPS_FOR_VERDICT", 0)
+
+
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
     ("latency_s", "changes", "side", "setting"),
     [
@@ -103,6 +113,7 @@ def test_real_runs_get_the_verdict_that_was_built_into_them(latency_s, changes, 
     assert trainer.callback_metrics["perf/trainer_share"] <= 1.001
 
 
+@pytest.mark.usefixtures("soon")
 def test_finished_rollouts_that_pile_up_mean_that_the_bound_can_be_lower(capsys):
     for seconds in (0.1, 0.3, 0.9):
         data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), max_staleness=6)
@@ -112,3 +123,23 @@ def test_finished_rollouts_that_pile_up_mean_that_the_bound_can_be_lower(capsys)
             break
     assert judge.verdict.fresher is not None
     assert judge.verdict.fresher.suggested < 6
+
+
+def test_no_side_is_named_before_twenty_steps_after_the_first(capsys, tmp_path):
+    """Time shares are printed and written all the while."""
+    for steps in (1, 20, 21):
+        summary = RunSummary()
+        judge = BottleneckVerdict(every_n_steps=5)
+        data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), groups_per_step=1, max_staleness=6)
+        trainer = fit(make_module(), data, steps, [judge, summary], logger=CSVLog(tmp_path, "x", version=f"{steps}"))
+        lines = [line for line in capsys.readouterr().out.splitlines() if "the trainer waits" in line]
+        assert len(lines) == steps // 5 + 1
+        rows = (tmp_path / "x" / f"{steps}" / "verdicts.jsonl").read_text().splitlines()
+        for text in [*lines[: 20 // 5 + (steps < 21)], *(json.loads(row)["text"] for row in rows[: 2 * (20 // 5)])]:
+            for word in ("bottleneck", "to gain", "change", "worth"):
+                assert word not in text, text
+        table = dict(zip(*(column.cells for column in summary.table(trainer).columns), strict=True))
+        is_early = steps < 21
+        assert (judge.verdict is None) == judge.is_early == is_early
+        assert lines[-1].endswith("too few steps for a verdict") == is_early
+        assert (table["bottleneck"] == "not named: too few steps") == is_early

@@ -7,6 +7,7 @@ import pytest
 from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import BottleneckVerdict
+from lit_async_rl.callbacks.monitors import bottleneck_verdict
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.bottleneck import StepWork, advise, expected_maximum
 from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
@@ -129,7 +130,8 @@ def test_as_many_slots_as_bring_the_engine_to_the_slower_of_training_and_cores()
 
 
 @pytest.mark.slow
-def test_a_run_says_what_asynchrony_is_worth_at_its_end(capsys):
+def test_a_run_says_what_asynchrony_is_worth_at_its_end(capsys, monkeypatch):
+    monkeypatch.setattr(bottleneck_verdict, "MIN_STEPS_FOR_VERDICT", 0)
     judge = BottleneckVerdict()
     data = make_data(engine=SimulatedEngine(LogNormal(1.0), num_slots=64), groups_per_step=2, max_staleness=0)
     fit(make_module(), data, 8, callbacks=[judge])

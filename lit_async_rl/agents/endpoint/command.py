@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
+from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import file_contents
 from lit_async_rl.utils.processes import guarded, kill_group
@@ -87,6 +89,21 @@ class CommandAgent:
     def identified_by(self) -> dict[str, Any]:
         """Contents of the program's files, which affect rewards like arguments; see `reward_identity`."""
         return {"files": file_contents(self.command)}
+
+    async def astart(self) -> None:
+        """Ends the run before its first episode if there is no such program, which would fail in each of them.
+
+        Raises:
+            EnvironmentFailure: names the program.
+        """
+        program = self.command[0]
+        if shutil.which(program, path=(os.environ | self.environment).get("PATH")) is None:
+            failure = EnvironmentFailure(f"CommandAgent.command={self.command}: there is no program {program!r}")
+            failure.ends_run = True
+            raise failure
+
+    async def aclose(self) -> None:
+        """Does nothing: each process ends with its episode."""
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
         """Runs the command for one episode.
