@@ -5,6 +5,7 @@
 | `close()` | at the end of the run; a later call of the reward may reopen its resources |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `check_prompt(prompt)` | for each prompt at the start; raises ValueError for one that it cannot reward |
+| `end_check()` | when the prompts of a run have been checked |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
 | `use_policy(policy)` | if `wants_policy` is true: at the start of a fit, by the producer; None at its end |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
@@ -67,6 +68,13 @@ def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable
         return encode(prompt)
 
     return checked if checks else encode
+
+
+def end_check(reward: Any) -> None:
+    """Tells the reward and its parts that the prompts have been checked."""
+    for owner in parts_of(reward):
+        if (end := getattr(owner, "end_check", None)) is not None:
+            end()
 
 
 def wants_folder(reward: Any) -> bool:
