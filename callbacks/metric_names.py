@@ -237,6 +237,7 @@ METRICS: dict[str, list[Metric]] = {
         code/num_memory | completions | so far that a limit of memory or processes ended
         code/num_output | completions | so far that wrote too much
         code/num_failed | completions | so far whose program failed by itself: an exception, a signal, another language
+        code/num_weak | completions | so far of prompts with weak tests, which a program can forge
         code/num_programs | programs | run so far, one for each case or set of tests
         code/cpu_s | s | processor time of a program, mean
         code/latency_s | s | from the end of a completion to its reward, mean of the last 1,000

@@ -38,7 +38,7 @@ HOSTILE = (
     "import os\nos.abort()",
     "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
     "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
-    'print(\'{"passed": [true, true], "failure": null, "num_not_plain": 0}\')\nimport os\nos._exit(0)',
+    'print(\'{"passed": [true, true], "failure": null}\')\nimport os\nos._exit(0)',
     "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
     "import os\nfor n in range(3, 64):\n    try: os.write(n, b'{\"passed\": [true]}')\n    except OSError: pass",
     "import socket\nsocket.create_connection(('127.0.0.1', 80))",

@@ -310,6 +310,7 @@ class RolloutSource:
             why=f"the engine's max_model_len={length} leaves besides sampling.max_tokens={sampling.max_tokens}",
         )
         usable.check()
+        hooks.end_check(producer.scorer.reward)
         stream.usable = usable
         check_ends(codec, sampling, stream.source)
         if codec.special_tokens == "tags" and (tags := codec.tags):

@@ -18,6 +18,14 @@ from typing import Any, Literal
 
 from lit_async_rl.errors import FinalRewardError, RewardError
 from lit_async_rl.rewards.code_cases import Block, Cases, agrees, last_block, read_cases, solution_of
+from lit_async_rl.rewards.plain_tests import (
+    HasFailed,
+    SplitTests,
+    as_calls,
+    passed_cases,
+    room_for_answers,
+    split_tests,
+)
 from lit_async_rl.rewards.references import References
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.sandbox import Sandbox
@@ -53,9 +61,9 @@ class CodeReward(Rebuildable):
     reward is 0. The cases are in the fields of the prompt's record or in its answer, see `read_cases`; where there are
     none, the reward does not apply (None, for one of several rewards).
 
-    The trainer compares standard output, out of the program's reach. Unit tests run in their own sandbox and call the
-    program's functions in another one, so that a program can neither read the tests nor report that they pass, see
-    `lit_async_rl.sandbox.tests`.
+    The trainer compares standard output, and what functions return to calls with plain values: a program can neither
+    read what is expected nor report that it is right. Other unit tests are *weak*: they run beside the program, which
+    can forge what they find, see `lit_async_rl.rewards.plain_tests`.
 
     Example:
         ```python
@@ -74,8 +82,8 @@ class CodeReward(Rebuildable):
             input and output.
         extract: `fence`; or `whole`: the whole completion is code, for models that continue code.
         partial_credit: whether the reward is the share of cases passed. Without it the first failure skips the rest.
-        tests: `apart`; or `together`: unit tests run in the program's process and get its objects, such as arrays,
-            unconverted. A program with objects that equal everything, or that searches its own memory, passes.
+        tests: `apart`: calls with plain values are compared by the trainer, other unit tests are weak; `plain`: a
+            prompt with weak tests is refused; `together`: all unit tests run beside the program, and are weak.
         compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for
             word) or `exact`.
         tolerance: with `lines` and `tokens`, greatest difference of numbers, absolute or relative; 0 compares texts.
@@ -100,7 +108,7 @@ class CodeReward(Rebuildable):
         languages: Mapping[str, str] | None = None,
         extract: Literal["fence", "whole"] = "fence",
         partial_credit: bool = False,
-        tests: Literal["apart", "together"] = "apart",
+        tests: Literal["apart", "plain", "together"] = "apart",
         compare: Literal["lines", "tokens", "exact"] = "lines",
         tolerance: float = 0.0,
         max_cases: int | None = None,
@@ -115,7 +123,7 @@ class CodeReward(Rebuildable):
     ) -> None:
         for setting, value, known in (
             ("extract", extract, ("fence", "whole")),
-            ("tests", tests, ("apart", "together")),
+            ("tests", tests, ("apart", "plain", "together")),
             ("compare", compare, ("lines", "tokens", "exact")),
         ):
             if value not in known:
@@ -154,9 +162,12 @@ class CodeReward(Rebuildable):
         except ValueError:
             self._sandbox.close()
             raise
-        self._lock = threading.Lock()  # guards the next five
+        self._lock = threading.Lock()  # guards the next eight
+        self._num_checked = 0
+        self._num_weak_checked = 0
         self._counts: Counter[str] = Counter()
         self._num_programs = 0
+        self._num_weak = 0
         self._cpu_s = 0.0
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._warnings: set[str] = set()
@@ -197,7 +208,7 @@ class CodeReward(Rebuildable):
 
     def _reward(self, prompt: Prompt, completion: str, call: _Call) -> float | None:
         try:
-            cases = self.check_prompt(prompt)
+            cases, tests = self._read(prompt)
         except ValueError as error:
             raise FinalRewardError(str(error)) from error
         if not cases:
@@ -208,22 +219,63 @@ class CodeReward(Rebuildable):
             return 0.0
         language = block.language or self.language
         try:
-            value, outcome = self._score(prompt, cases, replace(block, language=language), call=call)
+            value, outcome = self._score(prompt, cases, tests, block=replace(block, language=language), call=call)
         except SandboxError as error:
             raise RewardError(str(error)) from error
-        self._count(outcome, call)
+        self._count(outcome, call, is_weak=tests.is_weak)
         return value
 
     def check_prompt(self, prompt: Prompt) -> Cases:
         """Test cases of a prompt; called for each prompt at the start of a run.
 
         Raises:
-            ValueError: the cases cannot be read, or test nothing.
+            ValueError: the cases cannot be read, or test nothing; or they are weak, and `tests` is `plain`.
         """
+        cases, tests = self._read(prompt)
+        with self._lock:
+            self._num_checked += bool(cases)
+            self._num_weak_checked += tests.is_weak
+        return cases
+
+    def end_check(self) -> None:
+        """Logs how many of the prompts checked at the start have weak tests."""
+        with self._lock:
+            counts = self._num_weak_checked, self._num_checked
+            self._num_checked = self._num_weak_checked = 0
+        if counts[0]:
+            log.warning(
+                "CodeReward: %d of %d prompts have weak tests, which a program can forge; CodeReward.tests=plain "
+                "refuses such prompts",
+                *counts,
+            )
+        elif counts[1]:
+            log.info("CodeReward: %d of %d prompts have weak tests", *counts)
+
+    def _read(self, prompt: Prompt) -> tuple[Cases, SplitTests]:
         try:
-            return read_cases(prompt)
+            cases = read_cases(prompt)
+            limit = self.max_cases
+            tests = self._split(
+                replace(cases, asserts=cases.asserts[:limit], calls=cases.calls[:limit]),
+                head_of(prompt, cases.function),
+            )
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"CodeReward cannot use the test cases of the prompt: {error}") from error
+        if tests.is_weak and self.tests == "plain":
+            weak = "\n".join([*tests.weak.asserts, tests.weak.check]).strip()
+            raise ValueError(
+                "CodeReward.tests=plain refuses the prompt: its tests are not all calls with plain values, and a "
+                f"program can forge {weak!r:.200}"
+            )
+        return cases, tests
+
+    def _split(self, cases: Cases, head: str | None) -> SplitTests:
+        if cases.streams:
+            return SplitTests()
+        if self.tests != "together":
+            return split_tests(cases, head or "")
+        calls = split_tests(replace(cases, asserts=(), check=""))
+        return replace(calls, weak=replace(cases, calls=()))
 
     def ask_references(self) -> References:
         """Solutions from the prompts' records, and programs that do nothing, for the check at the start."""
@@ -233,6 +285,7 @@ class CodeReward(Rebuildable):
         """Totals so far, and latencies of recent completions."""
         with self._lock:
             found = {f"{self._name}/num_{outcome}": float(self._counts[outcome]) for outcome in OUTCOMES}
+            found[f"{self._name}/num_weak"] = float(self._num_weak)
             found[f"{self._name}/num_programs"] = float(self._num_programs)
             if self._num_programs:
                 found[f"{self._name}/cpu_s"] = self._cpu_s / self._num_programs
@@ -268,7 +321,7 @@ class CodeReward(Rebuildable):
 
     def _checkable(self, prompt: Prompt) -> Cases | None:
         with contextlib.suppress(ValueError):  # refused with an error elsewhere
-            if self.language == PYTHON and (cases := self.check_prompt(prompt)):
+            if self.language == PYTHON and (cases := self._read(prompt)[0]):
                 return cases
         return None
 
@@ -277,7 +330,7 @@ class CodeReward(Rebuildable):
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    def _score(self, prompt: Prompt, cases: Cases, block: Block, call: _Call) -> tuple[float, str]:
+    def _score(self, prompt: Prompt, cases: Cases, tests: SplitTests, block: Block, call: _Call) -> tuple[float, str]:
         """Reward, and the outcome for the counts."""
         if cases.streams:
             return self._score_streams(cases.streams[: self.max_cases], block, call)
@@ -285,7 +338,8 @@ class CodeReward(Rebuildable):
             return 0.0, "failed"
         head, code = with_head(block.code, prompt, cases.function)
         # also before the tests: they must use the problem's helpers, not the program's
-        return self._score_tests(replace(cases, setup=f"{head}\n{cases.setup}"), code, call)
+        weak = replace(tests.weak, setup=f"{head}\n{tests.weak.setup}")
+        return self._score_tests(replace(tests, weak=weak), code, call)
 
     def _score_streams(self, streams: Sequence[tuple[str, str]], block: Block, call: _Call) -> tuple[float, str]:
         command = None
@@ -311,45 +365,62 @@ class CodeReward(Rebuildable):
                 break
         return self._value(num_passed, len(streams)), outcome
 
-    def _score_tests(self, cases: Cases, code: str, call: _Call) -> tuple[float, str]:
-        asserts = list(cases.asserts[: self.max_cases])
-        calls = [[list(arguments), expected] for arguments, expected in cases.calls[: self.max_cases]]
-        doc: dict[str, Any] = {
-            "setup": cases.setup,
-            "cases": asserts,
-            "check": cases.check,
-            "calls": calls,
-            "function": cases.function,
+    def _score_tests(self, tests: SplitTests, code: str, call: _Call) -> tuple[float, str]:
+        num_passed = number = 0
+        outcome = "right"
+        for run, is_there in ((self._run_plain, tests.plain), (self._run_weak, tests.is_weak)):
+            if not is_there:
+                continue
+            if (limits := self._limits_now(call)) is None:
+                number += max(len(tests.weak.asserts), 1)
+                outcome = "time"
+                break
+            passed, result = run(tests, code, limits=limits)
+            self._note(result, call)
+            num_passed += sum(passed)
+            number += len(passed)
+            if not all(passed):
+                outcome = _outcome(result)
+                if not self.partial_credit:
+                    break
+        return self._value(num_passed, number), outcome
+
+    def _run_plain(self, tests: SplitTests, code: str, limits: SandboxLimits) -> tuple[list[bool], ProgramResult]:
+        """Calls functions of the program, and compares what they return."""
+        stops = not self.partial_credit
+        doc = {"program": code, "calls": as_calls(tests.plain), "function": tests.function, "stops": stops}
+        program = Program(source=json.dumps(doc), kind="calls", answer_bytes=room_for_answers(tests.plain))
+        has_failed = HasFailed(tests.plain)
+        result = self._sandbox.run(program, limits, is_enough=lambda answers: stops and has_failed(answers))
+        return passed_cases(tests.plain, result.channel), result
+
+    def _run_weak(self, tests: SplitTests, code: str, limits: SandboxLimits) -> tuple[list[bool], ProgramResult]:
+        """Runs tests beside the program, which can forge their verdict."""
+        weak = tests.weak
+        mark = secrets.token_hex(16)
+        doc = {
+            "mark": mark,
+            "program": code,
+            "setup": weak.setup,
+            "cases": list(weak.asserts),
+            "check": weak.check,
+            "is_rest": tests.is_rest,
+            "function": tests.function,
             "stops": not self.partial_credit,
         }
-        if (limits := self._limits_now(call)) is None:
-            return 0.0, "time"
-        if self.tests == "together":
-            mark = secrets.token_hex(16)
-            source = json.dumps(doc | {"mark": mark, "program": code})
-            program = self._note(self._sandbox.run(Program(source=source, kind="together"), limits), call)
-            said = program.channel.decode(errors="replace")
-            verdict = _verdict(said)
-            if verdict.get("mark") != mark:
-                verdict = {}
-        else:
-            pair = [Program(source=json.dumps(doc), kind="tests"), Program(source=code, kind="functions")]
-            tests, program = (self._note(one, call) for one in self._sandbox.run_together(pair, limits))
-            verdict = _verdict(tests.stdout) if tests.is_ok else {}
-            if tests.verdict != "ended":
-                program = replace(program, verdict=tests.verdict)
-        passed = verdict.get("passed", [])
+        result = self._sandbox.run(Program(source=json.dumps(doc), kind="tests"), limits)
+        verdict = _verdict(result.channel.decode(errors="replace"))
+        if verdict.get("mark") != mark:
+            verdict = {"passed": []}
+        passed = [one is True for one in verdict["passed"]]
         failure = str(verdict.get("failure"))[:200]
-        if verdict.get("num_not_plain"):
-            hint = "CodeReward.tests=together runs both in one process"
-            self._warn_once("tests hand objects to the program that are no plain data, and fail", failure, hint)
-        elif "ModuleNotFoundError" in failure:
+        if "ModuleNotFoundError" in failure:
             hint = "CodeReward.python_path names folders of packages"
             self._warn_once("tests import a module that the sandbox does not have, and fail", failure, hint)
-        number = max(len(passed), len(asserts) + len(calls), 1)
-        num_passed = sum(one is True for one in passed)
-        is_right = bool(passed) and num_passed == number
-        return self._value(num_passed, number), "right" if is_right else _outcome(program)
+        missing = len(weak.asserts) - len(passed)
+        if not passed and verdict.get("failure", "") is not None:
+            missing = max(missing, 1)
+        return passed + [False] * missing, result
 
     def _value(self, num_passed: int, number: int) -> float:
         return num_passed / number if self.partial_credit else float(num_passed == number)
@@ -365,11 +436,12 @@ class CodeReward(Rebuildable):
             self._cpu_s += result.cpu_s * call.is_counted
         return result
 
-    def _count(self, outcome: str, call: _Call) -> None:
+    def _count(self, outcome: str, call: _Call, is_weak: bool = False) -> None:
         if not call.is_counted:
             return
         with self._lock:
             self._counts[outcome] += 1
+            self._num_weak += is_weak
             self._seconds.append(time.monotonic() - call.began)
 
     def _warn_once(self, problem: str, failure: str, hint: str) -> None:
@@ -380,21 +452,29 @@ class CodeReward(Rebuildable):
             log.warning("%s (%s): %s", problem, failure, hint)
 
 
+def head_of(prompt: Prompt, function: str | None) -> str | None:
+    """Code of a prompt before its function; None for prompts that are not code before the function."""
+    if function is None:
+        return None
+    start = re.search(rf"^(async )?def {re.escape(function)}\(", prompt.text, re.MULTILINE)
+    if start is None:
+        return None
+    head = prompt.text[: start.start()]
+    try:
+        ast.parse(head)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return head
+
+
 def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
     """Code of the prompt before a function, and the program after it, combined as HumanEval does.
 
     Code with the function follows the prompt's imports and helpers; code without it follows the function's head, as its
     body. Prompts that are not code before the function are ignored.
     """
-    if function is None or "class Solution" in code:
-        return "", code
-    start = re.search(rf"^(async )?def {re.escape(function)}\(", prompt.text, re.MULTILINE)
-    if start is None:
-        return "", code
-    head = prompt.text[: start.start()]
-    try:
-        ast.parse(head)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    head = head_of(prompt, function)
+    if function is None or head is None or "class Solution" in code:
         return "", code
     if re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE):
         return head, f"{head}\n{code}"

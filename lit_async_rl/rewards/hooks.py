@@ -5,6 +5,7 @@
 | `close()` | at the end of the run; a later call of the reward may reopen its resources |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
 | `check_prompt(prompt)` | for each prompt at the start; raises ValueError for one that it cannot reward |
+| `end_check()` | when the prompts of a run have been checked |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
 | `use_policy(producer)` | if `wants_policy` is true: by the producer, at the start of a fit; with None at its end |
 | `concurrency_setting` | by the verdict: name and value of the argument that limits concurrent calls, or None |
@@ -67,6 +68,13 @@ def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable
         return encode(prompt)
 
     return checked if checks else encode
+
+
+def end_check(reward: Any) -> None:
+    """Tells the reward and its parts that the prompts have been checked."""
+    for owner in parts_of(reward):
+        if (end := getattr(owner, "end_check", None)) is not None:
+            end()
 
 
 def wants_folder(reward: Any) -> bool:

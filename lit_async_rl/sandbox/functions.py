@@ -1,121 +1,62 @@
-"""The process of a tested program: it has no tests, and answers calls of its functions, see `tests`."""
+"""The process of a tested program: it has no expected value, calls its functions, and sends what they return."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import socket
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lit_async_rl.sandbox.interpreter import execute
-from lit_async_rl.sandbox.values import Channel, Closed, NotPlain, as_exception, decode, encode
-
-# Operations of tests on an object of the program
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "getitem": lambda one, key: one[key],
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "eq": lambda one, other: bool(one == other),
-    "ne": lambda one, other: bool(one != other),
-    "lt": lambda one, other: bool(one < other),
-    "add": lambda one, other: one + other,
-    "sub": lambda one, other: one - other,
-    "mul": lambda one, other: one * other,
-    "getattr": getattr,
-    "setattr": setattr,
-    "call": lambda one, *args, **kwargs: one(*args, **kwargs),
-    "isinstance": isinstance,
-}
+from lit_async_rl.sandbox.values import decode, encode
 
 
-class _Functions:
-    """Answers calls, in a process that the program may have taken over."""
+def find_function(program: Mapping[str, Any], name: str, may_be_method: bool) -> Any:
+    """A function of a program.
 
-    def __init__(self, channel: Channel, names: dict[str, Any]) -> None:
-        self._channel = channel
-        self._names = names
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
+    Args:
+        program: its global names.
+        name: of the function.
+        may_be_method: whether it may be a method of a class `Solution`, as on LeetCode.
 
-    def export(self, value: Any) -> list[Any]:
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = len(self._objects)
-            self._objects.append(value)  # keeps its id unique
-            self._numbers[id(value)] = number
-        return ["object", number]
-
-    def refer(self, found: list[Any]) -> Any:
-        kind, number = found
-        if kind == "object":
-            return self._objects[number]
-        if kind == "callback":
-            return lambda *args: self._call_back(number, args)
-        raise NotPlain(f"no value of the kind {kind!r}")
-
-    def _call_back(self, number: int, args: Sequence[Any]) -> Any:
-        self._channel.send(["callback", number, [encode(one, self.export) for one in args]])
-        while True:
-            message = self._channel.receive()
-            if message[0] == "returned":
-                return decode(message[1], self.refer)
-            if message[0] == "raised":
-                raise as_exception(message[1], message[2])
-            self.answer(message)
-
-    def answer(self, message: list[Any]) -> None:
-        what, number, arguments, keywords = message
-        try:
-            args = [decode(one, self.refer) for one in arguments]
-            before = [encode(one, self.export) for one in args]
-            kwargs = {name: decode(one, self.refer) for name, one in keywords.items()}
-            value = _OPERATORS[what](self._objects[number], *args, **kwargs)
-            answer = ["returned", encode(value, self.export), self._changes(args, before)]
-        except Closed:
-            raise
-        except BaseException as error:
-            kinds = [one.__name__ for one in type(error).__mro__]
-            answer = ["raised", kinds, str(error)[:1000]]
-        self._channel.send(answer)
-
-    def _changes(self, args: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-        """Arguments modified by the call."""
-        changed = []
-        for place, value in enumerate(args):
-            if isinstance(value, (list, dict, set, bytearray)) and (now := encode(value, self.export)) != before[place]:
-                changed.append([place, now])
-        return changed
+    Raises:
+        NameError: there is none.
+    """
+    if name in program:
+        return program[name]
+    if may_be_method and "Solution" in program:
+        return getattr(program["Solution"](), name)
+    raise NameError(f"the program has no {name}")
 
 
-def serve_functions(source: str, connection: socket.socket) -> int:
-    """Runs the program, then serves calls of its functions. Returns the exit status."""
-    channel = Channel(connection)
+def call_functions(doc: dict[str, Any], connection: socket.socket) -> int:
+    """Runs a program, then calls its functions. Returns the exit status of the program.
+
+    Sends a line of JSON for each call: null, or a list of the value; before them one for the program.
+
+    Args:
+        doc: `program`, its source; `calls`, each a name, arguments, named arguments, whether these are encoded, and
+            whether only the truth of the value is asked for; `function`, which may be a method; `stops`, whether an
+            exception ends the rest.
+        connection: to the trainer.
+    """
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["program"] = main  # dataclasses and pickle look classes up there
-    main.__dict__["__name__"] = "program"  # tests import a program, they do not start it
-    if status := execute(source, main.__dict__):
-        channel.send(["failed", status])
+    names = main.__dict__
+    names["__name__"] = "program"  # tests import a program, they do not start it
+    if status := execute(doc.pop("program"), names):
         return status
-    functions = _Functions(channel, main.__dict__)
-    names: dict[str, Any] = {}
-    for name, value in list(main.__dict__.items()):
-        if name.startswith("__"):
-            continue
-        if isinstance(value, types.ModuleType):
-            names[name] = ["module", value.__name__]
-        elif isinstance(value, type) and issubclass(value, BaseException):
-            names[name] = ["exception", [one.__name__ for one in value.__mro__], functions.export(value)[1]]
-        else:
-            with contextlib.suppress(NotPlain):
-                names[name] = encode(value, functions.export)
-    channel.send(["ready", names])
-    with contextlib.suppress(Closed):
-        while True:
-            functions.answer(channel.receive())
+    connection.sendall(b"[null]\n")
+    for name, args, kwargs, is_encoded, asks_for_truth in doc["calls"]:
+        try:
+            function = find_function(names, name, may_be_method=name == doc["function"])
+            value = function(*decode(args), **decode(kwargs)) if is_encoded else function(*args, **kwargs)
+            answer = json.dumps([encode(bool(value) if asks_for_truth else value)], separators=(",", ":"))
+        except BaseException:  # also of an object that is no plain value
+            answer = "null"
+        connection.sendall(answer.encode() + b"\n")
+        if answer == "null" and doc["stops"]:
+            break
     return 0

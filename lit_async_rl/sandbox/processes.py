@@ -15,8 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,39 +208,32 @@ class GuardError(SandboxError):
 # -- Running programs -------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Run:
-    warden: WardenProcess
-    outputs: dict[int, bytearray] = field(default_factory=dict)  # by file descriptor: standard output, errors, channel
-    is_too_long: bool = False
-    has_been_stopped: bool = False
-    answer: dict[str, Any] | None = None
+class Run:
+    """A program and its outputs.
 
-    def stop(self) -> None:
-        if self.answer is None and not self.has_been_stopped:
-            self.has_been_stopped = True
-            with contextlib.suppress(OSError):
-                self.warden.socket.send(STOP)
+    Args:
+        warden: process that runs it.
+        program: what is run.
+        limits: of the program.
+        paths: folders of commands.
+    """
 
-
-class Runs:
-    """Concurrent programs and their outputs."""
-
-    def __init__(
-        self, wardens: Sequence[WardenProcess], programs: Sequence[Program], limits: SandboxLimits, paths: list[str]
-    ) -> None:
-        self._limits = limits
+    def __init__(self, warden: WardenProcess, program: Program, limits: SandboxLimits, paths: list[str]) -> None:
+        self._warden = warden
         self._deadline = time.monotonic() + limits.wall_s + ANSWER_S
-        self._open: list[int] = []
-        self._runs = [_Run(warden) for warden in wardens]
+        # by file descriptor: of answers, standard output and errors
+        self._outputs: dict[int, bytearray] = {}
+        self._room: dict[int, int] = {}
+        self._answers: int | None = None
+        self._is_too_long = False
+        self._has_been_stopped = False
         try:
-            self._begin(programs, paths)
+            self._begin(program, limits, paths)
         except BaseException:
             self._close()
             raise
 
-    def _begin(self, programs: Sequence[Program], paths: list[str]) -> None:
-        limits = self._limits
+    def _begin(self, program: Program, limits: SandboxLimits, paths: list[str]) -> None:
         numbers = {
             "wall_s": limits.wall_s,
             "cpu_s": limits.cpu_s,
@@ -249,96 +241,99 @@ class Runs:
             "processes": limits.processes,
             "file_bytes": limits.file_mb * 2**20,
         }
-        channels: list[int] = []
-        if len(programs) == 2:
-            ends = socket.socketpair()
-            channels = [end.detach() for end in ends]
-        elif programs[0].kind == "together":
-            ours, theirs = socket.socketpair()
-            channels = [theirs.detach()]
-            self._open.append(number := ours.detach())
-            self._runs[0].outputs[number] = bytearray()
-        theirs_too = list(channels)
+        theirs: list[int] = []
+        channel: list[int] = []
         try:
-            for place, (run, program) in enumerate(zip(self._runs, programs, strict=True)):
-                files = [_file_with(program.stdin)]
-                theirs_too.append(files[0])
-                for _ in range(2):
-                    reads, writes = os.pipe()
-                    self._open.append(reads)
-                    theirs_too.append(writes)
-                    files.append(writes)
-                    run.outputs[reads] = bytearray()
-                source = _file_with(program.source)
-                theirs_too.append(source)
-                files.append(source)
-                files += channels[place : place + 1]
-                kind = program.kind if program.command is None else "command"
-                task = {"kind": kind, "command": program.command, "file": program.file, "limits": numbers}
-                run.warden.send(task | {"shows_last": program.shows_last, "paths": paths}, files)
+            if program.kind != "python":
+                ours, other = socket.socketpair()
+                self._answers = ours.detach()
+                self._expect(self._answers, limits.output_kb * 1024 + program.answer_bytes)
+                channel = [other.detach()]
+                theirs += channel
+            files = [_file_with(program.stdin)]
+            theirs += files
+            for _ in range(2):
+                reads, writes = os.pipe()
+                self._expect(reads, limits.output_kb * 1024)
+                theirs.append(writes)
+                files.append(writes)
+            source = _file_with(program.source)
+            theirs.append(source)
+            kind = program.kind if program.command is None else "command"
+            task = {"kind": kind, "command": program.command, "file": program.file, "limits": numbers}
+            self._warden.send(task | {"shows_last": program.shows_last, "paths": paths}, [*files, source, *channel])
         finally:
-            for file in theirs_too:
+            for file in theirs:
                 os.close(file)
 
-    def results(self) -> list[ProgramResult]:
-        """Waits for all programs to end.
+    def _expect(self, file: int, num_bytes: int) -> None:
+        self._outputs[file] = bytearray()
+        self._room[file] = num_bytes
+
+    def result(self, is_enough: Callable[[bytearray], bool] = lambda answers: False) -> ProgramResult:
+        """Waits for the program to end.
+
+        Args:
+            is_enough: whether these answers are all that is wanted, so that the program is ended.
 
         Raises:
-            SandboxError: a warden does not answer, or has ended.
+            SandboxError: the warden does not answer, or has ended.
         """
         try:
-            self._wait()
-            return [self._result(run) for run in self._runs]
+            return self._result(self._wait(is_enough))
         finally:
             self._close()
 
-    def _wait(self) -> None:
+    def _wait(self, is_enough: Callable[[bytearray], bool]) -> dict[str, Any]:
         poll = select.poll()
-        owners: dict[int, _Run] = {}
-        for run in self._runs:
-            poll.register(run.warden.socket.fileno(), select.POLLIN)
-            owners[run.warden.socket.fileno()] = run
-            for file in run.outputs:
-                poll.register(file, select.POLLIN)
-                owners[file] = run
-        while owners:
+        warden = self._warden.socket.fileno()
+        waiting = {warden, *self._outputs}
+        for file in waiting:
+            poll.register(file, select.POLLIN)
+        answer: dict[str, Any] = {}
+        while waiting:
             left_s = self._deadline - time.monotonic()
             if (
                 not (ready := poll.poll(1000 * max(0.0, left_s))) and left_s <= 0
             ):  # polls at least once, even after this process was stopped
                 raise SandboxError("the process that guards programs does not answer")
             for file, _ in ready:
-                run = owners[file]
-                if file == run.warden.socket.fileno():
-                    run.answer = run.warden.answer(self._deadline)
+                if file == warden:
+                    answer = self._warden.answer(self._deadline)
                     is_over = True
-                    if run is self._runs[0]:
-                        for other in self._runs[1:]:
-                            other.stop()
                 else:
-                    is_over = not self._read(run, file)
+                    is_over = not self._read(file, can_stop=not answer)
+                    if file == self._answers and not answer and is_enough(self._outputs[file]):
+                        self._stop()
                 if is_over:
                     poll.unregister(file)
-                    del owners[file]
+                    waiting.remove(file)
+        return answer
 
-    def _read(self, run: _Run, file: int) -> bool:
+    def _read(self, file: int, can_stop: bool) -> bool:
         """Reads available output; returns whether there may be more."""
         part = os.read(file, CHUNK)
-        data = run.outputs[file]
-        most = self._limits.output_kb * 1024
+        data = self._outputs[file]
+        most = self._room[file]
         data += part[: max(0, most - len(data))]
-        if len(part) and len(data) >= most and not run.is_too_long:
-            run.is_too_long = True
-            run.stop()
+        if len(part) and len(data) >= most and not self._is_too_long:
+            self._is_too_long = True
+            if can_stop:
+                self._stop()
         return bool(part)
 
-    def _result(self, run: _Run) -> ProgramResult:
-        answer = run.answer or {}
+    def _stop(self) -> None:
+        if not self._has_been_stopped:
+            self._has_been_stopped = True
+            with contextlib.suppress(OSError):
+                self._warden.socket.send(STOP)
+
+    def _result(self, answer: dict[str, Any]) -> ProgramResult:
         if answer["problem"]:
             raise GuardError(str(answer["problem"])[:300])
-        *channel, stdout, stderr = run.outputs.values()
+        *channel, stdout, stderr = self._outputs.values()
         verdict: Verdict = answer["verdict"]
-        if run.is_too_long and verdict in ("stopped", "ended"):
+        if self._is_too_long and verdict in ("stopped", "ended"):
             verdict = "output"
         return ProgramResult(
             verdict=verdict,
@@ -351,9 +346,9 @@ class Runs:
         )
 
     def _close(self) -> None:
-        for file in self._open:
+        for file in self._outputs:
             os.close(file)
-        self._open.clear()
+        self._outputs.clear()
 
 
 def _file_with(text: str) -> int:

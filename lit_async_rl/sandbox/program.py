@@ -59,7 +59,9 @@ class Program:
         command: for `/bin/sh -c` in a folder with the source as `file`; None runs it as Python, in the fork.
         file: name of the source for a command.
         shows_last: whether Python prints the value of a final expression, as a notebook does.
-        kind: `python`, or a role in a test, see `tests`.
+        kind: `python`; `calls`: JSON with calls of the program's functions, see `functions`; `tests`: JSON with tests
+            beside the program, see `tests`.
+        answer_bytes: room for answers to the trainer, besides that of an output.
     """
 
     source: str
@@ -67,7 +69,8 @@ class Program:
     command: str | None = None
     file: str = "main.py"
     shows_last: bool = False
-    kind: Literal["python", "functions", "tests", "together"] = "python"
+    kind: Literal["python", "calls", "tests"] = "python"
+    answer_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ class ProgramResult:
         stderr: likewise.
         wall_s: seconds from the fork to its end.
         cpu_s: processor seconds of all processes.
-        channel: message to the trainer from tests in the program's process.
+        channel: answers of a program with calls or tests to the trainer.
     """
 
     verdict: Verdict

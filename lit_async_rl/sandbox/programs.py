@@ -1,4 +1,4 @@
-"""Forks of the warden: a Python program, a command, or one of the two processes of a test.
+"""Forks of the warden: a Python program, a command, or a program with tests.
 
 Runs behind all guards; the program may take over this process.
 """
@@ -61,22 +61,19 @@ def run(task: dict[str, Any]) -> NoReturn:
     try:
         if task["kind"] == "python":
             status = run_python(source, task)
-        elif task["kind"] == "functions":
-            status = functions.serve_functions(source.decode(), socket.socket(fileno=CHANNEL))
+        elif task["kind"] == "calls":
+            status = functions.call_functions(json.loads(source), socket.socket(fileno=CHANNEL))
         elif task["kind"] == "tests":
-            status = tests.run_tests(json.loads(source), socket.socket(fileno=CHANNEL))
-        elif task["kind"] == "together":
-            status = _run_together(json.loads(source))
+            status = _run_tests(json.loads(source))
     finally:
         _end(status)
 
 
-def _run_together(doc: dict[str, Any]) -> int:
+def _run_tests(doc: dict[str, Any]) -> int:
     """Program and tests in one process: the verdict goes to the channel, with a mark unknown to the program."""
     with socket.socket(fileno=CHANNEL) as channel:
         mark = doc.pop("mark")
-        program = doc.pop("program")
-        result = tests.run_together(doc, program)
+        result = tests.run_tests(doc)
         channel.sendall(json.dumps(result | {"mark": mark}).encode())
     return 0
 

@@ -17,12 +17,12 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.sandbox import room
-from lit_async_rl.sandbox.processes import GuardError, Keeper, Runs, WardenProcess
+from lit_async_rl.sandbox.processes import GuardError, Keeper, Run, WardenProcess
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.programs import PATHS
 
@@ -146,44 +146,40 @@ class Sandbox:
         say = rank_zero_warn if self.level == "limits" else rank_zero_info
         say(f"{owner} runs programs in a sandbox, {self.description}")
 
-    def run(self, program: str | Program, limits: SandboxLimits | None = None) -> ProgramResult:
+    def run(
+        self,
+        program: str | Program,
+        limits: SandboxLimits | None = None,
+        is_enough: Callable[[bytearray], bool] = lambda answers: False,
+    ) -> ProgramResult:
         """Runs a program; a string is run as Python. Blocks; thread-safe.
 
         Args:
             program: Python source, or a program with its settings.
             limits: limits of this program, in place of the sandbox's own.
+            is_enough: called with its answers so far; true ends a program with calls.
 
         Raises:
             SandboxError: two wardens failed to run it.
         """
         given = Program(source=program) if isinstance(program, str) else program
-        return self.run_together([given], limits)[0]
-
-    def run_together(self, programs: Sequence[Program], limits: SandboxLimits | None = None) -> list[ProgramResult]:
-        """Runs programs concurrently, each in its own warden; two share a channel.
-
-        The end of the first one ends all of them.
-
-        Raises:
-            SandboxError: they could not be run.
-        """
         for attempt in range(NUM_TRIES):
-            wardens: list[WardenProcess] = []
+            warden: WardenProcess | None = None
             try:
-                wardens = [self._take() for _ in programs]
-                results = Runs(wardens, programs, limits=limits or self.limits, paths=self._paths).results()
+                warden = self._take()
+                result = Run(warden, given, limits=limits or self.limits, paths=self._paths).result(is_enough)
             except (SandboxError, OSError) as error:
-                for warden in wardens:
+                if warden is not None:
                     warden.kill()
                 if attempt + 1 == NUM_TRIES or isinstance(error, GuardError):
                     raise SandboxError(f"a program could not be run ({self.level}): {error}") from error
                 continue
             except BaseException:
-                for warden in wardens:
+                if warden is not None:
                     warden.kill()
                 raise
-            self._release(wardens)
-            return results
+            self._release(warden)
+            return result
         raise SandboxError("no try was made")
 
     def has_command(self, name: str) -> bool:
@@ -231,11 +227,12 @@ class Sandbox:
             keeper = self._keeper
         return keeper.start(self._settings | {"parent": os.getpid()})
 
-    def _release(self, wardens: Sequence[WardenProcess]) -> None:
+    def _release(self, warden: WardenProcess) -> None:
         with self._lock:
-            room_for = MAX_IDLE - len(self._idle) if self._keeper is not None else 0
-            self._idle.extend(wardens[: max(0, room_for)])
-        for warden in wardens[max(0, room_for) :]:
+            is_kept = self._keeper is not None and len(self._idle) < MAX_IDLE
+            if is_kept:
+                self._idle.append(warden)
+        if not is_kept:
             warden.close()
 
 

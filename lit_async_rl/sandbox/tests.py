@@ -1,12 +1,6 @@
-"""Unit tests in two processes: one with the tests and the verdict, the other with the program only.
+"""Unit tests beside the program, in one process: its objects are theirs, and it can forge what they find.
 
-    tests     (T) --- calls of the program's functions, with values as JSON ---> functions (F)
-    trainer <-- verdict --- (T)
-
-A program that prints, ends its process, patches the interpreter or searches its memory finds no test, no expected value
-and no way to the verdict: it can only answer calls. Values cross as plain data, so that no object of the program
-compares itself with an expected value. Other objects stay with the program: the tests hold a `Remote`, which calls and
-reads attributes there, and equals no plain value.
+Tests that are calls with plain values do not come here, see `lit_async_rl.rewards.plain_tests`.
 """
 
 from __future__ import annotations
@@ -18,19 +12,15 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
-import math
-import socket
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lit_async_rl.sandbox.functions import find_function
 from lit_async_rl.sandbox.interpreter import execute
-from lit_async_rl.sandbox.values import Channel, Closed, NotPlain, RemoteError, as_exception, decode, encode
 
 MAX_FAILURE_CHARS = 300
-TOLERANCE = 1e-9  # for expected floats
 NAME = "tests.py"
 # Available to tests without an import: published tests rely on the imports of their program
 OFTEN_USED = (
@@ -42,182 +32,6 @@ OFTEN_USED = (
 )
 ALIASES = {"np": "numpy", "pd": "pandas"}  # of modules used by tests without an import
 PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
-
-
-class Tests:
-    """The program as its tests see it.
-
-    Args:
-        channel: to the process with the program.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._callbacks: list[Any] = []
-        self._exceptions: dict[str, type[Exception]] = {}
-        self.num_not_plain = 0
-
-    def names(self) -> dict[str, Any] | None:
-        """The program's global names, with proxies for its objects; None for a program that failed."""
-        message = self._channel.receive()
-        if message[0] != "ready":
-            return None
-        found: dict[str, Any] = {}
-        for name, value in message[1].items():
-            kind = value[0] if isinstance(value, list) else ""
-            if kind == "module":
-                with contextlib.suppress(ImportError):
-                    if str(value[1]).split(".")[0] in sys.stdlib_module_names:
-                        found[name] = importlib.import_module(value[1])
-            elif kind == "exception":
-                base = type(as_exception(value[1][1:], ""))
-                found[name] = self._exceptions[str(value[1][0])] = type(name, (base,), {})
-            else:
-                with contextlib.suppress(NotPlain):
-                    found[name] = decode(value, self.refer)
-        return found
-
-    def refer(self, found: list[Any]) -> Any:
-        kind, number = found
-        if kind != "object" or type(number) is not int:
-            raise NotPlain(f"no value of the kind {kind!r}")
-        return Remote(self, number)
-
-    def export(self, value: Any) -> list[Any]:
-        if isinstance(value, Remote):
-            return ["object", object.__getattribute__(value, "_number")]
-        if callable(value) and not isinstance(value, type):
-            self._callbacks.append(value)
-            return ["callback", len(self._callbacks) - 1]
-        self.num_not_plain += 1
-        raise NotPlain(f"a test hands over an object of the class {type(value).__name__}")
-
-    def ask(self, what: str, number: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Applies an operation to an object of the program; returns its value or raises its exception."""
-        given = [encode(one, self.export) for one in args]
-        named = {name: encode(one, self.export) for name, one in (kwargs or {}).items()}
-        self._channel.send([what, number, given, named])
-        while True:
-            message = self._channel.receive()
-            try:
-                kind, first, second = message
-                if kind == "callback":
-                    self._answer(first, second)
-                    continue
-                if kind == "returned":
-                    value = decode(first, self.refer)
-                    for place, changed in second:
-                        _replace(args[place], decode(changed, self.refer))
-                    return value
-                kinds = [str(one) for one in first]
-            except (TypeError, ValueError, LookupError) as error:
-                raise RemoteError(f"the program has answered what is no answer: {str(error)[:100]}") from None
-            if kinds and kinds[0] in self._exceptions:
-                raise self._exceptions[kinds[0]](str(second))
-            raise as_exception(kinds, str(second), may_stop=what == "next")
-
-    def _answer(self, number: int, args: Sequence[Any]) -> None:
-        try:
-            value = self._callbacks[number](*[decode(one, self.refer) for one in args])
-            answer = ["returned", encode(value, self.export)]
-        except Closed:
-            raise
-        except Exception as error:
-            answer = ["raised", [one.__name__ for one in type(error).__mro__], str(error)[:1000]]
-        self._channel.send(answer)
-
-
-def _replace(old: Any, new: Any) -> None:
-    """Applies the program's changes to an argument of a test."""
-    if isinstance(old, (list, bytearray)) and type(new) is type(old):
-        old[:] = new
-    elif isinstance(old, (dict, set)) and type(new) is type(old):
-        old.clear()
-        old.update(new)
-
-
-class Remote:
-    """An object of the program. Operators take other objects of the program only, and it is equal to no plain value."""
-
-    def __init__(self, tests: Tests, number: int) -> None:
-        object.__setattr__(self, "_ask", tests.ask)
-        object.__setattr__(self, "_number", number)
-
-    def _do(self, what: str, *args: Any) -> Any:
-        ask: Callable[..., Any] = object.__getattribute__(self, "_ask")
-        return ask(what, object.__getattribute__(self, "_number"), args)
-
-    def _with(self, what: str, other: Any) -> Any:
-        return self._do(what, other) if isinstance(other, Remote) else NotImplemented
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__name__", "__doc__"):
-            raise AttributeError(name)
-        return self._do("getattr", name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ask: Callable[..., Any] = object.__getattribute__(self, "_ask")
-        return ask("call", object.__getattribute__(self, "_number"), args, kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._do("setattr", name, value)
-
-    def __eq__(self, other: object) -> Any:
-        return self._with("eq", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._with("ne", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._with("lt", other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._with("add", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with("sub", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with("mul", other)
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
-    def __len__(self) -> int:
-        return int(self._do("len"))
-
-    def __bool__(self) -> bool:
-        return self._do("bool") is True
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_Items(self._do("iter")))
-
-    def __next__(self) -> Any:
-        return self._do("next")
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._do("getitem", key)
-
-    def __str__(self) -> str:
-        return str(self._do("str"))
-
-    def __repr__(self) -> str:
-        return str(self._do("repr"))
-
-    def __instancecheck__(self, other: Any) -> bool:
-        # asked of the object's own class, over there: `isinstance(stack, Stack)`
-        return isinstance(other, Remote) and other._do("isinstance", self) is True
-
-
-class _Items:
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def __iter__(self) -> _Items:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._source)
 
 
 class _CountedAsserts(ast.NodeTransformer):
@@ -250,50 +64,29 @@ class _CountedAsserts(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(made, node))
 
 
-def run_tests(doc: dict[str, Any], connection: socket.socket) -> int:
-    """Runs tests, and writes which of them hold to the standard output, for the trainer.
+def run_tests(doc: dict[str, Any]) -> dict[str, Any]:
+    """Runs a program and its tests; returns which of them hold, and the first failure.
 
     Args:
-        doc: `setup`, code before the tests; `cases`, each a piece of code; `check`, code that defines `check(function)`
-            or asserts by itself; `calls`, pairs of arguments and expected value; `function`, the name of what is
-            tested; `stops`, whether the first failure ends the rest.
-        connection: to the process with the program.
-    """
-    verdict = sys.stdout
-    sys.stdout = sys.stderr  # keeps output of tests out of the verdict
-    result: dict[str, Any] = {"passed": [], "failure": None, "num_not_plain": 0}
-    tests = Tests(Channel(connection))
-    try:
-        result["passed"], result["failure"] = _passed(doc, tests)
-    except Closed:
-        result["failure"] = "the program has ended"
-    result["num_not_plain"] = tests.num_not_plain
-    verdict.write(json.dumps(result))
-    verdict.flush()
-    return 0
-
-
-def run_together(doc: dict[str, Any], program: str) -> dict[str, Any]:
-    """Runs tests in the process of the program, with its objects unconverted.
-
-    Args:
-        doc: see `run_tests`.
-        program: source of the program.
+        doc: `program`, its source; `setup`, code before the tests; `cases`, each a piece of code; `check`, code that
+            defines `check(function)` or asserts by itself; `is_rest`, whether other asserts of the check are compared
+            elsewhere; `function`, the name of what is tested; `stops`, whether the first failure ends the rest.
     """
     module = types.ModuleType("program")
     sys.modules["program"] = module  # dataclasses and pickle look classes up there
-    if execute(program, vars(module)):
-        return {"passed": [], "failure": "the program fails by itself", "num_not_plain": 0}
+    if execute(doc["program"], vars(module)):
+        return {"passed": [], "failure": "the program fails by itself"}
     found = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     passed, failure = _run_cases(doc, _namespace(doc, found))
-    return {"passed": passed, "failure": failure, "num_not_plain": 0}
+    return {"passed": passed, "failure": failure}
 
 
-def _passed(doc: dict[str, Any], tests: Tests) -> tuple[list[bool], str | None]:
-    found = tests.names()
-    if found is None:
-        return [], "the program fails by itself"
-    return _run_cases(doc, _namespace(doc, found))
+@functools.cache
+def library() -> Mapping[str, Any]:
+    """Names that tests have without an import."""
+    names: dict[str, Any] = {}
+    exec(OFTEN_USED, names)
+    return types.MappingProxyType(names)
 
 
 def _namespace(doc: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -303,14 +96,14 @@ def _namespace(doc: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         doc: see `run_tests`.
-        found: global names of the program, or proxies for them.
+        found: global names of the program.
     """
     module = types.ModuleType("tests")
     sys.modules["tests"] = module  # dataclasses and pickle look classes up there
     names = vars(module)
-    exec(OFTEN_USED, names)
+    names |= library()
     trees = list(_trees([doc["setup"], *doc["cases"], doc["check"]]))
-    used, bound, modules = _names_in(trees)
+    used, bound, modules = names_in(trees)
     needed = used - bound
     for name in modules & needed - set(names):
         with contextlib.suppress(ImportError):
@@ -335,7 +128,7 @@ def _trees(codes: Sequence[str]) -> Iterator[ast.Module]:
             yield ast.parse(code)
 
 
-def _names_in(trees: Sequence[ast.Module]) -> tuple[set[str], set[str], set[str]]:
+def names_in(trees: Sequence[ast.Module]) -> tuple[set[str], set[str], set[str]]:
     """Names that code reads, those that it binds, and those that it uses as modules are used."""
     used: set[str] = set()
     bound: set[str] = set()
@@ -379,8 +172,6 @@ def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], 
 
     try:
         _execute(doc["setup"], names)
-    except Closed:
-        raise
     except BaseException as error:
         fails(error, "setup")
         return [], failure
@@ -389,16 +180,11 @@ def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], 
         try:
             _execute(code, names)
             passed.append(True)
-        except Closed:
-            fails(Exception("the program has ended"), code)
-            break
         except BaseException as error:
             fails(error, code)
             passed.append(False)
         if not passed[-1] and doc["stops"]:
             return passed, failure
-    if doc["calls"]:
-        passed += _run_calls(doc, names, fails)
     if doc["check"]:
         passed += _run_check(doc, names, fails)
     return passed, failure
@@ -408,63 +194,11 @@ def _execute(code: str | ast.Module, names: dict[str, Any]) -> None:
     exec(compile(code, NAME, "exec", dont_inherit=True), names)
 
 
-def _function(doc: dict[str, Any], names: dict[str, Any]) -> Any:
-    """Function under test, or the method of that name in a class `Solution`, as on LeetCode."""
-    name = doc["function"]
-    program = names.get("__program__", names)
-    if name not in program and "Solution" in program:
-        return getattr(program["Solution"](), name)
-    if name not in program:
-        raise NameError(f"the program has no {name}")
-    return program[name]
-
-
-def _run_calls(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
-    passed = []
-    for arguments, expected in doc["calls"]:
-        shown = f"{doc['function']}({', '.join(map(repr, arguments))})"
-        try:
-            found = _function(doc, names)(*arguments)
-            # published sets wrap some expected values in a list of one
-            is_right = _agree(found, expected) or (
-                isinstance(expected, list) and len(expected) == 1 and _agree(found, expected[0])
-            )
-            passed.append(is_right)
-            if not is_right:
-                fails(AssertionError(f"{found!r:.100} is not {expected!r:.100}"), shown)
-        except Closed:
-            fails(Exception("the program has ended"), shown)
-            break
-        except BaseException as error:
-            fails(error, shown)
-            passed.append(False)
-        if not passed[-1] and doc["stops"]:
-            break
-    return passed
-
-
-def _agree(found: Any, expected: Any) -> bool:
-    """Whether a value is the expected one, as JSON states it: tuples are lists there, and floats are rounded."""
-    if isinstance(expected, bool) or isinstance(found, bool):
-        return type(found) is type(expected) and found == expected
-    if isinstance(expected, float) and isinstance(found, (int, float)):
-        return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    if isinstance(expected, list):
-        is_list = isinstance(found, (list, tuple)) and len(found) == len(expected)
-        return is_list and all(map(_agree, found, expected))
-    if isinstance(expected, dict):
-        if not isinstance(found, dict) or len(found) != len(expected):
-            return False
-        by_text = {str(key): value for key, value in found.items()}
-        return all(key in by_text and _agree(by_text[key], value) for key, value in expected.items())
-    return bool(found == expected) and type(found) in (type(expected), int, float)
-
-
 def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
     """Runs code with `check(function)`: it passes if no exception leaves it.
 
-    A case is each of its `assert` statements that is reached, or all of it without any. Behind an exception that is no
-    failed assertion, those that are not reached have failed, too.
+    A case is each of its `assert` statements that is reached, or all of it without any, unless it is a rest. Behind an
+    exception that is no failed assertion, those that are not reached have failed, too.
     """
     held: dict[int, bool] = {}
     names["__held__"] = lambda number, holds: held.update({number: holds and held.get(number, True)})
@@ -476,8 +210,6 @@ def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[Base
         try:
             defined = _run_body(doc, names, counter)
             is_right = True
-        except Closed:
-            raise
         except BaseException as error:
             fails(error, "check")
             if doc["stops"]:
@@ -488,13 +220,12 @@ def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[Base
             more.append(_holds(name, test, fails))
             if doc["stops"] and not more[-1]:
                 break
-    except Closed:
-        has_ended = False
-        fails(Exception("the program has ended"), "check")
     except BaseException:
         has_ended = False
     numbers = held if has_ended else range(counter.number)
     passed = [held.get(number, False) for number in numbers] + more
+    if is_right and not passed and doc["is_rest"]:
+        return []
     if has_ended and not passed:
         return [is_right and not any(map(_is_test_case, defined.values()))]  # all of its tests are skipped
     return passed if has_ended and (is_right or not all(passed)) else [*passed, False]
@@ -506,7 +237,8 @@ def _run_body(doc: dict[str, Any], names: dict[str, Any], counter: _CountedAsser
     _execute(ast.fix_missing_locations(tree), names)
     defined = {node.name: names[node.name] for node in tree.body if hasattr(node, "name") and node.name in names}
     if doc["function"] and "check" in defined:
-        _run_test(functools.partial(defined["check"], _function(doc, names)))
+        function = find_function(names["__program__"], doc["function"], may_be_method=True)
+        _run_test(functools.partial(defined["check"], function))
     return defined
 
 
@@ -554,8 +286,6 @@ def _run_method(case: Any, method: str) -> None:
 def _holds(name: str, test: Callable[[], Any], fails: Callable[[BaseException, str], None]) -> bool:
     try:
         test()
-    except Closed:
-        raise
     except BaseException as error:
         fails(error, name)
         return False

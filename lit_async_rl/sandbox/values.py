@@ -1,39 +1,31 @@
-"""Values that travel between a program and its tests as plain data, and the connection on which they do."""
+"""Plain values as JSON, for the arguments of a program's functions and for what they return."""
 
 from __future__ import annotations
 
-import builtins
 import collections
-import contextlib
 import datetime
 import decimal
 import fractions
-import json
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-MAX_MESSAGE_BYTES = 2**26
 MAX_DEPTH = 200  # of nested values
+MAX_COLLISIONS = 1000  # of a set or dictionary
 
 
 class NotPlain(TypeError):
-    """A value that cannot travel between the two processes."""
+    """An object that is no plain value, or JSON that describes none."""
 
 
-# -- Values as JSON ---------------------------------------------------------------------------------------------------
-
-
-def encode(value: Any, export: Callable[[Any], list[Any]], depth: int = 0) -> Any:
+def encode(value: Any, depth: int = 0) -> Any:
     """A value as JSON: a scalar, or a list that begins with its kind. Subclasses become their base class.
 
     Args:
         value: any object.
-        export: makes a reference to an object that is no plain value.
         depth: of nested values so far.
 
     Raises:
-        NotPlain: it is nested too deeply.
+        NotPlain: it is no plain value, or nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise NotPlain(f"a value is nested deeper than {MAX_DEPTH}")
@@ -48,7 +40,7 @@ def encode(value: Any, export: Callable[[Any], list[Any]], depth: int = 0) -> An
         return ["str", str.encode(str(value), "utf-8", "surrogatepass").hex()] if _is_odd(value) else str(value)
 
     def inner(one: Any) -> Any:
-        return encode(one, export, depth + 1)
+        return encode(one, depth + 1)
 
     if isinstance(value, list):
         return ["list", [inner(one) for one in value]]
@@ -77,7 +69,7 @@ def encode(value: Any, export: Callable[[Any], list[Any]], depth: int = 0) -> An
     item = getattr(value, "item", None)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and item is not None:
         return inner(item())
-    return export(value)
+    raise NotPlain(f"an object of the class {type(value).__name__}")
 
 
 def _is_odd(text: str) -> bool:
@@ -92,8 +84,6 @@ def _is_odd(text: str) -> bool:
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
     "deque": collections.deque,
 }
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
@@ -102,7 +92,8 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "str": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
-    "fraction": fractions.Fraction,
+    # not of its text: that may be 1e999999999, and takes its digits
+    "fraction": lambda text: fractions.Fraction(*map(int, text.split("/"))),
     "decimal": decimal.Decimal,
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
@@ -110,12 +101,18 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
 }
 
 
-def decode(found: Any, refer: Callable[[list[Any]], Any]) -> Any:
+def _hashable(values: list[Any]) -> list[Any]:
+    """The values, unless they were made to collide in a set, which takes the square of their number."""
+    if len(values) > MAX_COLLISIONS and 2 * len(set(map(hash, values))) < len(values):
+        raise ValueError("values with the same hash")
+    return values
+
+
+def decode(found: Any) -> Any:
     """Decodes JSON of `encode`; the value has exact types, even if the JSON was forged.
 
     Args:
         found: parsed JSON.
-        refer: resolves a reference.
 
     Raises:
         NotPlain: it is none.
@@ -125,9 +122,12 @@ def decode(found: Any, refer: Callable[[list[Any]], Any]) -> Any:
     try:
         kind, first, *rest = found
         if kind in _FROM_ITEMS:
-            return _FROM_ITEMS[kind]([decode(one, refer) for one in first])
+            return _FROM_ITEMS[kind]([decode(one) for one in first])
+        if kind in ("set", "frozenset"):
+            return {"set": set, "frozenset": frozenset}[kind](_hashable([decode(one) for one in first]))
         if kind == "dict":
-            return {decode(key, refer): decode(one, refer) for key, one in first}
+            keys = _hashable([decode(key) for key, _ in first])
+            return dict(zip(keys, [decode(one) for _, one in first], strict=True))
         if kind in _FROM_TEXT and isinstance(first, str):
             return _FROM_TEXT[kind](first)
         if kind == "complex":
@@ -136,85 +136,6 @@ def decode(found: Any, refer: Callable[[list[Any]], Any]) -> Any:
             return range(*map(int, first))
         if kind == "timedelta":
             return datetime.timedelta(*map(int, first))
-        return refer(found)
     except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise NotPlain(f"a value cannot be read: {str(error)[:100]}") from None
-
-
-# -- The connection ---------------------------------------------------------------------------------------------------
-
-
-class Closed(Exception):
-    """The other process has ended."""
-
-
-class Channel:
-    """Messages of JSON with their length before them."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def send(self, message: Any) -> None:
-        """Sends a message.
-
-        Raises:
-            NotPlain: it is too long.
-        """
-        data = json.dumps(message, separators=(",", ":")).encode()
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise NotPlain(f"a value of {len(data)} bytes is too long")
-        try:
-            self._connection.sendall(len(data).to_bytes(4, "big") + data)
-        except OSError:
-            raise Closed from None
-
-    def receive(self) -> Any:
-        """Waits for a message; the warden ends processes that wait too long.
-
-        Raises:
-            Closed: the connection has ended, or sent no message.
-        """
-        size = int.from_bytes(self._bytes(4), "big")
-        if size > MAX_MESSAGE_BYTES:
-            raise Closed
-        try:
-            return json.loads(self._bytes(size))
-        except (ValueError, RecursionError):
-            raise Closed from None
-
-    def _bytes(self, number: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < number:
-            try:
-                part = self._connection.recv(min(number - len(parts), 2**20))
-            except OSError:
-                part = b""
-            if not part:
-                raise Closed
-            parts += part
-        return bytes(parts)
-
-
-# -- Exceptions -------------------------------------------------------------------------------------------------------
-
-
-class RemoteError(Exception):
-    """Exception of the program without a counterpart in Python."""
-
-
-def as_exception(kinds: Sequence[str], message: str, may_stop: bool = False) -> Exception:
-    """An exception of the first of these classes that Python has.
-
-    Args:
-        kinds: names of the class and those it extends.
-        message: of the exception.
-        may_stop: whether it may be `StopIteration`, by which a function would end the loop of a test that maps it.
-    """
-    for kind in kinds:
-        found = getattr(builtins, str(kind), None)
-        if kind in ("StopIteration", "StopAsyncIteration") and not may_stop:
-            continue
-        if isinstance(found, type) and issubclass(found, Exception):
-            with contextlib.suppress(TypeError):  # `UnicodeDecodeError` takes more
-                return found(message)
-    return RemoteError(f"{kinds[0] if kinds else 'an error'}: {message}")
+    raise NotPlain(f"no value of the kind {str(kind)[:100]!r}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from sandboxes import LIMITS, levels
@@ -20,6 +22,7 @@ from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.utils.identity import reward_identity
 
 pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")
+ROOT = Path(__file__).parents[2]
 LIMIT = {"limits": LIMITS, "allow_unsandboxed": not levels()}
 
 
@@ -133,7 +136,7 @@ def test_other_programs_fail(reward, given, code):
 
 
 FORGERIES = {
-    "prints_the_verdict": 'print(\'{"passed": [true, true, true], "failure": null, "num_not_plain": 0}\')\n'
+    "prints_the_verdict": 'print(\'{"passed": [true, true, true], "failure": null}\')\n'
     "def double(x): raise SystemExit(0)",
     "writes_it_everywhere": "import os\nfor n in range(3, 64):\n    try: os.write(n, b'{\"passed\": [true, true, true]}')\n"
     "    except OSError: pass\nos._exit(0)",
@@ -169,6 +172,22 @@ def test_a_verdict_cannot_be_forged(reward, partial, code):
     assert reward(MBPP, fenced("def double(x): return x * 2")) == 1.0
 
 
+# Programs that a test beside them takes for right, though they are not: what it means that a test is weak
+WEAK_FORGERIES = [
+    (
+        "assert abs(f(2) - 3.5) < 1e-6",
+        "class Near:\n    def __sub__(self, x): return self\n    def __abs__(self): return self\n"
+        "    def __lt__(self, x): return True\ndef f(x): return Near()",
+    ),
+    ("assert all(map(f, [2, 3, 5]))", "def f(x): raise StopIteration"),
+    ("assert 3 in f(2)", "class All:\n    def __contains__(self, x): return True\ndef f(x): return All()"),
+    (
+        "assert f(2) in (4, 5)",
+        "class Any:\n    def __eq__(self, x): return True\n    def __hash__(self): return 4\ndef f(x): return Any()",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("test", "code"),
     [
@@ -176,19 +195,8 @@ def test_a_verdict_cannot_be_forged(reward, partial, code):
         ("assert all(f(x) for x in (1, 2))", "def all(x): return True"),
         ("assert abs(f(2) - 3.5) < 1e-6", "def abs(x): return 0\ndef f(x): return 0"),
         (
-            "assert abs(f(2) - 3.5) < 1e-6",
-            "class Near:\n    def __sub__(self, x): return self\n    def __abs__(self): return self\n"
-            "    def __lt__(self, x): return True\ndef f(x): return Near()",
-        ),
-        ("assert all(map(f, [2, 3, 5]))", "def f(x): raise StopIteration"),
-        (
             "assert Counter(f()) == Counter('ab')",
             "class Counter:\n    def __init__(self, x): pass\n    def __eq__(self, x): return True\ndef f(): return 0",
-        ),
-        ("assert 3 in f(2)", "class All:\n    def __contains__(self, x): return True\ndef f(x): return All()"),
-        (
-            "assert f(2) in (4, 5)",
-            "class Any:\n    def __eq__(self, x): return True\n    def __hash__(self): return 4\ndef f(x): return Any()",
         ),
         ("assert f(2) == 4", "import math\ndef f(x): return math.nan"),
         ("assert str(f(2)) == '4'", "class S(str):\n    def __eq__(self, x): return True\ndef f(x): return S('x')"),
@@ -202,6 +210,23 @@ def test_a_verdict_cannot_be_forged(reward, partial, code):
 def test_programs_do_not_change_what_tests_use(reward, test, code):
     assert reward(prompt(test_list=[test]), fenced(code)) == 0.0
     assert reward(prompt(test=f"def check(f):\n    {test.splitlines()[-1]}\n", entry_point="f"), fenced(code)) == 0.0
+
+
+def test_forgeries_that_pass_beside_weak_tests(reward):
+    """The number in the documentation; with a plain test of the same function none of them passes."""
+    beside = rl.CodeReward(**LIMIT, tests="together")
+    passed = [name for name, code in FORGERIES.items() if beside(MBPP, fenced(code))]
+    beside.close()
+    assert passed == ["equals_everything", "equals_as_an_int", "mock_any", "class_of_any", "looks_for_the_tests"]
+    weak = reward.metrics()["code/num_weak"]
+    for test, code in WEAK_FORGERIES:
+        assert reward(prompt(test_list=[test]), fenced(code)) == 1.0
+        assert reward(prompt(test_list=[test, "assert f(7) == 9"]), fenced(code)) == 0.0
+    assert reward.metrics()["code/num_weak"] == weak + 2 * len(WEAK_FORGERIES)
+    others = test_programs_do_not_change_what_tests_use.pytestmark[0].args[1]
+    shares = re.findall(r"(\d+) of (\d+) forgeries", (ROOT / "docs" / "code_rewards.md").read_text())
+    number = len(FORGERIES) + len(WEAK_FORGERIES) + len(others)
+    assert shares == [(str(len(passed) + len(WEAK_FORGERIES)), str(number))]
 
 
 def test_helpers_of_a_problem_are_not_the_programs(reward):
@@ -330,10 +355,12 @@ def test_tests_in_one_process():
     made.close()
 
 
-def test_objects_of_tests_are_named(reward, caplog):
+def test_objects_of_tests_are_handed_over_beside_the_program(reward):
     given = prompt(test_list=["class Own:\n    n = 3\nassert f(Own()) == 3"])
-    assert reward(given, fenced("def f(x):\n    return x.n")) == 0.0
-    assert "CodeReward.tests=together" in caplog.text
+    before = reward.metrics()["code/num_weak"]
+    assert reward(given, fenced("def f(x):\n    return x.n")) == 1.0
+    assert reward(given, fenced("def f(x):\n    return 4")) == 0.0
+    assert reward.metrics()["code/num_weak"] == before + 2
 
 
 @pytest.mark.parametrize(
@@ -389,7 +416,7 @@ def test_choices_are_named(tmp_path):
     )
     assert done.stdout.splitlines() == [
         "CodeReward.extract must be fence or whole, got 'all'",
-        "CodeReward.tests must be apart or together, got 'x'",
+        "CodeReward.tests must be apart or plain or together, got 'x'",
         "CodeReward.compare must be lines or tokens or exact, got 'x'",
         "Sandbox.level must be auto, bubblewrap, namespace, limits, got 'jail'",
     ]
@@ -415,6 +442,7 @@ def test_identity_has_the_settings():
     others = [
         identity(partial_credit=True),
         identity(tests="together"),
+        identity(tests="plain"),
         identity(compare="tokens"),
         identity(tolerance=1e-3),
         identity(extract="whole"),
@@ -422,7 +450,7 @@ def test_identity_has_the_settings():
         identity(limits=rl.SandboxLimits(wall_s=1.0)),
         identity(languages={"awk": "awk -f main.awk"}),
     ]
-    assert len({same, *others}) == 9
+    assert len({same, *others}) == 10
 
 
 def test_threads_of_the_scorer_share_it(reward):

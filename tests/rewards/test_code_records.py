@@ -389,7 +389,7 @@ def test_partial_credit_is_of_the_asserts_that_are_reached(plain):
         ("def f(x):\n    return 2", 1 / 3),
         ("def f(x):\n    return 7", 1 / 3),
         (ZERO, 0.0),
-        ("n = []\ndef f(x):\n    n.append(x)\n    return 0 if len(n) < 2 else 2 * x", 3 / 4),  # right when asked again
+        ("n = []\ndef f(x):\n    n.append(x)\n    return 0 if len(n) < 2 else 2 * x", 1 / 2),  # right when asked again
     ):
         assert plain(record, fenced(code)) == pytest.approx(share), code
 
@@ -498,7 +498,9 @@ def test_solutions_of_records_have_full_marks_and_a_program_that_does_nothing_ha
 
 
 def test_a_module_that_the_sandbox_does_not_have_is_named(plain, caplog):
-    given = prompt(test="import no_such_module\ndef check(candidate):\n    assert candidate(2) == 4\n", entry_point="f")
+    given = prompt(
+        test="import no_such_module\ndef check(candidate):\n    assert candidate(2) in [4]\n", entry_point="f"
+    )
     assert plain(given, fenced(DOUBLE)) == 0.0
     assert "No module named 'no_such_module'): CodeReward.python_path" in caplog.text
 
