@@ -113,7 +113,7 @@ def test_an_interval_counts_the_steps_of_a_run():
         (dict(limit_train_batches=0.1), "trainer.limit_train_batches=0.1 of 4 batches is less than one"),
         (dict(callbacks=LearningRateMonitor()), "LearningRateMonitor, which needs trainer.logger"),
     ],
-    ids=str,
+    ids=["epoch", "part of an epoch", "no batch", "no logger"],
 )
 def test_what_fit_would_refuse_is_refused_before_it(settings, said):
     trainer = rl.Trainer(max_steps=2, **(OFF | settings))
