@@ -98,7 +98,7 @@ def is_a_box(lines):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("columns", [80, 160])
 def test_quick_start_and_resume(columns, folder, terminals):
     seen = terminals.type([*QUICK_START, "--trainer.max_steps", "10"], columns, folder)
     assert seen.status == 0, seen.text
