@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/same_parameters.py after.json --same-as before.json
 
 Each run is one of the command line, in a process of its own: the quick start in small, synchronous or with `FixedLag`,
-which makes asynchronous runs reproducible. Runs of vLLM need its environment, those of several ranks or of Ray half a
+which makes asynchronous runs reproducible; episodes of environments and agents share the engine as time has it, so
+their runs are not among these. Runs of vLLM need its environment, those of several ranks or of Ray half a
 minute. SHA-256 digests of the parameters are comparable on one machine with one version of torch. Started again, it
 goes on; the runs lie beside the file. `--resume-from`, a checkpoint of another commit's run `fixed_lag`, adds a resume
 of it.
@@ -47,8 +48,6 @@ RUNS: dict[str, list[str]] = {
     "two_micro_batches": [*QUICK_START, *FIXED_LAG, "--data.micro_batches_per_step", "2"],
     "vcpo": [*QUICK_START, "--config", "configs/stabilizers/vcpo.yaml", "--model.packing", "null", *FIXED_LAG],
     "own_process": [*QUICK_START, "--config", "configs/own_process.yaml", *WHOLE, *FIXED_LAG],
-    "environment": ["--config", "configs/calculator.yaml", *SYNCHRONOUS],
-    "agent": ["--config", "configs/agent_calculator.yaml", *SYNCHRONOUS],
     "lora": [*QUICK_START, "--config", "configs/lora.yaml", *FIXED_LAG],
     "ddp": [*QUICK_START, "--config", "configs/strategies/ddp.yaml", *TWO_RANKS, *FIXED_LAG],
     "fsdp2": [
