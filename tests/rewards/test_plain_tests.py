@@ -184,7 +184,7 @@ def test_answers_that_collide_cost_no_time(kind):
     began = time.process_time()
     with pytest.raises(NotPlain, match="same hash"):
         decode([kind, [[one, 0] for one in items] if kind == "dict" else items])
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 5.0  # without the refusal 200 million comparisons
     large = {n: n for n in range(20_000)}
     assert decode(encode([large, set(large)])) == [large, set(large)]
 
