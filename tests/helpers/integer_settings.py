@@ -49,6 +49,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
 VALUES = {
     "Completion",
     "GenerationRequest",
+    "Program",
     "ProgramResult",
     "PromptBatch",
     "Reply",
