@@ -383,6 +383,8 @@ class CodeReward(Rebuildable):
                 outcome = _outcome(result)
                 if not self.partial_credit:
                     break
+        if not number:  # a program beside its tests said that there are none
+            return 0.0, "wrong"
         return self._value(num_passed, number), outcome
 
     def _run_plain(self, tests: SplitTests, code: str, limits: SandboxLimits) -> tuple[list[bool], ProgramResult]:

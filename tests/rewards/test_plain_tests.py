@@ -351,3 +351,14 @@ def test_a_program_does_not_change_what_is_weak(reward):
         reward(given, fenced(code))
     assert reward.metrics()["code/num_weak"] == before
     assert read_cases(given).asserts == ("assert f(2) == 4",)
+
+
+@pytest.mark.parametrize("kind", ["reward", "partial"])
+def test_a_forged_verdict_without_a_test_is_worth_nothing(kind, request, monkeypatch):
+    forged = {"mark": "the mark", "passed": [], "failure": None}
+    monkeypatch.setattr("lit_async_rl.rewards.code.secrets.token_hex", lambda size: "the mark")
+    monkeypatch.setattr("lit_async_rl.rewards.code._verdict", lambda text: forged)
+    asked = prompt(
+        tests="def check(candidate):\n    for n in range(3):\n        assert candidate(n) == n\n", entry_point="f"
+    )
+    assert request.getfixturevalue(kind)(asked, fenced("def f(n):\n    return 7\n")) == 0.0
