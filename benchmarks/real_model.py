@@ -35,8 +35,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards import last_number
+from lit_async_rl.runtime.spans import TRAINER, read_trace
 from lit_async_rl.tasks import MentalArithmetic
-from lit_async_rl.utils.spans import TRAINER, read_trace
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/smollm2.yaml"

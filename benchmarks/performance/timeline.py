@@ -34,7 +34,7 @@ from benchmarks.common.meter import Meter, ProcessorClock
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.rewards.scorer import ScoreSpans
-from lit_async_rl.utils.spans import Lane, SpanRecorder, TraceWriter
+from lit_async_rl.runtime.spans import Lane, SpanRecorder, TraceWriter
 
 Watch = TypeVar("Watch", bound=pl.Callback)
 WARM_UP = 5  # steps, runs

@@ -27,8 +27,8 @@ from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.rewards import exact_match
+from lit_async_rl.runtime.processes import die_with_parent
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.utils.processes import die_with_parent
 
 PYTHON = os.environ.get("TRL_PYTHON", "/tmp/trl/bin/python")
 COMMON = Path(__file__).parents[1] / "common"

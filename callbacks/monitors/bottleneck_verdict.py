@@ -30,6 +30,7 @@ from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.runtime.files import append, tolerate_full_disk
 from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.scheduling.bottleneck import (
     NO_TIME,
@@ -48,7 +49,6 @@ from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.rate_by_bound import handling, rate_factor
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 # -- Settings to change, for each possible bottleneck and for a collapsing run ----------------------------------------

@@ -20,10 +20,10 @@ from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.references import references_of
 from lit_async_rl.rewards.scorer import Scorer, check_reward
 from lit_async_rl.rewards.success import Success
+from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.tries import TryPolicy
 
 MAX_COMPLETIONS = 64  # of a step, whose repetition is counted
 MAX_WAITING = 256  # completions for the second grader; a slower one gets fewer

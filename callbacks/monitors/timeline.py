@@ -16,10 +16,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import rollout_data, writing_folder
 from lit_async_rl.distributed.ranks import cpu_group
-from lit_async_rl.types import RolloutBatch
-from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.spans import (
+from lit_async_rl.runtime.spans import (
     MERGE_WINDOW_S,
     TRAINER,
     Lane,
@@ -28,6 +25,9 @@ from lit_async_rl.utils.spans import (
     start_recording,
     stop_recording,
 )
+from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 FOLDER_NAME = "timeline"
 MERGED_SPANS_PER_STEP = 10  # of an engine's or reward worker's lane

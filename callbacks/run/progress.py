@@ -19,9 +19,9 @@ from rich.table import Column
 
 from lit_async_rl.callbacks.parts import signs_of
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.runtime.waiting import announced, duration
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.waiting import announced, duration
 
 NAMES = {
     "reward/mean": ("reward", "{:.2f}"),

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data, run_folder
 from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.runtime.files import absolute
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import absolute
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 

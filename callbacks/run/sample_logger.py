@@ -14,10 +14,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data, writing_folder
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.files import FolderLock, append, replacing, tolerate_full_disk
 from lit_async_rl.training.trackers import log_table, step_in_trackers
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import FolderLock, append, replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 # -- Rows of `samples.jsonl`: a rollout with its tokens, and each token's values in the step that trained on it -------

@@ -25,9 +25,9 @@ from lit_async_rl.errors import (
     StalledError,
     describe,
 )
+from lit_async_rl.runtime.files import absolute
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.training.whole_steps import tell_loggers_after_saving
-from lit_async_rl.utils.files import absolute
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import finish_saving
 

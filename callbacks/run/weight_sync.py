@@ -16,11 +16,11 @@ from lit_async_rl.data.setting_checks import check_signal
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
+from lit_async_rl.runtime.spans import TRAINER, recorder
 from lit_async_rl.training.combination_checks import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import make_probe
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.spans import TRAINER, recorder
 
 
 class WeightSync(pl.Callback):

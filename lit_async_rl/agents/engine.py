@@ -33,11 +33,11 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EngineError, EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.retries import TryPolicy, Work
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import original_of
 from lit_async_rl.utils.identity import reward_identity
-from lit_async_rl.utils.tries import TryPolicy, Work
 
 log = logging.getLogger(__name__)
 Agent = Callable[[Any, Any], Any]

@@ -28,8 +28,8 @@ from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, chec
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.types import Completion, GenerationRequest, Prompt
-from lit_async_rl.utils.files import LimitedLog
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES = 128  # of one call

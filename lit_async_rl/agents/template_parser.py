@@ -19,7 +19,7 @@ from typing import Any
 from lit_async_rl.agents.calls import REASONING_KEYS, ReplyMessage, ToolCall
 from lit_async_rl.agents.parsing import NewId, ReplyParser, TaggedParser
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.utils.files import LimitedLog
+from lit_async_rl.runtime.files import LimitedLog
 
 XML_MARK = "<function="  # in chat templates of models that write calls as XML
 XML_CALLS: dict[str, Any] = {

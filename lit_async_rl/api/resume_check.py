@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 
 from lit_async_rl.data.module import RolloutDataModule, saved_state
 from lit_async_rl.rollouts.resume import START_ANEW
+from lit_async_rl.runtime.files import read_safely
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.utils.files import read_safely
 
 OPTIMIZERS = "optimizer_states"
 

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl.callbacks.parts import run_folder
-from lit_async_rl.utils.files import replacing, tolerate_full_disk
+from lit_async_rl.runtime.files import replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.object_config import as_config
 

@@ -20,9 +20,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.runtime.files import check_writable, locked, read_safely, remove_stale_parts, replacing
 from lit_async_rl.training.trackers import CSVLog, identify_wandb_run, move_into_folder
 from lit_async_rl.training.wandb_runs import prepare_logging
-from lit_async_rl.utils.files import check_writable, locked, read_safely, remove_stale_parts, replacing
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 WANDB_ID = "wandb_id.txt"  # of the W&B run, which a resumed run goes on with

@@ -59,13 +59,13 @@ from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.dry_run import connected_with_room, print_dry_run
 from lit_async_rl.ray.rank import Place
+from lit_async_rl.runtime.files import check_writable
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
 from lit_async_rl.training.wandb_runs import label_run
 from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.utils.config_files import with_bases
-from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.secrets import concealed

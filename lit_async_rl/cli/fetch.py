@@ -29,9 +29,9 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.files import part_name
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import OneLineParser
-from lit_async_rl.utils.files import part_name
 
 # by its hash, without its dependencies: they compile llama.cpp, which is not needed to read the file
 REQUIREMENT = (

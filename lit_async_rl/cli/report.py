@@ -10,8 +10,8 @@ from pathlib import Path
 from lit_async_rl.report.html import write_report
 from lit_async_rl.report.run_data import RunData
 from lit_async_rl.report.server import HOST, ReportServer
+from lit_async_rl.runtime.spans import merge_traces, trace_files
 from lit_async_rl.utils.checks import OneLineParser
-from lit_async_rl.utils.spans import merge_traces, trace_files
 
 PORT = 8765
 

@@ -22,8 +22,8 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import base_of
 from lit_async_rl.rollouts.engine_listener import EngineCalls
 from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.runtime.waiting import announced
 from lit_async_rl.utils.device_memory import is_out_of_memory
-from lit_async_rl.utils.waiting import announced
 
 CLOSE_S = 10.0  # limit of `close` for an engine that failed
 STOP_S = 30.0  # limit of `close` for an engine that works, at the end of a run

@@ -46,10 +46,10 @@ from lit_async_rl.rewards.success import CutWatch, Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats, identities_of
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
+from lit_async_rl.runtime.files import begin_here, return_to_begin
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_kinds, check_range
-from lit_async_rl.utils.files import begin_here, return_to_begin
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows
 

@@ -30,10 +30,10 @@ from lit_async_rl.rewards import hooks
 from lit_async_rl.rollouts.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.rollouts.resume import restore_producer, save_producer
+from lit_async_rl.runtime.spans import TRAINER, recorder
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutBatch, RolloutGroup
 from lit_async_rl.utils.lightning_types import AnyTrainer
-from lit_async_rl.utils.spans import TRAINER, recorder
 
 MAX_LENGTH = 10**9  # micro-batches of a run without `trainer.max_steps`
 

@@ -10,8 +10,8 @@ from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.rewards.hooks import num_threads
 from lit_async_rl.rewards.scorer import Reward, Scorer
+from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.utils.checks import MANY, check_range
-from lit_async_rl.utils.tries import TryPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lit_async_rl.errors import RankError, StalledError
+from lit_async_rl.runtime.waiting import MAX_GAP_S
 from lit_async_rl.utils.lightning_types import AnyTrainer
-from lit_async_rl.utils.waiting import MAX_GAP_S
 
 # -- Progress of each rank's training thread, and detection of the rank that the others wait for ----------------------
 # All ranks pass the same milestones in the same order (Lightning's hooks, each exchange, each gathered weight), so the

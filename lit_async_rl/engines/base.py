@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lit_async_rl.errors import InvariantError, SetupError
 from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
+from lit_async_rl.runtime.retries import Work
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.utils.tries import Work
 
 __all__ = ["Completion", "GenerationRequest", "RolloutEngine", "SamplingParams"]
 
@@ -38,7 +38,7 @@ class RolloutEngine(ABC):
         records_heads: whether completions have the distributions they were sampled from (`sampling.head`).
         records_entropy: whether these distributions have their entropy.
         records_experts: whether completions have the experts of each token (`sampling.experts`).
-        records_spans: whether the engine adds spans to the timeline, in a lane of `lit_async_rl.utils.spans` that it
+        records_spans: whether the engine adds spans to the timeline, in a lane of `lit_async_rl.runtime.spans` that it
             gets in `setup`; otherwise the timeline shows the increase of `busy_s` in each `poll`.
         startup_timeout_s: timeout of `setup` in seconds, including downloads; then the engine counts as hanging.
         num_slots: samples decoded together, also by validation.

@@ -24,6 +24,8 @@ from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.retries import TryPolicy, Work
+from lit_async_rl.runtime.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.types import (
     Completion,
     ExpertChoices,
@@ -38,8 +40,6 @@ from lit_async_rl.types import (
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy, original_of
 from lit_async_rl.utils.identity import reward_identity
-from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, recorder
-from lit_async_rl.utils.tries import TryPolicy, Work
 
 # -- State of a multi-turn rollout while it is sampled ----------------------------------------------------------------
 

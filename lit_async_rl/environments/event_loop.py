@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any
 
-from lit_async_rl.utils.guarded_calls import run_loop
-from lit_async_rl.utils.waiting import use_awake_clock
+from lit_async_rl.runtime.guarded_calls import run_loop
+from lit_async_rl.runtime.waiting import use_awake_clock
 
 # limits for cancelled tasks and for the thread; together less than the time that a failed engine has to close
 CLEANUP_TIMEOUT_S = 6.0

@@ -11,9 +11,9 @@ from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.runtime.guarded_calls import in_thread, without_exit
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.guarded_calls import in_thread, without_exit
 
 
 class GymnasiumEpisode(Episode):

@@ -22,9 +22,9 @@ from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.environments.event_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.retries import Retries, TryPolicy
 from lit_async_rl.types import Completion
-from lit_async_rl.utils.files import LimitedLog
-from lit_async_rl.utils.tries import Retries, TryPolicy
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.01  # while environments work: their responses do not wake the inner engine's `poll`

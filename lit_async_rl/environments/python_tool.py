@@ -13,11 +13,11 @@ from typing import Any, Literal
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
+from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, signal_name
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.guarded_calls import in_thread
 
 CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
 

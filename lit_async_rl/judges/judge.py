@@ -33,11 +33,11 @@ from lit_async_rl.judges.judge_policy import POLICY, NoPolicyError, PolicyModel,
 from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.runtime.files import LimitedLog, absolute, append, tolerate_full_disk
+from lit_async_rl.runtime.guarded_calls import LoopThread, in_thread
 from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
-from lit_async_rl.utils.files import LimitedLog, absolute, append, tolerate_full_disk
-from lit_async_rl.utils.guarded_calls import LoopThread, in_thread
 
 Substitute = Literal["error", "none", "fallback"] | float
 CHOICES = ("error", "none", "fallback")

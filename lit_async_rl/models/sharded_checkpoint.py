@@ -26,7 +26,7 @@ import xxhash
 from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
-from lit_async_rl.utils.files import (
+from lit_async_rl.runtime.files import (
     CHUNK_BYTES,
     OF_POLICY,
     absolute,

@@ -13,7 +13,7 @@ from typing import Any
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray.cluster import RayCluster
 from lit_async_rl.ray.security import is_loopback
-from lit_async_rl.utils.waiting import announced
+from lit_async_rl.runtime.waiting import announced
 
 ROUNDING = 1e-9
 PAUSE_S = 0.2  # between two looks at the nodes

@@ -68,10 +68,10 @@ from lit_async_rl.ray.ownership import ReplicaActors
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.ray.process import TakenOver, call_actor, stop_actors
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
+from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import LimitedLog
-from lit_async_rl.utils.waiting import clock
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request

@@ -37,8 +37,8 @@ from typing import Any
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import REFUSED_S, RETRY_S, Resources, first_line, kill_actor, last_line, log_of
+from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.files import LimitedLog
 
 TICK_S = 0.2  # between two looks at the time
 PING_S = 5.0  # for a process to answer while none of its calls blocks it

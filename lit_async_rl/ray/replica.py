@@ -40,8 +40,8 @@ from lit_async_rl.ray.identity import describe_model
 from lit_async_rl.ray.logs import where_it_is
 from lit_async_rl.ray.process import TakenOver
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
+from lit_async_rl.runtime.waiting import FairLock
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.utils.waiting import FairLock
 
 POLL_S = 0.05  # an abort waits for at most this
 GATHER_S = 0.01  # an answer costs both processes a millisecond or two, and others are about to be finished

@@ -23,9 +23,9 @@ from lit_async_rl.ray.pool_worker import PoolWorker, described
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.rewards.scorer import is_async
+from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
-from lit_async_rl.utils.guarded_calls import in_thread
 
 METRICS_S = 0.5  # between two answers with metrics, if calls of the part are under way
 BEGUN_S = 5.0  # for which `begun` waits

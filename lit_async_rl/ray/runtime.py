@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray.security import check_access, follow, is_loopback, use_token
-from lit_async_rl.utils.waiting import announced
+from lit_async_rl.runtime.waiting import announced
 
 NAMESPACE = "lit_async_rl"
 RETRY_S = 2.0  # before the second and last try

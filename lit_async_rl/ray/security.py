@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.utils.waiting import announced
+from lit_async_rl.runtime.waiting import announced
 
 ANSWER_S = 60.0
 PROBE_S = 3.0

@@ -25,8 +25,7 @@ import pyarrow.compute as pc
 import torch
 
 from lit_async_rl.errors import describe
-from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
-from lit_async_rl.utils.files import (
+from lit_async_rl.runtime.files import (
     FolderLock,
     append,
     check_writable,
@@ -35,6 +34,7 @@ from lit_async_rl.utils.files import (
     replacing,
     tolerate_full_disk,
 )
+from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
 from lit_async_rl.utils.plain import plain
 
 # -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from lit_async_rl.utils.guarded_calls import LoopThread
+from lit_async_rl.runtime.guarded_calls import LoopThread
 
 ANSWER_S = 1.0  # time limit for an empty coroutine; a loop that exceeds it is blocked
 J = TypeVar("J")

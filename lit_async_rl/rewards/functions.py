@@ -14,12 +14,12 @@ from typing import Any
 
 from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades
+from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.identity import module_code
-from lit_async_rl.utils.isolation import IsolatedFunction
 
-# -- Graders that run in a separate process (see `utils.isolation`); their libraries do not import torch --------------
+# -- Graders that run in a separate process (see `runtime.isolation`); their libraries do not import torch --------------
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:

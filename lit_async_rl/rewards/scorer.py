@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 from lit_async_rl.errors import InvariantError, ProducerError, RewardError, SetupError, StalledError, describe
 from lit_async_rl.rewards.async_calls import ANSWER_S, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
+from lit_async_rl.runtime.guarded_calls import LoopThread
+from lit_async_rl.runtime.retries import Retries, TryPolicy, Work
+from lit_async_rl.runtime.spans import recorder, reward_lane
+from lit_async_rl.runtime.waiting import clock, use_awake_clock
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import original_of
-from lit_async_rl.utils.guarded_calls import LoopThread
-from lit_async_rl.utils.spans import recorder, reward_lane
-from lit_async_rl.utils.tries import Retries, TryPolicy, Work
-from lit_async_rl.utils.waiting import clock, use_awake_clock
 
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
 

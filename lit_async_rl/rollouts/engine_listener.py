@@ -14,10 +14,10 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError, describe
 from lit_async_rl.models.weights import lasts
+from lit_async_rl.runtime.guarded_calls import LastKnown, call, feed
+from lit_async_rl.runtime.spans import ENGINE, WEIGHTS, recorder
+from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.types import Completion, GenerationRequest
-from lit_async_rl.utils.guarded_calls import LastKnown, call, feed
-from lit_async_rl.utils.spans import ENGINE, WEIGHTS, recorder
-from lit_async_rl.utils.waiting import Wait
 
 # -- Engine calls with timeouts, so that an engine that hangs cannot block its caller ---------------------------------
 

@@ -77,12 +77,12 @@ from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListene
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
 from lit_async_rl.rollouts.intake import FAILED, RESTARTED, FateTotals, Intake
 from lit_async_rl.rollouts.request_owners import RequestOwners
+from lit_async_rl.runtime.retries import Work
+from lit_async_rl.runtime.spans import TRAINER, recorder
+from lit_async_rl.runtime.waiting import Wait, announced
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
 from lit_async_rl.utils.identity import reward_identity
-from lit_async_rl.utils.spans import TRAINER, recorder
-from lit_async_rl.utils.tries import Work
-from lit_async_rl.utils.waiting import Wait, announced
 
 REWARD = "data.reward"
 ENVIRONMENT = "the environment of data.engine"

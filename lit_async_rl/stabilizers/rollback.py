@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lit_async_rl.models.sharded_checkpoint import MANIFEST
 from lit_async_rl.models.weights import own_piece
+from lit_async_rl.runtime.files import absolute, duplicate
 from lit_async_rl.stabilizers.collapse import AlarmAction
 from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import absolute, duplicate
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import finish_saving
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from lit_async_rl.prompts.sources import check_template
 from lit_async_rl.rewards.references import References
+from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.tasks.splits import MAX_DRAWS_PER_PROBLEM, Split, SplitPrompts
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.isolation import IsolatedFunction
 
 
 class ReasoningGym(SplitPrompts):

@@ -22,8 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
-from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
-from lit_async_rl.utils.files import (
+from lit_async_rl.runtime.files import (
     DigestWriter,
     absolute,
     check_file,
@@ -33,6 +32,7 @@ from lit_async_rl.utils.files import (
     remove_stale_parts,
     replacing,
 )
+from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
 
 log = logging.getLogger(__name__)
 

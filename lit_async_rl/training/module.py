@@ -36,6 +36,7 @@ from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
+from lit_async_rl.runtime.files import OF_POLICY, check_content
 from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
 from lit_async_rl.training.combination_checks import check_baseline, check_norms, check_trainable_attention
@@ -61,7 +62,6 @@ from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_kinds, check_range
-from lit_async_rl.utils.files import OF_POLICY, check_content
 from lit_async_rl.utils.object_config import as_config, as_objects
 from lit_async_rl.utils.saving import check_last_is_saved
 

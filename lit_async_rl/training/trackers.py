@@ -20,7 +20,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.utils.files import FolderLock, absolute, append, check_writable, replacing, tolerate_full_disk
+from lit_async_rl.runtime.files import FolderLock, absolute, append, check_writable, replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 

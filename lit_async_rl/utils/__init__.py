@@ -1,1 +1,1 @@
-"""Argument checks, clocks, locks, the event-loop thread, files, and isolated child processes."""
+"""Argument checks, identities, secrets, configuration of objects, and memory."""

@@ -22,8 +22,8 @@ from lit_async_rl.callbacks import LiveView, Progress, RolloutMonitor
 from lit_async_rl.callbacks.monitors import live_view
 from lit_async_rl.callbacks.run.progress import Bars, OneAtATime
 from lit_async_rl.cli.app import main
-from lit_async_rl.utils import waiting
-from lit_async_rl.utils.waiting import announced, duration
+from lit_async_rl.runtime import waiting
+from lit_async_rl.runtime.waiting import announced, duration
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]

@@ -16,12 +16,12 @@ from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
 from lit_async_rl.callbacks.monitors import bottleneck_verdict, timeline
+from lit_async_rl.runtime import spans
+from lit_async_rl.runtime.spans import merge_traces, read_trace, trace_files
 from lit_async_rl.scheduling.bottleneck import intervals
 from lit_async_rl.simulation import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.utils import spans
-from lit_async_rl.utils.spans import merge_traces, read_trace, trace_files
 
 ROOT = Path(__file__).parents[2]
 TRAINER = {"wait", "forward_backward", "optimizer", "publish"}

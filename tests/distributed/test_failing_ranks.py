@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch import finish, start
 
-from lit_async_rl.utils.ports import free_port
+from lit_async_rl.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SAVE_ON_EXCEPTION = ROOT / "tests" / "helpers" / "distributed_save_on_exception.py"

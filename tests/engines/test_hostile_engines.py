@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_async_rl.callbacks import ThroughputMonitor
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import EngineError, ProducerError, StalledError
+from lit_async_rl.runtime.guarded_calls import feed
+from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.types import Rollout
-from lit_async_rl.utils.guarded_calls import feed
-from lit_async_rl.utils.waiting import Wait
 
 pytestmark = pytest.mark.timeout(120)
 FAMILY = {**COMPLETIONS, **REWARDS}

@@ -33,7 +33,7 @@ from lit_async_rl.engines.embedded.own_process import (
 from lit_async_rl.engines.weight_files import PREFIX
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.weights import UNCHANGED
-from lit_async_rl.utils.spans import start_recording, stop_recording
+from lit_async_rl.runtime.spans import start_recording, stop_recording
 
 
 def endless(seed=0):

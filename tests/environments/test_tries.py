@@ -24,9 +24,9 @@ from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EnvironmentFailure, ProducerError, StalledError
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.runtime.retries import MAX_CONSECUTIVE_FAILURES, TryPolicy, Work
 from lit_async_rl.tasks import Addition, Calculator
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.tries import MAX_CONSECUTIVE_FAILURES, TryPolicy, Work
 
 MODEL = asset("calculator_policy")
 DONE = Observation(reward=1.0, done=True)
@@ -351,7 +351,7 @@ def test_a_reward_within_its_own_limit_does_not_end_the_run(looks):
 
 
 def test_an_environment_that_blocks_its_loop_is_named_and_the_engine_is_not_blamed(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.utils.tries.GRACE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.runtime.retries.GRACE_S", 0.2)
     monkeypatch.setattr("lit_async_rl.environments.event_loop.CLEANUP_TIMEOUT_S", 0.1)
     monkeypatch.setattr("lit_async_rl.environments.event_loop.THREAD_JOIN_TIMEOUT_S", 0.1)
     release = threading.Event()

@@ -21,9 +21,9 @@ from lit_async_rl.advantages.group import Raw
 from lit_async_rl.callbacks import SaveOnFailure, SaveOnSigterm
 from lit_async_rl.errors import ProducerError, RewardError, StalledError
 from lit_async_rl.rewards.functions import IsolatedReward
+from lit_async_rl.runtime.files import check_writable
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
-from lit_async_rl.utils.files import check_writable
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,7 +57,7 @@ def test_a_reward_that_hangs_in_its_own_process_is_ended_and_tried_again(tmp_pat
 def test_a_stopped_process_takes_nobody_for_hung():
     code = """
 import sys, time, logging
-from lit_async_rl.utils import waiting as clocks
+from lit_async_rl.runtime import waiting as clocks
 clocks.MAX_GAP_S = 0.6
 clock = clocks.AwakeClock()
 began, awake = time.monotonic(), clock.now()

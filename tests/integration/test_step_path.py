@@ -39,12 +39,14 @@ TRAINERS_THREAD = """
     scheduling: admission
     stabilizers: step_lr
     training: module objective optimizer whole_steps
-    utils: checks guarded_calls logged_rows spans waiting
+    runtime: guarded_calls spans waiting
+    utils: checks logged_rows
 """
 OTHER_THREADS = """
     engines/embedded: cuda_stream engine forward kv_cache queue sampling slots
     rewards: forms functions references scorer success
-    utils: device_memory tries
+    runtime: retries
+    utils: device_memory
 """  # of the engine, the producer and the rewards
 MAX_FRAMES = 3  # from the one that Lightning's `next(feed)` calls to the one that calls Admission.take
 

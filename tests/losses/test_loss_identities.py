@@ -44,7 +44,7 @@ from lit_async_rl.losses import (
     TrajectoryBalance,
 )
 from lit_async_rl.losses.trust_region import binary_kl, water_level
-from lit_async_rl.utils.ports import free_port
+from lit_async_rl.runtime.ports import free_port
 
 spreads = st.sampled_from([0.001, 0.1, 0.5, 2.0])
 

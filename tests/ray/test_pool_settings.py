@@ -17,9 +17,9 @@ from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_notes
 from lit_async_rl.rewards.forms import BatchedReward, TRLReward
 from lit_async_rl.rewards.scorer import reward_name
+from lit_async_rl.runtime.retries import LOST_TRIES, Retries, TryPolicy
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
-from lit_async_rl.utils.tries import LOST_TRIES, Retries, TryPolicy
 
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import yaml
 from matrix_probe import RAISE
 
-from lit_async_rl.utils.ports import free_port
+from lit_async_rl.runtime.ports import free_port
 
 # -- Settings of the runs of `kill_matrix.py`, a covering design of them, and the configuration file of one run -------
 

@@ -21,8 +21,8 @@ from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.replay import tape as tape_writer
 from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.runtime.files import lock_path
 from lit_async_rl.types import ExpertChoices, SamplerHead
-from lit_async_rl.utils.files import lock_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ from processes import wait_for_the_end_of
 from lit_async_rl.errors import RewardError
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import score
+from lit_async_rl.runtime.isolation import IsolatedCallError
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.isolation import IsolatedCallError
 
 LIMIT_S = 0.7
 PROMPT = Prompt(text="q", answer="a", metadata={"tuple": (1, 2)})

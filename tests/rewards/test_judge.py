@@ -23,10 +23,10 @@ from lit_async_rl.judges.judge_models import ConcurrencyLimiter, Permit, retry_a
 from lit_async_rl.report import write_report
 from lit_async_rl.rewards.hooks import metrics_of, num_threads
 from lit_async_rl.rewards.scorer import Scorer, score, score_all
+from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
-from lit_async_rl.utils.waiting import clock
 
 PROMPT = Prompt(text="2 + 2 = ?", answer="4")
 KEY = "sk-planted-3141592653589793"

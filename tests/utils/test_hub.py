@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_async_rl.utils.ports import free_port
+from lit_async_rl.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COUNT = """

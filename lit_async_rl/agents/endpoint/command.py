@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.runtime.processes import guarded, kill_group
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import file_contents
-from lit_async_rl.utils.processes import guarded, kill_group
 
 MAX_LINE_BYTES = 2**16
 MAX_ERROR_CHARS = 2000

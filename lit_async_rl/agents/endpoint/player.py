@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from lit_async_rl.agents.api.openai_clients import OpenAIClients, import_openai
 from lit_async_rl.agents.calls import result_of
 from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
+from lit_async_rl.runtime.waiting import use_awake_clock
 from lit_async_rl.utils.user_code import user_line
-from lit_async_rl.utils.waiting import use_awake_clock
 
 MAX_ERROR_CHARS = 2000
 

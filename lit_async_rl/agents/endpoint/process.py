@@ -32,10 +32,10 @@ from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
+from lit_async_rl.runtime.processes import guarded
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
-from lit_async_rl.utils.processes import guarded
 
 START_TIMEOUT_S = 300.0  # imports of the child
 ANSWER_TIMEOUT_S = 30.0  # of its event loop, which an agent may block

@@ -25,8 +25,8 @@ from lit_async_rl.agents.api.openai_clients import MISSING
 from lit_async_rl.agents.api.service import CallService
 from lit_async_rl.errors import EngineError, describe
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.guarded_calls import LoopThread
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.guarded_calls import LoopThread
 
 START_TIMEOUT_S = 30.0
 START_POLL_S = 0.005

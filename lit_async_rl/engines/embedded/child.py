@@ -28,9 +28,9 @@ from lit_async_rl.engines.embedded.own_process import Channel, pack_completions,
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.weights import UNCHANGED
+from lit_async_rl.runtime.spans import recorder, start_recording
+from lit_async_rl.runtime.waiting import FairLock
 from lit_async_rl.types import Completion
-from lit_async_rl.utils.spans import recorder, start_recording
-from lit_async_rl.utils.waiting import FairLock
 
 REPORT_INTERVAL_S = 0.1  # while no completion is finished
 IDLE_INTERVAL_S = 0.5  # while there are no requests

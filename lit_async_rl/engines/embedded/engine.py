@@ -45,10 +45,10 @@ from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
 from lit_async_rl.models.self_check import plain_pass
 from lit_async_rl.models.weights import apply_weights, receive_weights, tensors_of
+from lit_async_rl.runtime.spans import ENGINE, Lane, recorder
+from lit_async_rl.runtime.waiting import FairLock, Wait
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.device_memory import has_streams
-from lit_async_rl.utils.spans import ENGINE, Lane, recorder
-from lit_async_rl.utils.waiting import FairLock, Wait
 
 MAX_PENDING_UPDATES = 2
 VLLM_PARAMETERS = 200_000_000  # from about this size on vLLM's start, a minute, is soon made up for

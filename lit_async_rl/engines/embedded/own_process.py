@@ -33,6 +33,9 @@ from lit_async_rl.engines.weight_files import WeightFolders, chunks, folder_with
 from lit_async_rl.errors import EngineError, SetupError
 from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.weights import UNCHANGED
+from lit_async_rl.runtime.files import absolute
+from lit_async_rl.runtime.spans import SpanRecorder, recorder
+from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.types import (
     Completion,
     GenerationRequest,
@@ -42,9 +45,6 @@ from lit_async_rl.types import (
     unpack_choices,
     unpack_heads,
 )
-from lit_async_rl.utils.files import absolute
-from lit_async_rl.utils.spans import SpanRecorder, recorder
-from lit_async_rl.utils.waiting import Wait
 
 PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
 FILE_BYTES = 2**30  # size of a file of weights; the trainer holds a copy of one file while it writes

@@ -36,8 +36,8 @@ from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.loading import base_of, stored_dtype
+from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.utils.checks import MANY, check_range
-from lit_async_rl.utils.waiting import Wait
 
 
 class VLLMEngine(BackgroundEngine[WeightTransfer]):

@@ -25,9 +25,9 @@ from torch import Tensor
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 from lit_async_rl.engines.weight_files import chunks
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.runtime.ports import free_port
+from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.ports import free_port
-from lit_async_rl.utils.waiting import Wait
 
 NUM_BUFFERS = 2  # of a sender of NCCL: one is packed while the other is sent
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

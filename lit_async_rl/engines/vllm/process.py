@@ -23,7 +23,7 @@ from lit_async_rl.engines.vllm.engine_arguments import (
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
-from lit_async_rl.utils.waiting import Wait
+from lit_async_rl.runtime.waiting import Wait
 
 JOIN_S = 10.0
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_async_rl.engines.vllm.weight_deltas import IncomingWeights, LoadedWeights
+from lit_async_rl.runtime.processes import die_with_parent
 from lit_async_rl.utils.device_memory import PinnedArena
-from lit_async_rl.utils.processes import die_with_parent
 
 # -- Double buffering of a vLLM model's layers: weights are loaded into a second set while the first generates --------
 # Used in vLLM's worker. A thread reads, fuses, casts and (on a CPU) packs the weights for the kernels. The pause only

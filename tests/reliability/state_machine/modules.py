@@ -34,11 +34,11 @@ from lit_async_rl.rewards.scorer import Scorer, score
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import GroupWait, Producer
+from lit_async_rl.runtime.retries import Retries, TryPolicy
 from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import Completion, GenerationRequest, Prompt, RolloutBatch, SamplingParams
-from lit_async_rl.utils.tries import Retries, TryPolicy
 
 # -- Listener, scorer and producer without threads: every transition is an explicit call ------------------------------
 # Producer, group book, intake, admission and the bookkeeping of listener and scorer are the real ones.

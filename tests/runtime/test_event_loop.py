@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.utils.guarded_calls import LoopThread
+from lit_async_rl.runtime.guarded_calls import LoopThread
 
 
 def test_a_call_into_the_loop_ends_in_time():

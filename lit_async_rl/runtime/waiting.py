@@ -7,7 +7,7 @@ limit, or with an error as soon as who is waited for is known to have ended:
     wait.until(answered.wait)
 
 Waits with another need say so where they are: the heartbeats of ranks (`distributed/liveness.py`), pipes of processes
-that are killed in the end (`utils/isolation.py`), the joins of threads that may be left behind (`close` everywhere).
+that are killed in the end (`runtime/isolation.py`), the joins of threads that may be left behind (`close` everywhere).
 """
 
 from __future__ import annotations

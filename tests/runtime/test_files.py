@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lit_async_rl.utils.files import duplicate
+from lit_async_rl.runtime.files import duplicate
 
 
 def content(path):

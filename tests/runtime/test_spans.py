@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_async_rl.engines.vllm.requests import RequestBook
-from lit_async_rl.utils import spans as module
-from lit_async_rl.utils.spans import (
+from lit_async_rl.runtime import spans as module
+from lit_async_rl.runtime.spans import (
     ENGINE,
     ENVIRONMENT,
     FILE_HEADER,

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.utils.waiting import Wait, use_awake_clock
+from lit_async_rl.runtime.waiting import Wait, use_awake_clock
 
 MAX_ANSWER_S = 1.0  # longest wait for a value that may arrive late
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_async_rl.utils.files import append, tolerate_full_disk
+from lit_async_rl.runtime.files import append, tolerate_full_disk
 
 MERGE_WINDOW_S = 0.05  # minimum; proportional to the duration of a step
 MAX_IDLE_SHARE = 0.2  # of the window; it ends when an engine is idle for longer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import wait_for_the_end_of
 
-from lit_async_rl.utils.isolation import IsolatedCallError, IsolatedFunction
+from lit_async_rl.runtime.isolation import IsolatedCallError, IsolatedFunction
 
 
 def make_worker():
@@ -104,7 +104,7 @@ def test_threads_have_their_own_children():
 def test_no_child_outlives_its_parent():
     code = f"""
 import threading, time, os
-from lit_async_rl.utils.isolation import IsolatedFunction
+from lit_async_rl.runtime.isolation import IsolatedFunction
 f = IsolatedFunction({WORKER!r}, 1.0)
 print(f("pid", 0), flush=True)
 threading.Thread(target=f, args=("hang", 0), daemon=True).start()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lit_async_rl.errors import StalledError
-from lit_async_rl.utils.waiting import FairLock
+from lit_async_rl.runtime.waiting import FairLock
 
 
 def test_who_waits_comes_before_the_loop_that_has_just_released_it():

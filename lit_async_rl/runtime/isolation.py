@@ -28,9 +28,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
+from lit_async_rl.runtime.processes import die_with_parent, kill_group
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
-from lit_async_rl.utils.processes import die_with_parent, kill_group
 
 START_TIMEOUT_S = 300.0  # imports of the child
 POLL_INTERVAL_S = 0.1  # longest time until a dead child is noticed while another process holds its pipe open

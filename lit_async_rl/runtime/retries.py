@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.files import LimitedLog
 
 LOST_TRIES = 5  # of a call that repeatedly loses its process, if `tries` is not set
 MAX_CONSECUTIVE_FAILURES = 10  # prompts in a row without a success, after which the run ends

@@ -12,14 +12,14 @@ from filelock import FileLock, Timeout
 from lit_async_rl.api.run_folders import set_aside
 from lit_async_rl.cli.app import main
 from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.runtime.files import FolderLock, lock_path, part_name, remove_stale_parts
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.utils.files import FolderLock, lock_path, part_name, remove_stale_parts
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys, time
-from lit_async_rl.utils.files import FolderLock
+from lit_async_rl.runtime.files import FolderLock
 FolderLock(sys.argv[1], "x")
 print("held", flush=True)
 time.sleep(60)
