@@ -1,6 +1,8 @@
 """Type prompts at a trained policy: `python scripts/chat.py --model runs/my_policy [--prompt "31424210="]`."""
 
-from lit_async_rl.cli.chat import main
+import sys
+
+from lit_async_rl.cli.console import main
 
 if __name__ == "__main__":
-    main()
+    main(["chat", *sys.argv[1:]])

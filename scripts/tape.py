@@ -1,6 +1,8 @@
 """Looks at a rollout tape: `python scripts/tape.py list runs/x/tape`, `filter`, `sample` or `plot`."""
 
-from lit_async_rl.cli.tape import main
+import sys
+
+from lit_async_rl.cli.console import main
 
 if __name__ == "__main__":
-    main()
+    main(["tape", *sys.argv[1:]])

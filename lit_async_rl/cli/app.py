@@ -383,8 +383,12 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             table.add_row(*map(escape, row))
         console = Console()
         console.print(table)
+        width = max(map(len, metrics))
         for name, value in metrics.items():
-            console.print(f"{name:12} {value:.4f}")
+            half_width = cli.model.validator.half_widths.get(name)
+            error = "" if half_width is None else f" ± {half_width:.4f}"
+            console.print(f"{name:{width}} {value:.4f}{error}")
+        console.print(f"n = {cli.model.validator.num_scored} prompts; ± is a 95 % interval over them")
 
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

@@ -10,6 +10,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 
 from lit_async_rl import __version__
@@ -18,6 +19,7 @@ from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.loading import loading
 
 CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a configuration
+QUICK = ("grade", "env")  # begin within a tenth of a second: no notice
 COMMANDS = {
     "train": (CONFIGURED, "main", "train a policy: --config file.yaml, see train --help"),
     "evaluate": (CONFIGURED, "evaluate", "held-out accuracy of a checkpoint, with samples"),
@@ -49,7 +51,9 @@ def main(args: Sequence[str] | None = None) -> None:
         if module == CONFIGURED:
             _run_configured(command, rest)
         else:
-            getattr(importlib.import_module(module), function)(rest)
+            with nullcontext() if command in QUICK else loading():
+                imported = importlib.import_module(module)
+            getattr(imported, function)(rest)
     else:
         known = f"{', '.join(COMMANDS)} and --version"
         sys.exit(f"error: there is no command {command!r}{meant(command, COMMANDS)} (commands: {known})")

@@ -135,7 +135,9 @@ def _part(name: str) -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl convert`."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="lit-async-rl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path, help="YAML file of TRL")
     parser.add_argument("--out", type=Path, help="file to write; the screen without it")
     parser.add_argument("--devices", type=int, default=1, help="training processes that TRL was started with")

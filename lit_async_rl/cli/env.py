@@ -33,7 +33,9 @@ SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl env`."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="lit-async-rl env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args(args)
     print("\n".join(f"{name:24} {value}" for name, value in facts()))
 

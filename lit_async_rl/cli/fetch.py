@@ -46,7 +46,9 @@ DOWNLOAD_S = 900.0
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl fetch`: parses the arguments, downloads and converts."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="lit-async-rl fetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=["smollm2"])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; one that is complete is only checked")
     given = parser.parse_args(args)

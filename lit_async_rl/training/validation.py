@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import GenerationRequest
@@ -56,6 +57,10 @@ class Validator(torch.nn.Module):
         self.pass_at_1 = MeanMetric()
         self.pass_at_k = MeanMetric()
         self.cut = MeanMetric()
+        self.squares = torch.nn.ModuleList(MeanMetric() for _ in range(3))  # of the first three, for their errors
+        self.num_prompts = SumMetric()
+        self.num_scored = 0  # prompts of the last validation, on all ranks
+        self.half_widths: dict[str, float] = {}  # 95 %, of its averages over prompts
         self.samples: list[Sample] = []
         self.num_samples = 1
         self._is_checked = (
@@ -65,7 +70,7 @@ class Validator(torch.nn.Module):
 
     def begin(self, module: Any) -> None:
         """Resets the metrics; copies a sharded policy in full to every rank, and merges LoRA on a CPU. A collective."""
-        for metric in (self.reward, self.pass_at_1, self.pass_at_k, self.cut):
+        for metric in (self.reward, self.pass_at_1, self.pass_at_k, self.cut, self.num_prompts, *self.squares):
             metric.reset()
         self.samples = []
         policy_dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
@@ -161,9 +166,16 @@ class Validator(torch.nn.Module):
 
     def _update(self, rewards: Sequence[float], success: Success) -> None:
         correct = success.number(rewards)
-        self.reward.update(sum(rewards) / len(rewards))
-        self.pass_at_1.update(pass_at_k(len(rewards), correct, 1))
-        self.pass_at_k.update(pass_at_k(len(rewards), correct, len(rewards)))
+        self.num_prompts.update(1)
+        values = (
+            sum(rewards) / len(rewards),
+            pass_at_k(len(rewards), correct, 1),
+            pass_at_k(len(rewards), correct, len(rewards)),
+        )
+        means = (self.reward, self.pass_at_1, self.pass_at_k)
+        for mean, square, value in zip(means, self.squares, values, strict=True):
+            mean.update(value)
+            square.update(value**2)
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Averages over all prompts of all ranks. A collective."""
@@ -171,7 +183,28 @@ class Validator(torch.nn.Module):
         metrics["val/cut_share"] = self.cut.compute()
         if self.num_samples > 1:
             metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
+        self.num_scored = int(self.num_prompts.compute())
+        self.half_widths = self._half_widths(self.num_scored)
         return metrics
+
+    def _half_widths(self, num: int) -> dict[str, float]:
+        """95 % half-widths of the averages over `num` prompts, which count as independent. A collective.
+
+        Shares of correct completions get two correct and two wrong prompts more (Agresti and Coull, 1998), so that no
+        half-width is 0 because all prompts agree.
+        """
+        names = ["val/reward", "val/pass@1", f"val/pass@{self.num_samples}"]
+        means = [self.reward, self.pass_at_1, self.pass_at_k]
+        widths = {}
+        for name, mean, square in zip(names, means, self.squares, strict=True):
+            total = num + 4 if "pass" in name else num
+            if total < 2:
+                continue
+            average = (num * float(mean.compute()) + (total - num) / 2) / total
+            variance = (num * float(square.compute()) + (total - num) / 2) / total - average**2
+            degrees = total if "pass" in name else total - 1
+            widths[name] = 1.96 * math.sqrt(max(variance, 0.0) / degrees)
+        return widths
 
 
 @contextmanager

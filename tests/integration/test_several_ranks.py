@@ -49,8 +49,11 @@ MONITOR = ["--defaults.checkpoint.init_args.monitor", "val/pass@1", "--defaults.
 SAVING = {"ddp": ("ddp", []), "fsdp1": ("fsdp1", []), "fsdp2": ("fsdp2", []), "fsdp2_folders": ("fsdp2", FOLDERS)}
 
 
-@pytest.mark.parametrize("monitor", [[], MONITOR], ids=["", "the_best_kept"])
-@pytest.mark.parametrize("kind", SAVING)
+@pytest.mark.parametrize(
+    ("kind", "monitor"),
+    [("ddp", MONITOR), ("fsdp1", []), ("fsdp2", []), ("fsdp2_folders", MONITOR)],
+    ids=["ddp-the_best_kept", "fsdp1", "fsdp2", "fsdp2_folders-the_best_kept"],
+)
 def test_the_last_step_is_saved_and_resumed(kind, monitor, tmp_path):
     strategy, more = SAVING[kind]
     for steps in (3, 5):
