@@ -23,12 +23,13 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", help="folder of the run, such as runs/quickstart/version_0")
     parser.add_argument("other", nargs="?", help="folder of a second run to compare with")
-    parser.add_argument("--out", default="report.html", help="file to write (default: %(default)s)")
+    parser.add_argument("--out", help="file to write (default: RUN/report.html)")
     parser.add_argument("--tape", help="folder of the run's rollout tape (default: RUN/tape)")
     parser.add_argument("--trace", help="also write the timeline of all ranks to this file, for ui.perfetto.dev")
     arguments = parser.parse_args(args)
     try:
-        path = write_report(arguments.run, arguments.other, arguments.out, tape=arguments.tape)
+        out = arguments.out or Path(arguments.run, "report.html")
+        path = write_report(arguments.run, arguments.other, out, tape=arguments.tape)
         if arguments.trace is not None:
             merge_traces(trace_files(Path(arguments.run, "timeline")), Path(arguments.trace))
     except (ValueError, OSError) as error:

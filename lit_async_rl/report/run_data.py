@@ -157,11 +157,9 @@ class RunData:
     def _summary(self) -> list[list[str]]:
         """Rows of the summary: label and value."""
         rows = [["optimizer steps", f"{self._curves.num_steps:,}"]]
-        for name in ("val/pass@1", "val/reward"):
+        for name, label in (("val/pass@1", "held-out accuracy"), ("val/reward", "held-out reward")):
             if len(values := self._curves.values(name)):
-                rows.append(
-                    [f"held-out {name.removeprefix('val/')}, first and last", f"{values[0]:.3f}, {values[-1]:.3f}"]
-                )
+                rows.append([f"{label}, first and last", f"{values[0]:.3f}, {values[-1]:.3f}"])
                 break
         reward = self._curves.values("reward/mean")
         if len(reward):
@@ -177,7 +175,7 @@ class RunData:
         if len(mean) and len(maximum):
             rows.append(["staleness, mean and largest", f"{mean.mean():.2f}, {maximum.max():.0f} versions"])
         if len(tokens := self._curves.values("sample/total_tokens")):
-            rows.append(["tokens generated", f"{tokens[-1]:,.0f}"])
+            rows.append(["tokens generated until the last logged step", f"{tokens[-1]:,.0f}"])
         return rows
 
 

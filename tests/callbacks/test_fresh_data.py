@@ -55,10 +55,16 @@ class Other(rl.EmbeddedEngine):
         )
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+COMBINED = {"top_p": 0.9, "top_k": 9, "head": 3}
+TRUNCATED = [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}]
+
+
 @pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 9, "head": 3}],
+    ("sampling", "dtype"),
+    [
+        *((sampling, "float32") for sampling in [{}, *TRUNCATED, COMBINED]),
+        *((sampling, "bfloat16") for sampling in [{}, {"top_p": 0.9}, COMBINED]),
+    ],
     ids=str,
 )
 def test_fresh_data_keep_the_identities_under_every_sampling(sampling, dtype):

@@ -18,11 +18,12 @@ METRICS = (
 def write_metrics(folder: Path, steps: int) -> None:
     """`metrics.csv`: a row for each step, and one for each of ten validations."""
     with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["epoch", *METRICS, "step", "val/pass@1"])
+        writer = csv.DictWriter(file, ["epoch", *METRICS, "step", "val/pass@1", "val/reward"])
         writer.writeheader()
         for step in range(steps):
             if step % max(1, steps // 10) == 0:
-                writer.writerow({"epoch": 0, "step": step, "val/pass@1": step / steps})
+                share = step / steps
+                writer.writerow({"epoch": 0, "step": step, "val/pass@1": share, "val/reward": share})
             values = {name: f"{math.sin(step / 50 + n) + n:.6f}" for n, name in enumerate(METRICS)}
             writer.writerow({"epoch": 0, "step": step, **values})
 

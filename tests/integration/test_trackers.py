@@ -2,10 +2,8 @@
 
 import csv
 import json
-import os
 import re
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -189,17 +187,14 @@ def test_mlflow_gets_every_checkpoint(log_model, tmp_path):
     assert at == {step for (step,) in found} == {0, 1, 2, 3, 4}
 
 
-def test_trackio(tmp_path):
+def test_trackio(process, tmp_path):
     """In a process of its own: Trackio reads its folder when it is imported."""
     pytest.importorskip("trackio")
-    code = "import sys; from lit_async_rl.cli.app import main; main(sys.argv[1:])"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRACKIO_DIR": str(tmp_path / "db")}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests/integration"), str(ROOT / "tests/helpers")]
-    )
-    given = [sys.executable, "-c", code, *flags("trackio")]
-    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
+    folders = [str(ROOT / "tests/integration"), str(ROOT / "tests/helpers")]
+    code = f"import sys; sys.path[:0] = {folders!r}; from lit_async_rl.cli.app import main; main(sys.argv[1:])"
+    environment = {"TRACKIO_DIR": str(tmp_path / "db")}
+    done = process.run(flags("trackio"), tmp_path, environment=environment, code=code, limit_s=150)
+    assert done.status == 0, done.said[-3000:]
     database = tmp_path / "db/lit-async-rl.db"
     logged = [json.loads(text) for (text,) in rows(database, "select metrics from metrics")]
     assert {METRIC, "val/pass@1"} <= set().union(*logged)

@@ -95,6 +95,28 @@ def test_all_views_are_drawn_without_an_error(driver, report):
     assert browser.errors(driver) == []
 
 
+@pytest.mark.slow
+def test_printing_draws_charts_that_have_not_come_into_view(driver, report):
+    browser.resize(driver, 1440, 300)
+    browser.show(driver, report, "curves")
+    until(driver, "document.querySelectorAll('#view .chart').length >= 10")
+    drawn = "document.querySelectorAll('#view .chart canvas').length"
+    assert driver.execute_script(f"return {drawn}") < 10
+    driver.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert driver.execute_script(f"return {drawn} === document.querySelectorAll('#view .chart').length")
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_the_accuracy_is_drawn_once(driver, report):
+    figure = "[...document.querySelectorAll('figure')].find(f => f.textContent.startsWith('Held-out'))"
+    chart = f"{figure}.querySelector('.chart')"
+    browser.show(driver, report, "curves")
+    until(driver, "document.querySelector('#view .chart')")
+    until(driver, f"{chart}.querySelector('canvas')")
+    names = f"echarts.getInstanceByDom({chart}).getOption().series.map(s => s.name)"
+    assert driver.execute_script(f"return {names}") == ["val/pass@1"]
+
+
 def test_filters_and_colours_of_tokens(driver, report):
     browser.show(driver, report, "rollouts")
     until(driver, "document.querySelector('#found')")

@@ -81,6 +81,8 @@ def test_two_runs_and_the_command_line(tmp_path, capsys):
     main([str(one), str(other), "--out", str(tmp_path / "two.html")])
     assert "two.html: 1" in capsys.readouterr().out
     assert [run["name"] for run in data_of(tmp_path / "two.html")["runs"]] == ["a/v0", "b/v0"]
+    main([str(one)])
+    assert (one / "report.html").is_file()
     for arguments in ([str(tmp_path)], [str(tmp_path / "missing")]):
         with pytest.raises(SystemExit, match=r"error: .* is not the folder of a run"):
             main(arguments)

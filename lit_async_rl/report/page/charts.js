@@ -5,24 +5,26 @@
   const { html, useEffect, useMemo, useRef, useState } = htmPreact;
 
   const CHARTS = [
-    { title: "Reward", names: ["reward/mean", "reward/mean_sampled"] },
+    { title: "Reward", about: "Mean of a step: trained on, and of all sampled groups.", names: ["reward/mean", "reward/mean_sampled"] },
     { title: "Parts of the reward", prefixes: ["reward/part/"] },
-    { title: "Held-out", prefixes: ["val/", "eval/"] },
-    { title: "Staleness", unit: "versions", names: ["sample/staleness_mean", "sample/staleness_p95", "sample/staleness_max", "perf/steady_staleness"] },
-    { title: "Lag that the learning rate allows", unit: "versions", names: ["drift/half_lag"] },
-    { title: "Distance of the weights from those that sampled", names: ["drift/step", "drift/stale", "drift/radius"] },
-    { title: "Way of the weights", names: ["drift/path", "drift/total"] },
-    { title: "Effective sample size", unit: "share", names: ["importance/ess_ratio", "importance/ess_ratio_token"] },
-    { title: "KL(μ‖π) per token", unit: "nats", names: ["importance/kl_k1", "importance/kl_k2", "importance/kl_k3"] },
-    { title: "Parts of the log-ratio", unit: "nats per token", names: ["ratio/discrepancy", "ratio/staleness"] },
-    { title: "Entropy", unit: "nats", names: ["policy/entropy"] },
-    { title: "Gradient norm", names: ["grad/norm"] },
+    { title: "Held-out", about: "Prompts that are not trained on: share of correct completions.", prefixes: ["val/", "eval/"] },
+    { title: "Staleness", unit: "versions", about: "Publications between the sampling of a token and its step: mean, 95th percentile, maximum.", names: ["sample/staleness_mean", "sample/staleness_p95", "sample/staleness_max", "perf/steady_staleness"] },
+    { title: "Lag that the learning rate allows", unit: "versions", about: "Lag at which half of the effective samples would be lost.", names: ["drift/half_lag"] },
+    { title: "Distance of the weights from those that sampled", unit: "L2 norm", about: "Of one step, of the stale data, and the radius within which ratios stay near 1.", names: ["drift/step", "drift/stale", "drift/radius"] },
+    { title: "Path of the weights", unit: "L2 norm", about: "Sum of all steps, and distance from the first weights.", names: ["drift/path", "drift/total"] },
+    { title: "Effective sample size", unit: "share", about: "(Σw)² / (n Σw²) of the importance weights, of sequences and of tokens: 1 is fresh data.", names: ["importance/ess_ratio", "importance/ess_ratio_token"] },
+    { title: "KL(μ‖π) per token", unit: "nats", about: "From the policy that sampled to the one that is trained, by three estimators.", names: ["importance/kl_k1", "importance/kl_k2", "importance/kl_k3"] },
+    { title: "Parts of the log-ratio", unit: "nats per token", about: "From engine and trainer computing differently, and from stale weights.", names: ["ratio/discrepancy", "ratio/staleness"] },
+    { title: "Entropy", unit: "nats", about: "Of the policy, mean over tokens.", names: ["policy/entropy"] },
+    { title: "Gradient norm", unit: "L2 norm", about: "Before clipping.", names: ["grad/norm"] },
     { title: "Cosine of consecutive gradients", names: ["grad/cosine"] },
-    { title: "Throughput", unit: "tokens per second", names: ["perf/tokens_per_s"] },
-    { title: "Idle", unit: "share of the step", names: ["perf/trainer_wait_share", "perf/engine_idle_share"] },
+    { title: "Throughput", unit: "tokens per second", about: "Tokens that the trainer trained on.", names: ["perf/tokens_per_s"] },
+    { title: "Idle", unit: "share of the step", about: "Trainer waiting for rollouts; engine with nothing to sample.", names: ["perf/trainer_wait_share", "perf/engine_idle_share"] },
     { title: "Completion length", unit: "tokens", names: ["rollout/length_mean"] },
     { title: "Time of a step", unit: "seconds", names: ["perf/step_s"] },
   ];
+  const LABELS = { "val/pass@1": "held-out accuracy", "val/reward": "held-out reward" }; // others: the metric without its group
+  const label = (name) => LABELS[name] || name.replace(/\w+\//, "");
   const LINES = ["solid", "dashed", "dotted"];
 
   // A chart in a box of its own; `option` is made only once the box is visible.
@@ -45,7 +47,9 @@
       const sized = new ResizeObserver(() => here.chart && here.chart.resize());
       seen.observe(box.current);
       sized.observe(box.current);
+      addEventListener("beforeprint", begin); // also what has not come into view
       return () => {
+        removeEventListener("beforeprint", begin);
         seen.disconnect();
         sized.disconnect();
         if (here.chart) here.chart.dispose();
@@ -88,6 +92,7 @@
     splitLine: { lineStyle: { color: report.color("--line"), opacity: 0.5 } },
   });
   report.axis = axis;
+  const named = (name, nameGap) => ({ name, nameGap, nameLocation: "middle", nameTextStyle: { color: report.color("--muted"), fontSize: 11 } });
 
   const smoothed = (values, width) => {
     if (width < 2) return values;
@@ -105,11 +110,18 @@
     });
   };
 
+  // A reward of 0 or 1 is the accuracy: one line of the two.
+  const repeats = (runs, name) =>
+    name === "val/reward" && runs.every(({ curves }) => {
+      const { [name]: reward, "val/pass@1": accuracy } = curves ? curves.series : {};
+      return !reward || (accuracy && JSON.stringify(reward) === JSON.stringify(accuracy));
+    });
+
   const namesOf = (runs, chart) => {
     const all = [...new Set(runs.flatMap((run) => Object.keys(run.curves ? run.curves.series : {})))];
     return chart.names
       ? chart.names.filter((name) => all.includes(name))
-      : all.filter((name) => chart.prefixes.some((prefix) => name.startsWith(prefix)));
+      : all.filter((name) => chart.prefixes.some((prefix) => name.startsWith(prefix)) && !repeats(runs, name));
   };
 
   const seriesOf = (runs, names, width) =>
@@ -135,10 +147,10 @@
 
   report.curveOption = (runs, chart, names, width) => () => ({
     ...report.chartBase(),
-    grid: { left: 8, right: 14, top: 28, bottom: 8, containLabel: true },
+    grid: { left: chart.unit ? 26 : 8, right: 14, top: 28 + 16 * (Math.ceil((names.length * runs.length) / 3) - 1), bottom: 22, containLabel: true },
     legend: {
-      type: "scroll", top: 0, left: 0, itemWidth: 22, itemHeight: 8, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 16 },
-      pageTextStyle: { color: report.color("--muted") }, formatter: (name) => name.replace(/\w+\//, ""), // tooltips have the whole name
+      type: "plain", top: 0, left: 0, itemWidth: 22, itemHeight: 8, itemGap: 8, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 12 },
+      formatter: (name) => runs.length > 1 ? name.replace(/^(\w: )(.*)$/, (_, run, metric) => run + label(metric)) : label(name), // tooltips have the whole name
     },
     tooltip: {
       ...report.chartBase().tooltip,
@@ -147,14 +159,14 @@
         report.tip(`step ${points[0].axisValue}`, points.map((p) => [p.seriesName, report.number(p.value[1], 4)])),
     },
     dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, filterMode: "none" }],
-    xAxis: { type: "value", min: "dataMin", max: "dataMax", ...axis(), splitLine: { show: false } },
-    yAxis: { type: "value", scale: true, ...axis() },
+    xAxis: { type: "value", min: "dataMin", max: "dataMax", ...axis(), ...named("optimizer step", 24), splitLine: { show: false } },
+    yAxis: { type: "value", scale: true, ...axis(), ...(chart.unit ? named(chart.unit, 42) : {}) },
     series: seriesOf(runs, names, width),
   });
 
   const Curve = ({ runs, chart, names, width, theme }) => {
     const option = useMemo(() => report.curveOption(runs, chart, names, width), [runs, width, theme, names.join()]);
-    return html`<figure class="panel"><figcaption>${chart.title}${chart.unit && html` <small>(${chart.unit})</small>`}</figcaption>
+    return html`<figure class="panel"><figcaption>${chart.title}${chart.unit && html` <small>(${chart.unit})</small>`}${chart.about && html`<span class="about">${chart.about}</span>`}</figcaption>
       <${report.Chart} option=${option} group="curves" label=${`${chart.title} by optimizer step: ${names.join(", ")}`} />
     </figure>`;
   };
