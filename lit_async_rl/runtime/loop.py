@@ -138,7 +138,8 @@ class LoopThread:
         self.name = name
         self._runs = runs
         self._loop = use_awake_clock(asyncio.new_event_loop())
-        self._closed = threading.Event()
+        self._has_ended = threading.Event()  # no new task starts
+        self._is_closed = False
         self.resume()
 
     def resume(self) -> None:
@@ -153,29 +154,47 @@ class LoopThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str, setting: str = "") -> T:
+    def call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float,
+        what: str,
+        setting: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> T:
         """Runs `coroutine` in the loop; returns its result or raises its error.
 
+        Args:
+            coroutine: to run.
+            timeout_s: time limit, after which it is cancelled.
+            what: description of the call, for messages.
+            setting: name of the setting behind the limit, for messages.
+            check: see `Wait`.
+
         Raises:
-            StalledError: `what` did not finish within `timeout_s`; names the `setting` behind the limit, if given.
+            StalledError: `what` did not finish within `timeout_s`.
             EngineError: `close` was called meanwhile.
         """
         if (future := self.begin(coroutine)) is None:
             raise EngineError(f"{self.name} was closed before {what}")
 
-        def check() -> None:
-            if self._closed.is_set():  # which cancels all running tasks
-                raise EngineError(f"{self.name} was closed during {what}")
+        def check_all() -> None:
+            check()
+            self._check_open(what)
 
-        by = f" (set by {setting})" if setting else ""
-        wait = Wait(timeout_s, f"{what} did not end within {timeout_s:g} s{by}", check=check)
+        limit = f"{setting}={timeout_s:g}" if setting else f"{timeout_s:g} s"
+        wait = Wait(timeout_s, f"{what} did not end within {limit}", check=check_all)
         try:
             wait.until(lambda seconds: concurrent.futures.wait([future], seconds).done)
         except StalledError:
             future.cancel()
             raise
-        check()
+        self._check_open(what)
         return future.result()
+
+    def _check_open(self, what: str) -> None:
+        if self._has_ended.is_set():  # which cancels all running tasks
+            raise EngineError(f"{self.name} was closed during {what}")
 
     def answers(self, timeout_s: float) -> bool:
         """Whether the loop runs a coroutine within `timeout_s`, so that no task blocks it."""
@@ -184,7 +203,7 @@ class LoopThread:
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
         """Runs `coroutine` in the loop without waiting for it; returns its future. Ignored after `close`: None."""
-        if not self._closed.is_set():
+        if not self._has_ended.is_set():
             with contextlib.suppress(RuntimeError):  # just closed
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
@@ -192,20 +211,25 @@ class LoopThread:
 
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Schedules `callback` in the loop's thread; ignored after `close`."""
-        if not self._closed.is_set():
+        if not self._has_ended.is_set():
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(callback, *args)
 
-    def close(self, last: Coroutine[Any, Any, Any] | None = None) -> None:
-        """Cancels all tasks, runs `last`, and joins the thread. Safe to call twice."""
-        if self._closed.is_set():
+    def end_tasks(self, timeout_s: float = JOIN_S, last: Coroutine[Any, Any, Any] | None = None) -> None:
+        """Cancels all tasks and then runs `last`; later calls are ignored, the loop runs until `close`."""
+        self._has_ended.set()
+        future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
+        concurrent.futures.wait([future], timeout_s)
+
+    def close(self, last: Coroutine[Any, Any, Any] | None = None, timeout_s: float = JOIN_S) -> None:
+        """Cancels all tasks, runs `last`, and joins the thread, each within `timeout_s`. Safe to call twice."""
+        if self._is_closed:
             if last is not None:
                 last.close()
             return
-        self._closed.set()
-        future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
-        concurrent.futures.wait([future], JOIN_S)
-        if self.pause(JOIN_S):
+        self._is_closed = True
+        self.end_tasks(timeout_s, last)
+        if self.pause(timeout_s):
             self._loop.close()  # its sockets, and its threads for host name look-ups
 
     def end_left_tasks(self) -> None:
@@ -358,8 +382,7 @@ class LoopTasks:
         self._loop: LoopThread | None = None
         self._ending: concurrent.futures.Future[None] | None = None
         self._owners: dict[asyncio.Task[Any], Hashable] = {}  # used by the loop's thread only
-        self._final_tasks: set[asyncio.Task[Any]] = set()  # of `finish`; used by the loop's thread only
-        self._num_final_tasks = 0
+        self._finals: set[concurrent.futures.Future[Any]] = set()  # of `finish`
 
     def begin(
         self, owner: Hashable, coroutine: Coroutine[Any, Any, Any], after: Callable[[], None] = lambda: None
@@ -383,19 +406,9 @@ class LoopTasks:
         with self._lock:
             if self._loop is None:  # after `close` the loop may have stopped
                 coroutine.close()
-                return
-            self._num_final_tasks += 1
-            self._loop.soon(self._finish, coroutine)
-
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._final_tasks.add(task)
-        task.add_done_callback(self._has_finished)
-
-    def _has_finished(self, task: asyncio.Task[Any]) -> None:
-        self._final_tasks.discard(task)
-        with self._lock:
-            self._num_final_tasks -= 1
+            elif (final := self._loop.begin(coroutine)) is not None:
+                self._finals.add(final)
+                final.add_done_callback(self._finals.discard)
 
     def cancel(self, owners: Iterable[Hashable]) -> None:
         """Cancels the tasks of these owners, without waiting for them."""
@@ -428,13 +441,8 @@ class LoopTasks:
             self._loop = None
         if loop is None:
             return
-        if self._num_final_tasks:
-            log.warning(
-                "%s: %d episodes were not closed within %g s",
-                self.shared.runs,
-                self._num_final_tasks,
-                CLEANUP_TIMEOUT_S,
-            )
+        if num_left := len(self._finals):
+            log.warning("%s: %d episodes were not closed within %g s", self.shared.runs, num_left, CLEANUP_TIMEOUT_S)
         self.shared.leave()
 
     async def _end_all(self) -> None:
@@ -442,5 +450,5 @@ class LoopTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while self._num_final_tasks:
-            await asyncio.sleep(0.01)
+        while self._finals:
+            await asyncio.wait([asyncio.wrap_future(final) for final in list(self._finals)])
