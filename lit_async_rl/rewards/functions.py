@@ -19,7 +19,7 @@ from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.identity import module_code
 
-# -- Graders that run in a separate process (see `runtime.isolation`); their libraries do not import torch -------------
+# -- Graders that run in a separate process (see `runtime.isolation`); their libraries do not import torch ------------
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
