@@ -8,6 +8,7 @@
 | splatted-local | `options = {"x": 1}` and then `f(**options)`, its only use | `f(x=1)` |
 | positional-arguments | `f(1, 2, 3, 4)`, where `f` is defined in the folders | `f(1, 2, 3, x=4)` |
 | docstring-opener | a docstring that begins with What, Whose or Whoever | a noun or an imperative verb |
+| event-loop | `asyncio.run(f())`, in the package outside of `runtime` | a class of `lit_async_rl.runtime.loop` |
 
 (Two statements in one line are ruff's E701 and E702.) Calls are traced to definitions through imports, base classes,
 `self`, `cls` and `super()`, without running anything; calls that cannot be traced are not examined, nor are functions
@@ -257,6 +258,27 @@ def refused_openers(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, word
 
 
+# -- event loops ------------------------------------------------------------------------------------------------------
+
+
+LOOP_MAKERS = ("asyncio.run", "asyncio.Runner", "new_event_loop", "run_forever", "run_until_complete")
+LOOP_MODULES = {  # and the reason why each may make one
+    "lit_async_rl.runtime.loop": "the place for it: with a clock, time limits, a watchdog and an end",
+    "lit_async_rl.sandbox.tests": "runs in the process of a sandbox: a test of a program may be a coroutine",
+}
+
+
+def event_loops(tree: ast.Module, module: str) -> Iterator[ast.Call]:
+    """Calls that make or run an event loop in a module of the package that has no reason to."""
+    if module.split(".")[0] != "lit_async_rl" or module in LOOP_MODULES:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in LOOP_MAKERS or called.split(".")[-1] in LOOP_MAKERS:
+                yield node
+
+
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +299,9 @@ def problems(folders: list[Path]) -> list[str]:
                 found.append((place, call.lineno, what))
         for line, word in refused_openers(tree):
             found.append((place, line, f"docstring-opener: begin with a noun or an imperative verb, not {word!r}"))
+        for call in event_loops(tree, names[path]):
+            what = f"event-loop: use lit_async_rl.runtime.loop, not {ast.unparse(call.func)}(...)"
+            found.append((place, call.lineno, what))
         for call in long_calls(definitions, definitions.modules[path], tree, scope={}):
             what = (
                 f"{ast.unparse(call.func)}(...) has {len(call.args)} arguments by position; name those after the third"

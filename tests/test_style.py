@@ -149,6 +149,16 @@ def test_a_folder_without_init_is_imported_by_its_name(package: Path, tmp_path: 
     assert "run.py:2: positional-arguments: four(...) has 4 arguments by position" in found
 
 
+@pytest.mark.parametrize("code", ["asyncio.run(f())", "loop = asyncio.new_event_loop()", "self.loop.run_forever()"])
+def test_event_loops_are_made_in_one_module(tmp_path: Path, code: str) -> None:
+    for folder in ("lit_async_rl", "lit_async_rl/runtime", "scripts"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("")
+        (tmp_path / folder / "loop.py").write_text(code)
+    (found,) = lint_style.problems([tmp_path / "lit_async_rl", tmp_path / "scripts"])
+    assert "lit_async_rl/loop.py:1: event-loop: use lit_async_rl.runtime.loop, not " in found
+
+
 def test_the_command_fails_with_the_places(package: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/lint_style.py"), str(package)]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0

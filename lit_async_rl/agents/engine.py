@@ -153,8 +153,8 @@ class AgentEngine(MultiRequestEngine):
             backoff_s=backoff_s,
             done="played",
         )
-        super().__init__(engine, policy)
         self.agent = load_agent(agent)
+        super().__init__(engine, policy, player=f"agent {agent_name(self.agent)}")
         self.clients = clients or _own_clients(self.agent) or InProcessClients()
         _check_address(self.agent, self.clients)
         self.max_calls = max_calls
@@ -309,7 +309,7 @@ class AgentEngine(MultiRequestEngine):
         if not idle:
             return None
         oldest_s = max(0.0, time.monotonic() - min(idle))
-        return Work(name=f"agent {agent_name(self.agent)}", num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
+        return Work(name=self.player, num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Aborts episodes; their agents are cancelled, and their errors ignored."""

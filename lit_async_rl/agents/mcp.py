@@ -226,7 +226,7 @@ class McpAgent:
         self.max_turns = max_turns
         self.per_episode = per_episode
         self.timeout_s = timeout_s
-        self._awaiter = Awaiter(timeout_s)
+        self._awaiter = Awaiter(timeout_s, self.reward)
         self._server = Held(self._tools().name, self._tools, START_LIMITS * timeout_s)
 
     def identified_by(self) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation, close_one
-from lit_async_rl.environments.event_loop import EnvironmentLoop
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.loop import SharedLoop
 from lit_async_rl.runtime.retries import TryPolicy, Work
 from lit_async_rl.runtime.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.types import (
@@ -196,7 +196,7 @@ class EnvironmentGrader:
         name: name of its class.
     """
 
-    def __init__(self, environment: Environment, loop: EnvironmentLoop, timeout_s: float) -> None:
+    def __init__(self, environment: Environment, loop: SharedLoop, timeout_s: float) -> None:
         self._environment = environment
         self._loop = loop
         self._timeout_s = timeout_s
@@ -207,15 +207,11 @@ class EnvironmentGrader:
         """Reward of the completion as the only turn.
 
         Raises:
-            TimeoutError: the environment did not respond in time.
+            StalledError: the environment did not respond in time.
         """
         loop = self._loop.enter()
         try:
-            answer = asyncio.run_coroutine_threadsafe(self._first_turn(prompt, completion), loop)
-            try:
-                return answer.result(self._timeout_s)
-            finally:
-                answer.cancel()
+            return loop.call(self._first_turn(prompt, completion), self._timeout_s, f"environment {self.name}")
         finally:
             self._loop.leave()
 
@@ -276,7 +272,7 @@ class EpisodeEngine(MultiRequestEngine):
             timeout_name="step_timeout_s",
             done="played",
         )
-        super().__init__(engine, policy)
+        super().__init__(engine, policy, player=f"environment {name_of(environment)}")
         self.environment = environment
         self.max_turns = max_turns
         self.step_timeout_s = step_timeout_s
@@ -330,9 +326,8 @@ class EpisodeEngine(MultiRequestEngine):
         began = list(self._in_environment.values())
         if not began:
             return None
-        name = f"environment {name_of(self.environment)}"
         oldest_s = max(0.0, time.monotonic() - min(began))
-        return Work(name=name, num_calls=len(began), oldest_s=oldest_s, policy=self.policy)
+        return Work(name=self.player, num_calls=len(began), oldest_s=oldest_s, policy=self.policy)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Aborts episodes; pending responses of the environment are cancelled, and their errors ignored."""

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import EngineWrapper, RolloutEngine
 from lit_async_rl.engines.completion_check import RequestLedger
-from lit_async_rl.environments.event_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.loop import LoopTasks, SharedLoop
 from lit_async_rl.runtime.retries import Retries, TryPolicy
 from lit_async_rl.types import Completion
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.01  # while environments work: their responses do not wake the inner engine's `poll`
+THREAD_NAME = "environments"  # of the event loop
 LOCK_TIMEOUT_S = 1.0  # longest wait of `close` for a thread that submits
 
 
@@ -37,6 +38,7 @@ class MultiRequestEngine(EngineWrapper):
     Args:
         engine: engine that generates the turns.
         policy: time limit and number of tries for an environment or agent.
+        player: kind and name of the environment or agent, for messages.
 
     Raises:
         ValueError: the engine does not update weights in flight.
@@ -45,13 +47,14 @@ class MultiRequestEngine(EngineWrapper):
     scores = True
     in_flight_weight_updates = True
 
-    def __init__(self, engine: RolloutEngine, policy: TryPolicy) -> None:
+    def __init__(self, engine: RolloutEngine, policy: TryPolicy, player: str) -> None:
         if not engine.in_flight_weight_updates:
             raise ValueError(
                 f"{type(self).__name__} needs engine.in_flight_weight_updates=true: an episode is many requests"
             )
         super().__init__(engine)
         self.policy = policy
+        self.player = player
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
         # shared by the producer's thread (`submit`, `poll`, `abort`) and the event loop's thread; re-entrant, because
@@ -64,13 +67,13 @@ class MultiRequestEngine(EngineWrapper):
         self._error: BaseException | None = None
         self._retries = Retries(policy)
         self._warnings = LimitedLog(log)
-        self._tasks = EnvironmentTasks(EnvironmentLoop())
+        self._tasks = LoopTasks(SharedLoop(THREAD_NAME, player))
         self._is_successor = False  # replaces an engine that has logged its warnings
         self._trains = True  # not if its samples are of a validation
 
     def _share_loop(self, other: MultiRequestEngine) -> None:
         """Makes another engine use the event loop of this one."""
-        other._tasks = EnvironmentTasks(self._tasks.shared)
+        other._tasks = LoopTasks(self._tasks.shared)
 
     def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
         """Prepares for turns of an engine that is set up."""

@@ -104,7 +104,7 @@ class PythonTool(Environment):
         )
         self._sandbox.announce("PythonTool")
         self._threads: ThreadPoolExecutor | None = None
-        self._awaiter = Awaiter(60.0)
+        self._awaiter = Awaiter(60.0, self.reward)
 
     async def start(self, prompt: Prompt) -> PythonEpisode:
         """Starts an episode for one prompt."""

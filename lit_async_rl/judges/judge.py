@@ -34,7 +34,8 @@ from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Que
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.runtime.files import LimitedLog, absolute, append, tolerate_full_disk
-from lit_async_rl.runtime.guarded_calls import LoopThread, in_thread
+from lit_async_rl.runtime.guarded_calls import in_thread
+from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.types import Prompt, SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
@@ -423,7 +424,7 @@ class JudgeReward(Rebuildable):
     async def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         with self._lock:
             if self._loop is None:
-                self._loop = LoopThread(self._name)
+                self._loop = LoopThread(self._name, runs=f"JudgeReward {self._name}")
             future = self._loop.begin(coroutine)
         if future is None:
             raise FinalRewardError(f"{self._name} was closed")

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from lit_async_rl.runtime.guarded_calls import LoopThread
+from lit_async_rl.runtime.loop import LoopThread, ReplaceableLoop
 
-ANSWER_S = 1.0  # time limit for an empty coroutine; a loop that exceeds it is blocked
+THREAD_NAME = "async-reward"  # of event loops
 J = TypeVar("J")
 R = TypeVar("R")
 
@@ -64,7 +64,7 @@ class AsyncCalls(Generic[J, R]):
         is_wanted: whether a job is still needed; asked just before it is called.
         on_begin: called in the event loop when the work on a job begins.
         on_end: called in the filing thread when a call has ended.
-        name: name of the threads.
+        runs: kind and name of the reward, for messages.
     """
 
     def __init__(
@@ -75,17 +75,15 @@ class AsyncCalls(Generic[J, R]):
         is_wanted: Callable[[J], bool],
         on_begin: Callable[[CallUnderWay[J, R]], None],
         on_end: Callable[[CallUnderWay[J, R]], None],
-        name: str = "async-reward",
+        runs: str,
     ) -> None:
         self._limit = limit
         self._call = call
         self._is_wanted = is_wanted
         self._on_begin = on_begin
         self._on_end = on_end
-        self._name = name
-        self._lock = threading.Lock()  # guards the next five; held for a moment only
-        self._loop: LoopThread | None = None
-        self._blocked: list[LoopThread] = []  # replaced ones
+        self._loop = ReplaceableLoop(THREAD_NAME, runs)
+        self._lock = threading.Lock()  # guards the next three; held for a moment only
         self._waiting: deque[J] = deque()
         self._under_way: dict[CallUnderWay[J, R], None] = {}  # in order of their start
         self._free_lanes = list(range(limit))
@@ -103,7 +101,7 @@ class AsyncCalls(Generic[J, R]):
     @property
     def num_blocked(self) -> int:
         """Event loops blocked by a call; their threads cannot be ended."""
-        return len(self._blocked)
+        return self._loop.num_blocked
 
     @property
     def has_waiting(self) -> bool:
@@ -124,10 +122,8 @@ class AsyncCalls(Generic[J, R]):
     def _begin_more(self) -> None:
         """Starts jobs up to the limit. The lock is held."""
         while self._waiting and len(self._under_way) < self._limit and not self._is_closed:
-            if self._loop is None:
-                self._loop = LoopThread(self._name)
             lane = heapq.heappop(self._free_lanes)
-            call: CallUnderWay[J, R] = CallUnderWay(self._waiting.popleft(), self._loop, lane)
+            call: CallUnderWay[J, R] = CallUnderWay(self._waiting.popleft(), self._loop.get(), lane)
             self._under_way[call] = None
             call.future = call.loop.begin(self._run(call))
 
@@ -173,10 +169,8 @@ class AsyncCalls(Generic[J, R]):
                 self._cancel(call)
 
     def _cancel(self, call: CallUnderWay[J, R]) -> None:
-        if call.loop is self._loop and not call.loop.answers(ANSWER_S):
+        if self._loop.replace_if_blocked(call.loop):
             with self._lock:
-                self._blocked.append(call.loop)
-                self._loop = None
                 stuck = [other for other in self._under_way if other.loop is call.loop and not other.has_started]
                 for other in stuck:
                     self._remove(other)
@@ -189,11 +183,8 @@ class AsyncCalls(Generic[J, R]):
         """Cancels the calls, and stops loop and thread; outcomes not yet filed are dropped."""
         with self._lock:
             self._is_closed = True
-            loops = [*self._blocked, *([] if self._loop is None else [self._loop])]
             self._waiting.clear()
-        for loop in loops:
-            if loop.answers(ANSWER_S):
-                loop.close()
+        self._loop.close()
         self._to_file.put(None)
         if threading.current_thread() is not self._filer:
             self._filer.join(timeout_s)

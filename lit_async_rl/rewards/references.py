@@ -20,6 +20,7 @@ from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.answers import read_answer
 from lit_async_rl.rewards.combined import named_parts
 from lit_async_rl.rewards.scorer import Awaiter, Reward, reward_name, score
+from lit_async_rl.runtime.loop import run_once
 from lit_async_rl.types import Prompt
 
 NUM_SAMPLES = 64  # prompts of each source
@@ -119,7 +120,7 @@ def check_references(
     reward: Reward,
     references: References,
     prompts: Sequence[Prompt],
-    wait: Callable[[Any], float] = Awaiter.once,
+    wait: Callable[[Any], float] = run_once,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[Fault]:
     """Grades each prompt with its own reference answer, and with a different one of the following prompts.
@@ -212,7 +213,7 @@ class ReferenceCheck:
         self._thread.start()
 
     def _run(self, sources: list[tuple[str, list[Prompt]]]) -> None:
-        awaiter = Awaiter(self._timeout_s)
+        awaiter = Awaiter(self._timeout_s, self._reward)
         try:
             for name, grader in self._graders:
                 references = references_of(grader) or grader.ask_references()

@@ -7,7 +7,6 @@ the process alive. An `async` reward has no workers: see `async_calls`.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import itertools
@@ -22,12 +21,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lit_async_rl.errors import InvariantError, ProducerError, RewardError, SetupError, StalledError, describe
-from lit_async_rl.rewards.async_calls import ANSWER_S, AsyncCalls, CallUnderWay
+from lit_async_rl.rewards.async_calls import THREAD_NAME, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
-from lit_async_rl.runtime.guarded_calls import LoopThread
+from lit_async_rl.runtime.loop import ReplaceableLoop, run_once
 from lit_async_rl.runtime.retries import Retries, TryPolicy, Work
 from lit_async_rl.runtime.spans import recorder, reward_lane
-from lit_async_rl.runtime.waiting import clock, use_awake_clock
+from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import original_of
@@ -38,23 +37,17 @@ from lit_async_rl.utils.elsewhere import original_of
 T = TypeVar("T")
 
 
-class Awaiter:
-    """Runs awaitables in one event loop, so that all waiting threads can share a client (an HTTP session).
-
-    The loop is started on first use, and replaced if a reward blocks it (`time.sleep` in an `async def`).
+class Awaiter(ReplaceableLoop):
+    """Runs awaitables of a reward in one event loop, so that all waiting threads can share a client (an HTTP session).
 
     Args:
         timeout_s: time limit of one awaitable, in seconds.
-
-    Attributes:
-        num_blocked: replaced loops; each is a thread that cannot be ended.
+        reward: for messages.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, reward: Any) -> None:
+        super().__init__(THREAD_NAME, runs=f"reward {reward_name(reward)}")
         self._timeout_s = timeout_s
-        self.num_blocked = 0
-        self._lock = threading.Lock()  # guards `_loop`: several workers may start or replace it
-        self._loop: LoopThread | None = None
 
     def wait(self, awaitable: Awaitable[T]) -> T:
         """Returns the result of an awaitable, or raises its exception.
@@ -62,35 +55,7 @@ class Awaiter:
         Raises:
             StalledError: it timed out and was cancelled.
         """
-        with self._lock:
-            loop = self._loop = self._loop or LoopThread("async-reward")
-        try:
-            return loop.call(_result(awaitable), self._timeout_s, "an async reward")
-        except StalledError:
-            if not loop.answers(ANSWER_S):
-                with self._lock:
-                    if self._loop is loop:
-                        self._loop = None
-                        self.num_blocked += 1
-            raise
-
-    @staticmethod
-    def once(awaitable: Awaitable[T]) -> T:
-        """Result of an awaitable, run in a separate event loop."""
-
-        async def awake() -> T:
-            use_awake_clock(asyncio.get_running_loop())
-            return await awaitable
-
-        return asyncio.run(awake())
-
-    def close(self) -> None:
-        """Cancels running awaitables, and stops the loop."""
-        with self._lock:
-            loop = self._loop
-            self._loop = None
-        if loop is not None and loop.answers(ANSWER_S):
-            loop.close(asyncio.sleep(0))
+        return self.call(_result(awaitable), self._timeout_s, "an async reward")
 
 
 async def _result(awaitable: Awaitable[T]) -> T:
@@ -235,7 +200,7 @@ def score(
     reward: Reward,
     prompt: Prompt,
     completion: str,
-    wait: Callable[[Awaitable[float]], float] = Awaiter.once,
+    wait: Callable[[Awaitable[float]], float] = run_once,
     token_ids: Sequence[int] = (),
 ) -> float:
     """Evaluates the reward of one completion.
@@ -384,7 +349,7 @@ class Scorer:
         self._error: BaseException | None = None
         self._retries = Retries(self.policy)
         self._pausing: list[tuple[float, _Job]] = []  # earliest time of the next attempt, and job; see `check`
-        self._awaiter = Awaiter(self.timeout_s)
+        self._awaiter = Awaiter(self.timeout_s, reward)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without abandoned ones
         self._abandoned: list[threading.Thread] = []  # that have not ended since
@@ -403,6 +368,7 @@ class Scorer:
                 is_wanted=lambda job: job.is_wanted() and not self._is_closed,
                 on_begin=self._began,
                 on_end=self._ended,
+                runs=self._awaiter.runs,
             )
             return
         limit_calls = getattr(reward, "limit_calls", None)  # of a combined reward
@@ -413,6 +379,7 @@ class Scorer:
                 is_wanted=lambda job: job.is_wanted() and not self._is_closed,
                 on_begin=self._began,
                 on_end=self._ended_rest,
+                runs=self._awaiter.runs,
             )
         for _ in range(num_workers):
             self._add_worker()

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.runtime.waiting import Wait, use_awake_clock
+from lit_async_rl.errors import EngineError
+from lit_async_rl.runtime.waiting import Wait
 
 MAX_ANSWER_S = 1.0  # longest wait for a value that may arrive late
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 _idle: list[_Worker] = []  # workers are kept: starting a thread costs more than most calls
 os.register_at_fork(after_in_child=_idle.clear)
 
@@ -222,106 +219,3 @@ def without_exit(function: Callable[[], T]) -> T:
         return function()
     except (SystemExit, KeyboardInterrupt, StopIteration) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-# -- An asyncio event loop in its own thread, with thread-safe calls --------------------------------------------------
-
-
-JOIN_S = 10.0
-
-
-def run_loop(stopped: asyncio.Future[None]) -> None:
-    """Runs the event loop of `stopped` until that is set: the body of a thread.
-
-    `SystemExit` and `KeyboardInterrupt` of a task, which asyncio lets through, end only that task: without the loop no
-    other task, and no time limit, would ever end. Nor does `loop.stop` end the loop.
-    """
-    loop = stopped.get_loop()
-    while not stopped.done() and not loop.is_closed():
-        try:
-            loop.run_until_complete(stopped)
-        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
-            name = threading.current_thread().name
-            log.warning("the event loop of thread %r goes on after %s: %s", name, type(error).__name__, error)
-
-
-class LoopThread:
-    """Daemon thread that runs an event loop until `close`.
-
-    Args:
-        name: name of the thread, also for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._loop = use_awake_clock(asyncio.new_event_loop())
-        self._stopped = self._loop.create_future()
-        self._thread = threading.Thread(target=run_loop, args=(self._stopped,), name=name, daemon=True)
-        self._thread.start()
-        self._closed = threading.Event()
-
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str, setting: str = "") -> T:
-        """Runs `coroutine` in the loop; returns its result or raises its error.
-
-        Raises:
-            StalledError: `what` did not finish within `timeout_s`; names the `setting` behind the limit, if given.
-            EngineError: `close` was called meanwhile.
-        """
-        if (future := self.begin(coroutine)) is None:
-            raise EngineError(f"{self.name} was closed before {what}")
-
-        def check() -> None:
-            if self._closed.is_set():  # which cancels all running tasks
-                raise EngineError(f"{self.name} was closed during {what}")
-
-        by = f" (set by {setting})" if setting else ""
-        wait = Wait(timeout_s, f"{what} did not end within {timeout_s:g} s{by}", check=check)
-        try:
-            wait.until(lambda seconds: concurrent.futures.wait([future], seconds).done)
-        except StalledError:
-            future.cancel()
-            raise
-        check()
-        return future.result()
-
-    def answers(self, timeout_s: float) -> bool:
-        """Whether the loop runs a coroutine within `timeout_s`, so that no task blocks it."""
-        future = self.begin(asyncio.sleep(0))
-        return future is not None and bool(concurrent.futures.wait([future], timeout_s).done)
-
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
-        """Runs `coroutine` in the loop without waiting for it; returns its future. Ignored after `close`: None."""
-        if not self._closed.is_set():
-            with contextlib.suppress(RuntimeError):  # just closed
-                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        coroutine.close()
-        return None
-
-    def soon(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Schedules `callback` in the loop's thread; ignored after `close`."""
-        if not self._closed.is_set():
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._loop.call_soon_threadsafe(callback, *args)
-
-    def close(self, last: Coroutine[Any, Any, Any] | None = None) -> None:
-        """Cancels all tasks, runs `last`, and joins the thread. Safe to call twice."""
-        if self._closed.is_set():
-            if last is not None:
-                last.close()
-            return
-        self._closed.set()
-        future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
-        concurrent.futures.wait([future], JOIN_S)
-        self._loop.call_soon_threadsafe(self._stopped.set_result, None)
-        self._thread.join(JOIN_S)
-        if not self._thread.is_alive():
-            self._loop.close()  # its sockets, and its threads for host name look-ups
-
-
-async def _end_all(last: Coroutine[Any, Any, Any] | None) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    if last is not None:
-        await last

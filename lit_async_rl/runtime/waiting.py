@@ -40,9 +40,13 @@ class AwakeClock:
 
     A thread reads the time every `CLOCK_INTERVAL_S`, as does every caller. A gap of more than `MAX_GAP_S` between two
     readings counts as a stop and is logged.
+
+    Attributes:
+        watchers: called by the thread after each of its readings; they neither wait nor raise.
     """
 
     def __init__(self) -> None:
+        self.watchers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._seen = time.monotonic()
         self._lost_s = 0.0
@@ -67,6 +71,8 @@ class AwakeClock:
         while True:
             time.sleep(CLOCK_INTERVAL_S)
             self.now()
+            for look in list(self.watchers):
+                look()
 
 
 clock = AwakeClock()  # of the process; its thread lives as long

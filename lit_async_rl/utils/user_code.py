@@ -57,11 +57,21 @@ def explains_itself(error: BaseException) -> bool:
 def user_line(error: BaseException) -> str:
     """File, line, function and source of the user's code that raised an error, as tracebacks show it; empty if none."""
     frames = list(_frames(user_traceback(error)))
-    if not frames:
-        return ""
-    code = frames[-1].tb_frame.f_code
-    number = frames[-1].tb_lineno
-    source = linecache.getline(code.co_filename, number, frames[-1].tb_frame.f_globals).strip()
+    return _shown(frames[-1].tb_frame, frames[-1].tb_lineno) if frames else ""
+
+
+def running_line(innermost: FrameType | None) -> str:
+    """As `user_line`, for a thread that runs; its innermost line of any code if it runs none of the user's."""
+    frame = innermost
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    frame = frame or innermost
+    return "" if frame is None else _shown(frame, frame.f_lineno)
+
+
+def _shown(frame: FrameType, number: int) -> str:
+    code = frame.f_code
+    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
     where = f'  File "{code.co_filename}", line {number}, in {code.co_name}'
     return f"{where}\n    {source}" if source else where
 

@@ -16,7 +16,7 @@ from agent_endpoints import WAIT_S, importable, playing, wait_for
 from lit_async_rl.agents import AgentEngine, CommandAgent, InProcessClients, ProcessAgent, ProcessAgentError
 from lit_async_rl.agents.endpoint import process
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.environments.event_loop import EnvironmentLoop
+from lit_async_rl.runtime.loop import SharedLoop
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
@@ -29,6 +29,7 @@ MODULE = """
 import asyncio, fcntl, os, pathlib, sys, time
 
 from lit_async_rl.agents import AgentResult
+from lit_async_rl.runtime import loop
 
 HERE = pathlib.Path(__file__).parent
 
@@ -79,6 +80,7 @@ async def dies(prompt, client):
 
 
 async def blocks(prompt, client):
+    loop.BLOCKED_S = 0.5
     (HERE / "blocked").touch()
     time.sleep(3600)
 
@@ -198,12 +200,12 @@ def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fa
     """The thread of an event loop ends with a validation, and the next engine has another."""
     agent = ProcessAgent(f"{module}.says_its_process")
     client = SimpleNamespace(base_url="http://127.0.0.1:9/v1/", api_key=KEY)
-    shared = EnvironmentLoop()
+    shared = SharedLoop("environments", runs="an agent")
 
     def in_a_thread(coroutine):
         loop = shared.enter()
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, loop).result(WAIT_S)
+            return loop.call(coroutine, WAIT_S, "an episode")
         finally:
             shared.leave()
 
@@ -219,7 +221,7 @@ def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fa
     in_a_thread(agent.aclose())
 
 
-def test_a_process_that_an_agent_blocks_is_replaced(module, monkeypatch, tmp_path):
+def test_a_process_that_an_agent_blocks_is_replaced_and_the_agent_named(module, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 1.0)
     agent = ProcessAgent(f"{module}.blocks")
 
@@ -229,7 +231,10 @@ def test_a_process_that_an_agent_blocks_is_replaced(module, monkeypatch, tmp_pat
         while not (tmp_path / "blocked").exists():
             await asyncio.sleep(0.05)
         beside = asyncio.ensure_future(agent(PROMPT, client))
-        await asyncio.sleep(0.2)
+        said = ""
+        while "agent blocks has blocked its event loop for 0.5 s" not in said:
+            await asyncio.sleep(0.05)
+            said += capfd.readouterr().err
         blocked.cancel()
         try:
             await beside

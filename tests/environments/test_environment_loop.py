@@ -14,7 +14,6 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
-from lit_async_rl.environments.event_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
 from lit_async_rl.tasks import Addition
 from lit_async_rl.types import Prompt
@@ -101,31 +100,6 @@ def test_closing_one_engine_leaves_the_episodes_of_the_others_alone():
     assert len(poll_for(kept, 20.0, until=lambda found: len(found) == 2)) == 2
     kept.close()
     assert threads() == []
-
-
-def test_a_loop_that_is_blocked_is_given_up(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.environments.event_loop.CLEANUP_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.environments.event_loop.THREAD_JOIN_TIMEOUT_S", 0.1)
-    blocked, released = threading.Event(), threading.Event()
-
-    async def block():
-        blocked.set()
-        released.wait(20)
-
-    shared, done = EnvironmentLoop(), threading.Event()
-    tasks = EnvironmentTasks(shared)
-    tasks.begin(1, block())
-    assert blocked.wait(20)
-    tasks.close()
-    others = EnvironmentTasks(shared)
-
-    async def note():
-        done.set()
-
-    others.begin(1, note())
-    assert done.wait(20)
-    released.set()
-    others.close()
 
 
 def test_background_tasks_of_an_environment_outlive_engines_and_are_ended_with_the_last():

@@ -352,8 +352,8 @@ def test_a_reward_within_its_own_limit_does_not_end_the_run(looks):
 
 def test_an_environment_that_blocks_its_loop_is_named_and_the_engine_is_not_blamed(monkeypatch):
     monkeypatch.setattr("lit_async_rl.runtime.retries.GRACE_S", 0.2)
-    monkeypatch.setattr("lit_async_rl.environments.event_loop.CLEANUP_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.environments.event_loop.THREAD_JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.runtime.loop.CLEANUP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.runtime.loop.THREAD_JOIN_TIMEOUT_S", 0.1)
     release = threading.Event()
 
     class Blocking(Calculator):

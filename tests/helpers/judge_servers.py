@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lit_async_rl.runtime.guarded_calls import LoopThread
+from lit_async_rl.runtime.loop import LoopThread
 
 MARK = re.compile(r"VERDICT (\w+): VALUE\Z")
 

@@ -74,8 +74,7 @@ def test_closing_waits_for_a_hanging_reward_no_longer_than_it_says():
 def test_calls_that_hang_end_the_run_before_they_are_too_many(form, monkeypatch):
     """Of those that return after their limit none is counted."""
     monkeypatch.setattr("lit_async_rl.rewards.scorer.MAX_ABANDONED", 3)
-    monkeypatch.setattr("lit_async_rl.rewards.scorer.ANSWER_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.rewards.async_calls.ANSWER_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.runtime.loop.ANSWER_S", 0.1)
     release, begun = threading.Event(), []
 
     def hang(prompt, completion):

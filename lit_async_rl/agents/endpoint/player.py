@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from lit_async_rl.agents.api.openai_clients import OpenAIClients, import_openai
 from lit_async_rl.agents.calls import result_of
 from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
-from lit_async_rl.runtime.waiting import use_awake_clock
+from lit_async_rl.runtime.loop import run_once, watched
 from lit_async_rl.utils.user_code import user_line
 
 MAX_ERROR_CHARS = 2000
@@ -92,11 +92,11 @@ def _main() -> None:
         replies.write(json.dumps({"error": _described(error)}).encode() + b"\n")
         replies.flush()
         return
-    asyncio.run(_serve(player, messages))
+    run_once(_serve(player, messages))
 
 
 async def _serve(player: _Player, messages: BinaryIO) -> None:
-    loop = use_awake_clock(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
 
     def read() -> None:
         while (message := _read_message(messages)) is not None:
@@ -105,7 +105,9 @@ async def _serve(player: _Player, messages: BinaryIO) -> None:
 
     threading.Thread(target=read, name="messages", daemon=True).start()
     player.reply({"ready": True})
-    await asyncio.Event().wait()
+    name = getattr(player.agent, "__qualname__", type(player.agent).__name__)
+    with watched(loop, f"agent {name}"):
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

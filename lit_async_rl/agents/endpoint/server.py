@@ -25,7 +25,7 @@ from lit_async_rl.agents.api.openai_clients import MISSING
 from lit_async_rl.agents.api.service import CallService
 from lit_async_rl.errors import EngineError, describe
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.runtime.guarded_calls import LoopThread
+from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.utils.checks import check_range
 
 START_TIMEOUT_S = 30.0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +20,10 @@ from lit_async_rl.engines.vllm.engine_arguments import (
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
-from lit_async_rl.runtime.waiting import Wait
+from lit_async_rl.runtime.loop import LoopThread
 
 JOIN_S = 10.0
+THREAD_NAME = "vllm"
 
 
 class VLLMProcess(EngineControl):
@@ -36,16 +34,14 @@ class VLLMProcess(EngineControl):
         update_timeout_s: timeout of a call.
     """
 
+    _loop: LoopThread  # from `start` on; its thread outlives the processes, which would die with it
+
     def __init__(self, arguments: dict[str, Any], update_timeout_s: float) -> None:
         self.arguments = arguments
         self.update_timeout_s = update_timeout_s
         self.num_workers = 0  # set in `start`
         self.llm: Any = None
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
-        self._started = threading.Event()
-        self._closed = threading.Event()
-        self._error: BaseException | None = None
+        self._is_closed = False
         self._children: list[Any] = []
 
     def start(self, timeout_s: float) -> None:
@@ -56,49 +52,41 @@ class VLLMProcess(EngineControl):
             EngineError: it failed to start; its error is the cause.
         """
         others = set(multiprocessing.active_children())
-        self._thread.start()
-        wait = Wait(timeout_s, f"vLLM did not start within data.engine.startup_timeout_s={timeout_s:g}")
+        self._loop = LoopThread(THREAD_NAME)
         try:
-            wait.until(self._started.wait)
-        except StalledError:
-            self._closed.set()  # if it starts all the same, it ends at once
+            self._loop.call(self._boot(), timeout_s, "the start of vLLM", setting="data.engine.startup_timeout_s")
+        except (StalledError, EngineError):
+            self._is_closed = True  # if it starts all the same, it ends at once
             for child in self._started_since(others):
                 child.kill()
+            self._loop.close(timeout_s=0.0)
             raise
         self._children = self._started_since(others)
-        if self._error is None:
-            self.num_workers = int(self.llm.vllm_config.parallel_config.world_size_across_dp)
-        if self._error is not None:
-            raise EngineError(f"vLLM did not start: {self._error} (its own messages are above)") from self._error
+        self.num_workers = int(self.llm.vllm_config.parallel_config.world_size_across_dp)
 
     @staticmethod
     def _started_since(others: set[Any]) -> list[Any]:
         new = set(multiprocessing.active_children()) - others
         return [child for child in new if child.name.startswith("EngineCore")]
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.call_soon(self._boot)
-        self.loop.run_forever()
-
-    def _boot(self) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+    async def _boot(self) -> None:
+        """Starts vLLM, whose tasks belong to the running loop; blocks it meanwhile."""
         try:
-            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments))
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments))
         except BaseException as error:
-            self._error = error
-        if self._closed.is_set() and self.llm is not None:
-            self.llm.shutdown(timeout=0)
-        if self._closed.is_set() or self._error is not None:
-            self.loop.stop()
-        self._started.set()
+            raise EngineError(f"vLLM did not start: {error} (its own messages are above)") from error
+        if self._is_closed:
+            llm.shutdown(timeout=0)
+        else:
+            self.llm = llm
 
     @property
     def is_dead(self) -> bool:
         """Whether vLLM's processes have ended without `close`."""
-        return self.llm is not None and not self._closed.is_set() and self.llm.errored
+        return self.llm is not None and not self._is_closed and self.llm.errored
 
     @property
     def death(self) -> str:
@@ -114,23 +102,17 @@ class VLLMProcess(EngineControl):
             StalledError: `what` did not finish within `update_timeout_s`.
             EngineError: vLLM's processes died, or `close` was called.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
         def check() -> None:
-            if self.is_dead or self._closed.is_set():
+            if self.is_dead or self._is_closed:
                 raise EngineError(f"vLLM's processes {'died' if self.is_dead else 'were closed'} during {what}")
 
-        message = f"{what} did not end within data.engine.update_timeout_s={self.update_timeout_s:g}"
-        try:
-            Wait(self.update_timeout_s, message, check=check).until(lambda s: concurrent.futures.wait([future], s).done)
-        except StalledError:
-            future.cancel()
-            raise
-        return future.result()
+        limit_s = self.update_timeout_s
+        return self._loop.call(coroutine, limit_s, what, setting="data.engine.update_timeout_s", check=check)
 
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Schedules `callback` in the loop's thread."""
-        self.loop.call_soon_threadsafe(callback, *args)
+        self._loop.soon(callback, *args)
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         """Calls a method on every worker."""
@@ -138,27 +120,15 @@ class VLLMProcess(EngineControl):
 
     def close(self) -> None:
         """Stops the processes and joins the thread. Safe to call twice, and from any thread but the loop's."""
-        if self._closed.is_set():
+        if self._is_closed:
             return
-        self._closed.set()
-        if self.llm is not None:
-            stopping = asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop)
-            concurrent.futures.wait([stopping], JOIN_S)
-            self.llm.shutdown(timeout=0)
-            self.llm = None  # its destructor would shut it down again, during the interpreter's finalization
-        if self._thread.is_alive():
-            self.soon(self.loop.stop)
-            self._thread.join(JOIN_S)
+        self._is_closed = True
+        self._loop.end_tasks()  # vLLM's output handler, too, which would report the shutdown as a failure
+        self.llm.shutdown(timeout=0)
+        self.llm = None  # its destructor would shut it down again, during the interpreter's finalization
+        self._loop.close()
         for child in self._children:
             child.join(JOIN_S)
-
-
-async def _cancel_all() -> None:
-    """Cancels our requests and vLLM's output handler, which would report the shutdown as a failure."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # -- Starts vLLM inside a trainer: checks of installation and model, and the environment of its processes -------------
