@@ -107,12 +107,6 @@ from .engines.base import GenerationRequest as GenerationRequest
 from .engines.base import RolloutEngine as RolloutEngine
 from .engines.base import SamplingParams as SamplingParams
 from .engines.embedded.engine import EmbeddedEngine as EmbeddedEngine
-from .engines.vllm.engine import VLLMEngine as VLLMEngine
-from .engines.vllm.file_transfer import FileTransfer as FileTransfer
-from .engines.vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
-from .engines.vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
-from .engines.vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
-from .engines.vllm.weight_transfer import WeightTransfer as WeightTransfer
 from .environments.base import Environment as Environment
 from .environments.base import Episode as Episode
 from .environments.base import Observation as Observation
@@ -278,3 +272,9 @@ from .types import Rollout as Rollout
 from .types import RolloutBatch as RolloutBatch
 from .types import RolloutGroup as RolloutGroup
 from .types import Turn as Turn
+from .vllm.engine import VLLMEngine as VLLMEngine
+from .vllm.file_transfer import FileTransfer as FileTransfer
+from .vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
+from .vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
+from .vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
+from .vllm.weight_transfer import WeightTransfer as WeightTransfer

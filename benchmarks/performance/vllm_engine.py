@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.engine import VLLMEngine
 
 
 def start(lm: PreTrainedModel, args: argparse.Namespace, num_seqs: int) -> VLLMEngine:

@@ -36,9 +36,9 @@ from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.engine_arguments import CPU_VARIABLES, VARIABLES
 from lit_async_rl.models.loading import load_policy
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.engine_arguments import CPU_VARIABLES, VARIABLES
 
 ROOT = Path(__file__).parents[2]
 ENGINES = {

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 
 CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("whole, loaded in the pause", 1e-6, {"preload": False}),

@@ -3,9 +3,3 @@ from .base import GenerationRequest as GenerationRequest
 from .base import RolloutEngine as RolloutEngine
 from .base import SamplingParams as SamplingParams
 from .embedded.engine import EmbeddedEngine as EmbeddedEngine
-from .vllm.engine import VLLMEngine as VLLMEngine
-from .vllm.file_transfer import FileTransfer as FileTransfer
-from .vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
-from .vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
-from .vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
-from .vllm.weight_transfer import WeightTransfer as WeightTransfer

@@ -47,7 +47,6 @@ from lit_async_rl.engines.base import EngineWrapper, Probe, RolloutEngine, check
 from lit_async_rl.engines.completion_check import show
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.own_process import pack_requests
-from lit_async_rl.engines.vllm.background import free_cached_memory
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
@@ -72,6 +71,7 @@ from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.device_memory import free_cached_memory
 
 MAX_FAILURES = 5  # of a replica in a row, see `ReplicaEntry`
 MAX_LOSSES = 5  # of replicas in a row that had one request

@@ -22,8 +22,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lit_async_rl.engines.vllm import weight_deltas
-from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, VALUE
+from lit_async_rl.engines import weight_deltas
+from lit_async_rl.engines.weight_deltas import INDEX, MASK, VALUE
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.weights import LORA_A, LORA_B, UNCHANGED
 

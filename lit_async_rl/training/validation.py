@@ -57,7 +57,7 @@ class Validator(torch.nn.Module):
         self.pass_at_1 = MeanMetric()
         self.pass_at_k = MeanMetric()
         self.cut = MeanMetric()
-        self.squares = torch.nn.ModuleList(MeanMetric() for _ in range(3))  # of the first three, for their errors
+        self.squares: Any = torch.nn.ModuleList(MeanMetric() for _ in range(3))  # of the first three, for their errors
         self.num_prompts = SumMetric()
         self.num_scored = 0  # prompts of the last validation, on all ranks
         self.half_widths: dict[str, float] = {}  # 95 %, of its averages over prompts

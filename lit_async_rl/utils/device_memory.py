@@ -8,6 +8,7 @@ mapping (`PinnedArena`), or passed through two small buffers (`StagedCopies`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -217,3 +218,10 @@ def staged_copies(tensors: Iterator[Tensor]) -> StagedCopies | None:
     """`StagedCopies` of the first GPU among the tensors' devices; None if there is none."""
     device = next((tensor.device for tensor in tensors if has_streams(tensor.device)), None)
     return None if device is None else StagedCopies(device)
+
+
+def free_cached_memory() -> None:
+    """Returns cached memory of the trainer's allocator to the GPU, where another process needs it."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

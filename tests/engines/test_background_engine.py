@@ -8,14 +8,14 @@ import torch
 from flow import MODEL, make_data
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.engines.vllm.background import BackgroundEngine
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.process import VLLMProcess
-from lit_async_rl.engines.vllm.requests import RequestBook, RequestRunner
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.tasks import Calculator
+from lit_async_rl.vllm.background import BackgroundEngine
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.file_transfer import FileTransfer
+from lit_async_rl.vllm.process import VLLMProcess
+from lit_async_rl.vllm.requests import RequestBook, RequestRunner
 
 
 class InstantEngine(BackgroundEngine[FileTransfer]):

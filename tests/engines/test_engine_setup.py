@@ -7,8 +7,8 @@ from tiny_models import save, tiny_gemma2, tiny_llama
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.errors import SetupError, StalledError
+from lit_async_rl.vllm.engine import VLLMEngine
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2])
@@ -66,3 +66,10 @@ def test_validation_decodes_num_slots_rows_together(monkeypatch):
 def test_arguments_of_vllm_that_break_a_promise_are_refused_by_name(name, value, why):
     with pytest.raises(ValueError, match=rf"^data\.engine\.engine_args\.{name}=.* cannot be set: .*{why}"):
         VLLMEngine(engine_args={name: value})
+
+
+def test_vllms_names_are_found_where_they_were():
+    assert rl.engines.VLLMEngine is VLLMEngine
+    assert rl.engines.SharedMemoryTransfer is rl.SharedMemoryTransfer
+    with pytest.raises(AttributeError, match="NoSuchEngine"):
+        rl.engines.NoSuchEngine  # noqa: B018

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny_models import tiny_gpt2, tiny_llama
 
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, IncomingWeights, LoadedWeights, WeightStore
+from lit_async_rl.engines.weight_deltas import INDEX, MASK, IncomingWeights, LoadedWeights, WeightStore
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.vllm.file_transfer import FileTransfer
 
 
 class Worker:

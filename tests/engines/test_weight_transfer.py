@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, run_together
-from lit_async_rl.engines.vllm.weight_transfer import EngineControl
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.errors import StalledError
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
+from lit_async_rl.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, run_together
+from lit_async_rl.vllm.weight_transfer import EngineControl
 
 
 class Control(EngineControl):
@@ -158,7 +158,7 @@ def test_an_error_of_one_of_two_that_wait_for_each_other_ends_the_wait_for_both(
 
 KILLED = """
 import sys, time, torch
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer
+from lit_async_rl.vllm.file_transfer import FileTransfer
 transfer = FileTransfer(sys.argv[1])
 transfer.stage([("a", torch.ones(4))])
 print(transfer.staged, flush=True)

@@ -10,7 +10,7 @@ import psutil
 from replays import collect
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.engine import VLLMEngine
 
 SMALL = dict(kv_cache_memory_gb=0.06, max_num_seqs=64, startup_timeout_s=200.0, update_timeout_s=60.0)
 

@@ -20,9 +20,6 @@ from tiny_models import save, tiny_llama
 from lit_async_rl.engines.base import Probe, probe_tokens
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
@@ -30,6 +27,9 @@ from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.ray import engine as ray_engine
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.types import Prompt
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
+from lit_async_rl.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")]
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.engines.vllm.requests import RequestBook
 from lit_async_rl.runtime import spans as module
 from lit_async_rl.runtime.spans import (
     ENGINE,
@@ -24,6 +23,7 @@ from lit_async_rl.runtime.spans import (
     start_recording,
     stop_recording,
 )
+from lit_async_rl.vllm.requests import RequestBook
 
 
 @pytest.fixture(autouse=True)

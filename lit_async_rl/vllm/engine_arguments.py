@@ -10,8 +10,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.errors import SetupError
+from lit_async_rl.vllm.scheduler import SCHEDULER
 
 FIXED_ARGUMENTS = {
     "logprobs_mode": "processed_logprobs",  # of the sampling distribution, after temperature and truncation
@@ -96,7 +96,7 @@ CPU_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process, which starts twice as fast
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the first request compiles the sampler: half a minute, needs g++
 }
-DIE_WITH_PARENT = {"LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # see `lit_async_rl.engines.vllm.worker`
+DIE_WITH_PARENT = {"LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # see `lit_async_rl.vllm.worker`
 
 # variables of the launcher of a distributed trainer, with which vLLM would join its ranks
 LAUNCHER_VARIABLES = (

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine, check_request
-from lit_async_rl.engines.vllm.engine_arguments import is_cpu_build
-from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.process import VLLMProcess
-from lit_async_rl.engines.vllm.requests import RequestBook, check_sampling
-from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.device_memory import free_cached_memory
+from lit_async_rl.vllm.engine_arguments import is_cpu_build
+from lit_async_rl.vllm.file_transfer import FileTransfer
+from lit_async_rl.vllm.process import VLLMProcess
+from lit_async_rl.vllm.requests import RequestBook, check_sampling
+from lit_async_rl.vllm.weight_transfer import WeightTransfer
 
 Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
@@ -307,10 +306,3 @@ def default_memory_share(device_ids: list[int] | None, sleep_level: int) -> floa
     if device_ids is not None:
         return OWN_GPU_MEMORY_SHARE
     return ALTERNATING_MEMORY_SHARE if sleep_level else SHARED_GPU_MEMORY_SHARE
-
-
-def free_cached_memory() -> None:
-    """Returns cached memory of the trainer's allocator to the GPU, so that vLLM can wake up."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        gc.collect()
-        torch.cuda.empty_cache()

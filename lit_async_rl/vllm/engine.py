@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, set_up
-from lit_async_rl.engines.vllm.background import (
+from lit_async_rl.errors import EngineError
+from lit_async_rl.models.end_tokens import stored_eos_token_ids
+from lit_async_rl.models.loading import base_of, stored_dtype
+from lit_async_rl.runtime.waiting import Wait
+from lit_async_rl.utils.checks import MANY, check_range
+from lit_async_rl.vllm.background import (
     BackgroundEngine,
     Gate,
     Sleep,
@@ -28,16 +33,11 @@ from lit_async_rl.engines.vllm.background import (
     check_sleep_level,
     default_memory_share,
 )
-from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments, engine_gpus
-from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
-from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
-from lit_async_rl.engines.vllm.requests import RequestRunner
-from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
-from lit_async_rl.errors import EngineError
-from lit_async_rl.models.end_tokens import stored_eos_token_ids
-from lit_async_rl.models.loading import base_of, stored_dtype
-from lit_async_rl.runtime.waiting import Wait
-from lit_async_rl.utils.checks import MANY, check_range
+from lit_async_rl.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments, engine_gpus
+from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
+from lit_async_rl.vllm.process import VLLMProcess, start_vllm
+from lit_async_rl.vllm.requests import RequestRunner
+from lit_async_rl.vllm.weight_transfer import WeightTransfer
 
 
 class VLLMEngine(BackgroundEngine[WeightTransfer]):

@@ -1,6 +1,6 @@
 """Extension of vLLM's worker processes that loads weights. Imports little, because every worker imports it.
 
-Loaded by name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's arguments. The
+Loaded by name: `worker_extension_cls="lit_async_rl.vllm.worker.WorkerExtension"` in the engine's arguments. The
 trainer then calls on all workers, between two decode steps,
 
     collective_rpc("load_policy_weights", kwargs={"folder": "/dev/shm/..."})
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_async_rl.engines.vllm.weight_deltas import IncomingWeights, LoadedWeights
+from lit_async_rl.engines.weight_deltas import IncomingWeights, LoadedWeights
 from lit_async_rl.runtime.processes import die_with_parent
 from lit_async_rl.utils.device_memory import PinnedArena
 

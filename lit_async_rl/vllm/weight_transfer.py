@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EXTENSION = "lit_async_rl.engines.vllm.worker.WorkerExtension"
+EXTENSION = "lit_async_rl.vllm.worker.WorkerExtension"
 
 
 class EngineControl(ABC):

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.errors import EngineError, InvariantError
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.runtime.spans import ENGINE, recorder
 from lit_async_rl.types import Completion, GenerationRequest, SamplerHead, SamplingParams, join_heads
+from lit_async_rl.vllm.process import VLLMProcess
 
 # -- Thread-safe record of an engine's running requests, finished samples and first failure ---------------------------
 

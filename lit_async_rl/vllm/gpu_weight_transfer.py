@@ -1,4 +1,4 @@
-"""GPU-to-GPU weight transfer through vLLM's own backends, see `lit_async_rl.engines.vllm.weight_transfer`.
+"""GPU-to-GPU weight transfer through vLLM's own backends, see `lit_async_rl.vllm.weight_transfer`.
 
 Both use the packed trainer sides of vLLM 0.32 and 0.33: the tensors of a chunk travel as one buffer of bytes, because
 a handle or a broadcast for each parameter takes longer than the copies. Ours are the chunks, which bound memory, the
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 from lit_async_rl.engines.weight_files import chunks
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.runtime.ports import free_port
 from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 
 NUM_BUFFERS = 2  # of a sender of NCCL: one is packed while the other is sent
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, BASE, ID, VALUE, WeightStore
-from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
+from lit_async_rl.engines.weight_deltas import ADAPTER, BASE, ID, VALUE, WeightStore
 from lit_async_rl.engines.weight_files import SHARED_MEMORY, WeightFolders, chunks, folder_with_room, write_folder
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import weight_bytes
 from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.02  # a pause of generation may wait for the workers' loading: not the half second of `Wait`

@@ -1,6 +1,6 @@
 """vLLM's scheduler, changed so that after an update no prompt is read from the KV cache of older weights.
 
-Loaded by name: `scheduler_cls="lit_async_rl.engines.vllm.scheduler.make_scheduler"` in the engine's arguments.
+Loaded by name: `scheduler_cls="lit_async_rl.vllm.scheduler.make_scheduler"` in the engine's arguments.
 
 The samples of a prompt share its KV cache, and samples that wait for memory may start after an update. vLLM finds
 cached blocks by a hash of the tokens and of the request's salt; it does not know that the weights changed. Here the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-SCHEDULER = "lit_async_rl.engines.vllm.scheduler.make_scheduler"
+SCHEDULER = "lit_async_rl.vllm.scheduler.make_scheduler"
 SEPARATOR = "\n"  # between a request's own salt and the number of pauses
 
 
