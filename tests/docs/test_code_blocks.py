@@ -130,9 +130,10 @@ def test_tables_of_measurements_are_those_of_their_files(page: Path):
 
 
 @pytest.mark.parametrize("path", sorted(measurements.FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_a_measurement_is_complete_and_shown(path: Path):
+def test_a_measurement_is_complete_and_shown_or_linked(path: Path):
     measurements.load(path.stem)
-    assert any(f"<!-- measurement: {path.stem} -->" in page.read_text() for page in measurements.PAGES)
+    marks = (f"<!-- measurement: {path.stem} -->", f"measurements/{path.name}")
+    assert any(mark in page.read_text() for page in measurements.PAGES for mark in marks)
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
