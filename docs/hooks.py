@@ -15,8 +15,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/lit-async-rl/lit-async-rl/blob/main/"
-PAGES = {"CHANGELOG.md": "changelog.md", "configs/README.md": "configurations.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
+MEASUREMENT = re.compile(r"docs/measurements/(?P<name>\w+)\.json")
 LINK = re.compile(r"(?<=\]\()(?P<path>(?!https?:)[^)#\s]+)")
 
 
@@ -76,12 +77,21 @@ def _docstring(name: str) -> str:
     return ""
 
 
+def tables() -> str:
+    """The page of all measurements: each file's table, and the command that made it."""
+    names = sorted(path.stem for path in measurements.FOLDER.glob("*.json"))
+    head = "Each with its command, commit, date and machine. The files are in `docs/measurements/`."
+    parts = [f"## {name} {{ #{name} }}\n{measurements.render(measurements.load(name))}" for name in names]
+    return "\n".join(["# All measurements", "", head, "", *parts])
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of the reference, and those made of files outside of `docs/`."""
     packages = public_names()
     pages = {made: (ROOT / source).read_text() for source, made in PAGES.items()}
     pages["reference/index.md"] = index(packages)
     pages["papers.md"] = papers()
+    pages["measurements.md"] = tables()
     pages |= {f"reference/{package}.md": page(package, names) for package, names in packages.items()}
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
@@ -97,12 +107,14 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Fills in measurements, and turns links to files outside of `docs/` into links to the repository or their page."""
+    """Fills in measurements, and points links to files outside of `docs/`, and to measurements, at their page."""
     name = page.file.src_uri
     origin = next((source for source, made in PAGES.items() if made == name), f"docs/{name}")
 
     def target(match: re.Match[str]) -> str:
         found = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match["path"]))
+        if measured := MEASUREMENT.fullmatch(found):
+            return posixpath.relpath("measurements.md", posixpath.dirname(name) or ".") + "#" + measured["name"]
         if found in PAGES or found.startswith("docs/"):
             inside = PAGES.get(found, found.removeprefix("docs/"))
             return posixpath.relpath(inside, posixpath.dirname(name) or ".")

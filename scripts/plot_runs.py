@@ -1,6 +1,6 @@
 """Draws learning curves from the CSV logs of runs.
 
-    python scripts/plot_runs.py --runs runs/quickstart/version_* --out docs/quickstart.png
+    python scripts/plot_runs.py --runs runs/quickstart/version_* --out curves.png
 
     python scripts/plot_runs.py --runs runs/real_model/*/seed_* --panels val/pass@1 policy/entropy --out a.png
 

@@ -1,4 +1,4 @@
-"""The tables of docs/vllm.md: tokens per processor second, and what updates of the weights cost, for several models.
+"""Tokens per processor second with vLLM, and what updates of the weights cost, for several models.
 
 Throughput: the same prompts and lengths, one thread, by transformers' `generate`, the embedded engine, `VLLMEngine`
 (which returns log-probabilities and versions) and vLLM's own `LLM.generate` (which returns neither), each in a process

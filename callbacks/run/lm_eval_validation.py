@@ -99,7 +99,7 @@ class LMEvalValidation(pl.Callback):
         if trainer.world_size > 1:
             raise ValueError(
                 f"LMEvalValidation runs in one process, and there are {trainer.world_size}: export a checkpoint and "
-                "run lm-eval on it (docs/trained_model.md)"
+                "run lm-eval on it (docs/evaluation.md)"
             )
         self._manager = self._known_tasks()
 

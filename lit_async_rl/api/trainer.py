@@ -251,7 +251,7 @@ def _check_nodes(trainer: pl.Trainer) -> None:
     if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_known:
         raise ValueError(
             f"trainer.num_nodes={trainer.num_nodes}, but nothing says which machine this is: start with torchrun or "
-            "srun on each (docs/scaling.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
+            "srun on each (docs/hardware.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
         )
 
 

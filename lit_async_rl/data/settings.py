@@ -113,7 +113,7 @@ class Limits:
     Args:
         rollout_timeout_s: seconds without a new token or reward, while the trainer waits and no reward or environment
             works within a limit of its own, before an engine counts as hanging; where several ranks train, also the
-            seconds in which a rank that others wait for may make no progress (see docs/scaling.md).
+            seconds in which a rank that others wait for may make no progress (see docs/hardware.md).
         rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
         start_timeout_s: seconds in which all training processes must have come together at the start.
         engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a

@@ -124,7 +124,7 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
                 f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split "
                 "over GPUs, so that one GPU must hold the activations of the longest. What takes less: "
                 "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step, "
-                "tensor_parallel_size (docs/gpus.md)"
+                "tensor_parallel_size (docs/hardware.md)"
             )
         super().__init__(*args, **settings)
 

@@ -8,21 +8,21 @@ import pytest
 from markdown_blocks import ROOT
 from page_runs import TIMEOUT_S, check_that_no_file_has, shown, train
 
-PAGE = ROOT / "docs" / "agent_endpoint.md"
+PAGE = ROOT / "docs" / "agents.md"
 PLANTED = "sk-planted-4f7c1d9be2a64d0c"
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.slow
 def test_the_agent_in_python_trains(tmp_path):
-    runs = train(tmp_path, shown(PAGE, tmp_path, 0))
+    runs = train(tmp_path, shown(PAGE, tmp_path, 1))
     assert len(next(runs.rglob("metrics.csv")).read_text().splitlines()) > 2
 
 
 @pytest.mark.slow
 def test_the_program_trains_and_no_key_is_written_anywhere(tmp_path):
     """Each agent notes its key where the run cannot see it, and writes its environment to stderr."""
-    config = shown(PAGE, tmp_path, 1)
+    config = shown(PAGE, tmp_path, 2)
     keys = tmp_path / "elsewhere"
     keys.mkdir()
     script = tmp_path / "my_agent_script.py"

@@ -186,7 +186,7 @@ def test_a_killed_rank_ends_the_other_one(rank):
 
 
 def test_a_trained_parameter_costs_sixteen_bytes():
-    """The formula of docs/scaling.md: float32 weight, gradient and two moments of AdamW."""
+    """The formula of docs/hardware.md: float32 weight, gradient and two moments of AdamW."""
     module = make_module()
     parameters = list(module.policy.parameters())
     optimizer = torch.optim.AdamW(parameters)

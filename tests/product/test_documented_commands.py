@@ -18,9 +18,8 @@ SHORT = [
 ]
 LONGER = [*SHORT, "--trainer.max_steps", "5"]
 PAGES = [
-    *("README.md", "configs/README.md", "docs/usage.md", "docs/index.md", "docs/checkpoints.md"),
-    *("docs/engines.md", "docs/environments.md", "docs/evaluation.md", "docs/models.md", "docs/stabilizers.md"),
-    "docs/trained_model.md",
+    *("README.md", "docs/command_line.md", "docs/checkpoints.md", "docs/engines.md", "docs/environments.md"),
+    *("docs/evaluation.md", "docs/models.md", "docs/stabilizers.md"),
 ]
 ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"^(make|pip|git|source|cd)\b": "make quickstart and the tests themselves",

@@ -486,7 +486,7 @@ class DecodeLoop(RolloutEngine):
 
 
 def recommend_vllm(lm: PreTrainedModel) -> None:
-    """Says that vLLM decodes a model of this size faster on a GPU; see docs/gpus.md for why it is not the default."""
+    """Says that vLLM decodes a model of this size faster on a GPU; docs/hardware.md says why it is not the default."""
     num_parameters = sum(parameter.numel() for parameter in lm.parameters())
     if num_parameters < VLLM_PARAMETERS:
         return
