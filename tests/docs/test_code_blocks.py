@@ -131,8 +131,20 @@ def test_tables_of_measurements_are_those_of_their_files(page: Path):
 
 @pytest.mark.parametrize("path", sorted(measurements.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_a_measurement_is_complete_and_shown(path: Path):
+    """A table shows it, or a link beside a number leads to it."""
     measurements.load(path.stem)
-    assert any(f"<!-- measurement: {path.stem} -->" in page.read_text() for page in measurements.PAGES)
+    shown = re.compile(rf"<!-- measurement: {path.stem} (?:-->|\|)|\]\(measurements/{path.stem}\.json\)")
+    assert any(shown.search(page.read_text()) for page in measurements.PAGES)
+
+
+def test_a_page_may_show_some_columns_of_a_measurement():
+    marker = "<!-- measurement: plan | engines | measured s -->"
+    filled = measurements.fill(f"{marker}\nold\n<!-- end -->")
+    assert filled.splitlines()[:5] == [marker, "", "| engines | measured s |", "|---|---|", "| 1 | 1.871 |"]
+    assert "](measurements/plan.json)" in filled
+    assert measurements.fill(filled) == filled
+    with pytest.raises(ValueError, match=r"plan\.json has no column \['speed'\]"):
+        measurements.fill("<!-- measurement: plan | speed -->\n<!-- end -->")
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
