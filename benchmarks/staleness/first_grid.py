@@ -102,11 +102,13 @@ def decision() -> str:
     def model(method: str, lag: int) -> str:
         return ", ".join(f"{share} on {DEVICES[on]}" for on, share in kept_by_language_model(method, lag).items())
 
-    language_model, small = "SmolLM2-135M", "88 thousand parameters"
+    language_model = "SmolLM2-135M"
+    small = "88 thousand parameters"
     clip = "a clip (PPO, M2PO, DPPO) that you want to keep"
     rows = [
         [language_model, "16 versions old", "a lower bound; if it must be, token TIS at a third of the rate",
-         f"token TIS {model('token_tis', 16)}; VCPO {model('vcpo', 16)}; without correction {model('uncorrected', 16)}"],
+         f"token TIS {model('token_tis', 16)}; VCPO {model('vcpo', 16)}; "
+         f"without correction {model('uncorrected', 16)}"],
         [language_model, "64 versions old (1.6 generations †)", "a lower bound: none of four methods keeps half",
          f"token TIS {model('token_tis', 64)}; VCPO {model('vcpo', 64)}; "
          f"without correction {model('uncorrected', 64)}"],

@@ -83,8 +83,8 @@ def has_collapsed(start: float, best: float, final: float) -> bool:
 def generations(steps: float, lag: int) -> str:
     """Steps over the lag, for a table, marked where they are too few for a claim about the lag.
 
-    It is how many times a run has trained on what its own earlier policies sampled. With `FixedLag` the first `lag` steps
-    train on what the first policy sampled: one generation is offline learning.
+    It is how many times a run has trained on what its own earlier policies sampled. With `FixedLag` the first `lag`
+    steps train on what the first policy sampled: one generation is offline learning.
     """
     if not lag:
         return ""
