@@ -64,8 +64,7 @@ def render(found: dict[str, Any], shown: Sequence[str] = ()) -> str:
     head, *body = ["| " + " | ".join(show(cell) for cell in line) + " |" for line in (columns, *rows)]
     table = "\n".join([head, "|---" * len(columns) + "|", *body])
     if shown:
-        rest = f"[All columns, command, commit and machine](measurements/{found['name']}.json)"
-        return f"\n{table}\n\n<small>{rest}</small>\n\n"
+        return f"\n{table}\n\n<small>[All columns, command, commit and machine](measurements/{found['name']}.json)</small>\n\n"
     source = f"`{found['command']}`, commit {found['commit']}, {found['date']}, {found['machine']}."
     if found["interval"]:
         low, high = found["interval"]
