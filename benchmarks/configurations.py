@@ -34,7 +34,7 @@ ELSEWHERE = {  # overlays of the quick start that are not measured here, and why
     "vllm_cpu": "needs vLLM: docs/vllm.md",
     "strategies/fsdp2_tp": "four processes",
     "systems/sampo": "an overlay of calculator.yaml",
-    "systems/oapl": "another learning problem: offline regression, see docs/systems.md",
+    "systems/oapl": "another learning problem: offline regression, see docs/performance.md",
 }
 FSDP2_SIZES = ("--trainer.strategy.init_args.data_parallel_size", "2")
 RECIPE = "quickstart"  # the quick start as it is, and without its recipe

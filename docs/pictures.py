@@ -35,7 +35,7 @@ class Bar:
     colour: str
 
 
-SYNCHRONOUS = Bar(row="synchronous", label="synchronous PPO-clip (the measure)", colour=GREY)
+SYNCHRONOUS = Bar(row="synchronous", label="synchronous PPO-clip (reference)", colour=GREY)
 TOOLS = (
     SYNCHRONOUS,
     Bar(
@@ -59,7 +59,7 @@ QUICK_TOOLS = (
     Bar(row="recipe, `max_staleness` 8", label="VCPO, at most 8 versions old", colour=BLUE),
 )
 QUICK_START = (
-    Bar(row="plain GRPO, synchronous", label="synchronous PPO-clip (the measure)", colour=GREY),
+    Bar(row="plain GRPO, synchronous", label="synchronous PPO-clip (reference)", colour=GREY),
     Bar(row="recipe, synchronous", label="synchronous VCPO", colour=LIGHT_GREY),
     Bar(row="TRL GRPOTrainer, two threads", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
     Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous PPO-clip", colour=ORANGE),
@@ -74,11 +74,6 @@ LENGTHS = (
     SYNCHRONOUS,
     Bar(row="plain GRPO, `max_staleness` 4", label="asynchronous PPO-clip", colour=ORANGE),
     Bar(row="recipe, `max_staleness` 4", label="asynchronous VCPO", colour=BLUE),
-)
-LENGTHS_TRL = (
-    SYNCHRONOUS,
-    Bar(row="TRL GRPOTrainer, two threads", label="TRL GRPOTrainer (synchronous)", colour=PURPLE),
-    LENGTHS[-1],
 )
 LANGUAGE_MODEL = (
     SYNCHRONOUS,
@@ -106,7 +101,6 @@ SPEEDUPS: dict[str, tuple[Panel, ...]] = {  # of a picture
     "time_to_accuracy_tools_0_1": (("time_to_accuracy_tools_0_1", "tools answer after 0.1 s", QUICK_TOOLS),),
     "time_to_accuracy_quickstart": (("time_to_accuracy_quickstart", "quick start", QUICK_START),),
     "time_to_accuracy_lengths": (("time_to_accuracy_lengths", "completions of 3 to 120 digits", LENGTHS),),
-    "time_to_accuracy_lengths_trl": (("time_to_accuracy_lengths_trl", "completions of 3 to 120 digits", LENGTHS_TRL),),
     "time_to_accuracy_smollm2": (
         ("time_to_accuracy_smollm2", "SmolLM2, rewards of 2 s", LANGUAGE_MODEL),
         ("time_to_accuracy_smollm2_8s", "SmolLM2, rewards of 8 s", LANGUAGE_MODEL),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.staleness.page                                # writes the pages' tables anew
     python -m benchmarks.staleness.page --collect gac runs/bench/gac   # with what that grid has finished
+    python -m benchmarks.staleness.page --show gac_map                 # prints a table that no page has room for
 
 The text between `<!-- results: NAME -->` and `<!-- end -->` is that of the function NAME.
 """
@@ -145,12 +146,11 @@ def language_model_kept() -> str:
 
 
 def controller() -> str:
-    """Runs at rates that are too high, with `StalenessController`, beside the best rate of a search without it."""
+    """Runs at rates that are too high, with `StalenessController` and without it."""
     runs = runs_of("controller")
     if runs is None:
         return _not_run("controller")
-    names = ("results", "equal_tuning", "smollm2")
-    tables = {name: found for name in names if (found := runs_of(name)) is not None}
+    tables = {name: found for name in ("results", "smollm2") if (found := runs_of(name)) is not None}
     hard = runs[runs["method"].str.contains("controller") & (runs["learning_rate_scale"] > 1)]
     rows = []
     for key, group in hard.groupby(["regime", "method", "lag"]):
@@ -161,14 +161,6 @@ def controller() -> str:
         means = group.groupby("learning_rate_scale")["final"].mean()
         apart = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
         without = apart[apart["learning_rate_scale"] > 1]
-        searched = [
-            table[(table["regime"] == regime) & (table["method"] == loss) & (table["lag"] == lag)]
-            .groupby("learning_rate_scale")["final"]
-            .mean()
-            .max()
-            for table in tables.values()
-        ]
-        best = max((value for value in searched if value == value), default=None)
         rows.append(
             [
                 str(regime),
@@ -179,12 +171,11 @@ def controller() -> str:
                 *lost(group, gain),
                 f"{without['final'].mean():.2f}" if len(without) else "",
                 *(lost(without, gain) if len(without) else ("", "")),
-                "" if best is None else f"{best:.2f}",
             ]
         )
     head = ["regime", "loss", "lag", "generations", "with it, rate × 2", "× 4", "× 8", "end below half", "collapsed"]
     head += ["without it, × 2 to 8", "end below half without it", "collapsed without it"]
-    return markdown([*head, "without it, best rate"], rows)
+    return markdown(head, rows)
 
 
 def lost(runs: pd.DataFrame, gain: float) -> tuple[str, str]:
@@ -315,13 +306,13 @@ def _variant(regime: str, method: str) -> list[str]:
 
 
 def sources() -> str:
-    """Which command at which commit made which table."""
+    """Which suite of `scripts/staleness_bench.py` at which commit made which table."""
     rows = []
     for name, source in json.loads((shown_runs.FOLDER / SOURCES).read_text()).items():
         runs = runs_of(name)
         cells = [f"[`{name}.parquet`](results/{name}.parquet)", "" if runs is None else str(len(runs))]
-        rows.append([*cells, f"`{source['command']}`", source["commit"]])
-    return markdown(["table", "runs", "command", "commit"], rows)
+        rows.append([*cells, f"`{source['command'].rpartition(' ')[2]}`", source["commit"]])
+    return markdown(["table", "runs", "suite", "commit"], rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -376,8 +367,13 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", nargs=2, metavar=("SUITE", "FOLDER"), help="a suite, and its folder of results")
-    if collected := parser.parse_args().collect:
-        collect(collected[0], Path(collected[1]), shown_runs.FOLDER)
+    parser.add_argument("--show", choices=sorted(BLOCKS), help="prints this table, and writes nothing")
+    args = parser.parse_args()
+    if args.show:
+        print(BLOCKS[args.show]())
+        return
+    if args.collect:
+        collect(args.collect[0], Path(args.collect[1]), shown_runs.FOLDER)
     for page in PAGES:
         page.write_text(fill(page.read_text()))
 

@@ -6,28 +6,23 @@ import math
 
 import pandas as pd
 
-from benchmarks.staleness.comparisons import KEY, at_best_rate, compare, robustness
+from benchmarks.staleness.comparisons import KEY, at_best_rate, compare
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
-from benchmarks.staleness.statistics import best_scales, gain_share, generations, interval, synchronous
+from benchmarks.staleness.statistics import best_scales, gain_share, generations, synchronous
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 BASELINE = "ppo_clip"
-HEAD = [
-    *("method", "best rate ×", "accuracy", "share of the gain kept", "difference to PPO-clip", "q", "over rates"),
-    *("seeds", "CPU s"),
-]
+HEAD = ["method", "best rate ×", "share kept", "accuracy above PPO-clip's", "q"]
 
 
-def ranked(runs: pd.DataFrame, reference: pd.Series, areas: pd.DataFrame) -> str:
+def ranked(runs: pd.DataFrame, reference: pd.Series) -> str:
     """Methods at their best rates; the share of what synchronous runs gain, and differences to PPO-clip by seed.
 
     Args:
         runs: of one regime and lag, as `per_cell` gives them.
         reference: final accuracies of synchronous runs.
-        areas: as `robustness` gives them.
     """
     against = compare(runs, BASELINE).set_index("method")
-    over_rates = areas.set_index("method")["robustness"]
     rows = []
     for method, group in at_best_rate(runs).groupby("method"):
         rates = "/".join(f"{scale:g}" for scale in sorted(group["learning_rate_scale"].unique()))
@@ -36,9 +31,7 @@ def ranked(runs: pd.DataFrame, reference: pd.Series, areas: pd.DataFrame) -> str
         if method in against.index:
             o = against.loc[method]
             other = [pm(o["difference"], o["half"], 3), "" if math.isnan(o["q"]) else f"{o['q']:.3f}"]
-        area = f"{over_rates[method]:.2f}" if method in over_rates.index else ""
-        cells = [str(method), rates, pm(*interval(group["final"]), 3), pm(share, half), *other, area]
-        rows.append((share, [*cells, str(len(group)), f"{group['cpu_s'].median():.0f}"]))
+        rows.append((share, [str(method), rates, pm(share, half), *other]))
     return markdown(HEAD, [cells for _, cells in sorted(rows, key=lambda row: -row[0])])
 
 
@@ -59,7 +52,7 @@ def equal_tuning() -> str | None:
             tables += [f"{title}, the search alone:", searched_rates(searched)]
         else:
             reference = synchronous(runs, str(regime))["final"]
-            tables += [f"{title}:", ranked(counted, reference, robustness(searched))]
+            tables += [f"{title}:", ranked(counted, reference)]
     return "\n\n".join(tables)
 
 

@@ -17,6 +17,7 @@ LAST_EVALUATIONS = 2  # `final` is their mean: one has a sampling error of 3 poi
 NAIVE = ("uncorrected", "ppo_clip")  # what stands for "no cure" in a regime: the first of these that it has
 HALF = 0.5  # of the synchronous gain: a run that ends below it has collapsed, or is slow
 ENOUGH_GENERATIONS = 6  # of data that a run needs for a claim about its lag
+TOO_FEW = " †"  # marks fewer
 LOW_ESS = 0.5
 
 
@@ -80,11 +81,14 @@ def has_collapsed(start: float, best: float, final: float) -> bool:
 
 
 def generations(steps: float, lag: int) -> str:
-    """Steps over the lag, for a table: how many times a run has trained on what its own earlier policies sampled.
+    """Steps over the lag, for a table, marked where they are too few for a claim about the lag.
 
-    With `FixedLag` the first `lag` steps train on what the first policy sampled: one generation is offline learning.
+    It is how many times a run has trained on what its own earlier policies sampled. With `FixedLag` the first `lag`
+    steps train on what the first policy sampled: one generation is offline learning.
     """
-    return f"{steps / lag:.1f}" if lag else ""
+    if not lag:
+        return ""
+    return f"{steps / lag:.1f}" + (TOO_FEW if steps < ENOUGH_GENERATIONS * lag else "")
 
 
 def is_slow(runs: pd.DataFrame, gain: float) -> pd.Series:

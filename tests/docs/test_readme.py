@@ -35,7 +35,7 @@ NO_RESULTS = (  # of this project: names, settings and requirements
     *(r"every 50 steps", r"half a minute", r"`[^`]*`", r"\]\([^)]*\)", r"temperature 1\b", r"95 % intervals"),
 )
 SOURCE = re.compile(r"\]\(docs/(?:measurements/\w+\.json|results\.md)\)")
-CITED = re.compile(r"\]\((docs/(?:measurements/\w+\.json|results\.md|results/report\.md))\)")
+CITED = re.compile(r"\]\((docs/(?:measurements/\w+\.json|results\.md))\)")
 DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 EXPLAINED = {  # a word of the field, and what has to stand before it or beside it
     "recipe": "the quick start and `rl.fit` do by default",
