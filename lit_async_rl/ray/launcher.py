@@ -522,7 +522,7 @@ class Screen:
 
         Args:
             said: new output.
-            is_last: whether lines that wait are printed as well.
+            is_last: of this start: lines that wait, and have no end, are printed as well.
         """
         now = time.monotonic()
         for rank, stream, text in said:
@@ -537,6 +537,7 @@ class Screen:
                     self._held.append((now, rank, stream, line))
         if is_last:
             self._held += [(now, rank, stream, rest) for (rank, stream), rest in self._rests.items() if rank and rest]
+            self._rests.clear()  # what the next start says is no part of these lines
         due = [one for one in self._held if is_last or now - one[0] >= HOLD_S]
         self._held = self._held[len(due) :]
         for _, rank, stream, line in due:

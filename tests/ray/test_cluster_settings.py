@@ -122,6 +122,8 @@ def test_each_line_is_shown_once(capfd):
     shown = capfd.readouterr()
     assert shown.out == "seed 0\nstep 1/5\nrank 1: only here\n"
     assert shown.err == "rank 1: cut off\n"
+    screen.show([(1, "stderr", "from the next start\n")], is_last=True)
+    assert capfd.readouterr().err == "rank 1: from the next start\n"
 
 
 def test_what_nobody_reads_is_not_kept_for_ever():
