@@ -71,7 +71,7 @@ test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
 	$(VLLM)/bin/python -m pytest tests/with_vllm -m "not ray"
 
 $(VLLM)/with-ray: $(VLLM)/installed
-	$(VLLM)/bin/python -m pip install --quiet "ray[default,train]>=2.60"
+	$(VLLM)/bin/python -m pip install --quiet "ray[default]>=2.60"
 	touch $@
 
 test-vllm-ray: $(VLLM)/with-ray  ## the same in Ray replicas, of which one is killed

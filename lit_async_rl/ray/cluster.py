@@ -141,9 +141,9 @@ class RayCluster:
 
     That is a Ray cluster, or a Ray that is started on this machine for the run.
 
-    With more than one trainer rank, or with resources for one, Ray Train places the ranks; each is a process of its
-    own that runs the same command as under torchrun, and Lightning connects them. Otherwise the trainer runs where it
-    is started, with as many processes as `trainer.devices` says. `trainer.devices` and `trainer.num_nodes` are set to
+    With more than one trainer rank, or with resources for one, Ray places the ranks; each is a process of its own that
+    runs the same command as under torchrun, and Lightning connects them. Otherwise the trainer runs where it is
+    started, with as many processes as `trainer.devices` says. `trainer.devices` and `trainer.num_nodes` are set to
     where the ranks are. With more than one engine replica `data.engine` is wrapped in `RayEngine`. With `rewards`
     actors call `data.reward`, with `environments` they play the episodes of the environment of `data.engine`; both for
     the leading rank, which samples.

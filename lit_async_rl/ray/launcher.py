@@ -1,45 +1,62 @@
-"""Starts a run's trainer ranks through Ray Train, shows what they say, passes signals on, and returns how they ended.
+"""Starts a run's trainer ranks on Ray, shows what they say, passes signals on, and returns how they ended.
 
-    command ──signals──▶ coordinator ──▶ worker of Ray Train ──▶ process of the rank (torchrun's variables)
-       ▲                  (actor)    ◀── output, ends ───────────┘
-       └─────────────────────┘
+    command ──starts, signals──▶ actor of a rank ──▶ process of the rank (torchrun's variables)
+       ▲                          │     ▲                  │
+       └──── output, its end ─────┘     └──── output ──────┘
 
-Ray Train places the workers (packed), and starts them again after a failure. Everything else is the run's own, as under
-torchrun: Lightning connects the ranks, and checkpoints, queue included, are what a new start resumes from.
+A placement group holds the actors, packed, and a new one those of the next start after a failure. Everything else is
+the run's own, as under torchrun: Lightning connects the ranks, and checkpoints, queue included, are what a new start
+resumes from. An autoscaler sees the group for which there is no room yet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
 import signal
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_async_rl.errors import RankError, SetupError
+from lit_async_rl.errors import RankError, SetupError, StalledError
+from lit_async_rl.ray.actors import kill_actor, last_line
 from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.coordinator import Coordinator, Ended, Said, Stream
+from lit_async_rl.ray.coordinator import Coordinator
 from lit_async_rl.ray.dry_run import connected_with_room
 from lit_async_rl.ray.process import stop_actors
 from lit_async_rl.ray.rank import Place
 from lit_async_rl.ray.runtime import NAMESPACE
-from lit_async_rl.ray.security import is_loopback
-from lit_async_rl.ray.supervise import ANSWER_S, describe_end, supervise
+from lit_async_rl.ray.supervise import (
+    ANSWER_S,
+    FINAL_S,
+    FINAL_STATUS,
+    NAMESPACE_NAME,
+    PAUSE_S,
+    RESUME,
+    RUN_ID,
+    Ended,
+    RankActor,
+    Said,
+    Spot,
+    Stream,
+    describe_end,
+)
+from lit_async_rl.runtime.waiting import Wait, announced, clock
 
-PAUSE_S = 0.2
 HOLD_S = 1.0  # how long a line of another rank waits for the same one of rank 0
+DRAIN_S = 120.0  # to save before a node is taken away, where Ray's notice names no time
+DRAIN_INTERVAL_S = 2.0  # between two looks for such notices
+SILENT_S = 600.0  # without an answer of an actor until it counts as lost; Ray notices a lost node or process earlier
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 PASSED = (
     "LIT_ASYNC_RL_",
     "NCCL_",
@@ -49,12 +66,6 @@ PASSED = (
     "HF_HUB_OFFLINE",
     "WANDB_MODE",
 )
-OF_RAY_TRAIN = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-}
 log = logging.getLogger(__name__)
 
 
@@ -86,29 +97,25 @@ def launch(cluster: RayCluster, job: Callable[[Place], None], *, uses_gpus: bool
         RankError: the ranks failed more often than `cluster.max_failures` (names node, process and last lines), or the
             cluster is gone.
     """
-    run = _Run(cluster, uses_gpus=uses_gpus)
-    with run.connected() as ray:
+    with connected_with_room(cluster, uses_gpus=uses_gpus) as ray:
+        has_gpus = uses_gpus and ray.cluster_resources().get("GPU", 0) > 0
+        run = _Run(ray, cluster, cluster.rank_resources(has_gpus=has_gpus))
         try:
             with run.coordinated(job), _received_signals() as received:
                 return run.until_the_end(received)
+        except _EndedAtOnce as end:
+            return Outcome(128 + end.number, None, None)
         except ray.exceptions.RayError as error:
             reason = str(error).strip().partition("\n")[0]
             raise RankError(f"the Ray cluster does not answer ({type(error).__name__}: {reason})") from error
 
 
-@contextlib.contextmanager
-def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context with variables of this process's environment, by which Ray Train takes its settings."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+class _EndedAtOnce(Exception):
+    """A signal came before anything could be saved, or Ctrl-C a second time."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @contextlib.contextmanager
@@ -128,33 +135,26 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 class _Run:
-    """One run of ranks, seen from the command."""
+    """One run of ranks, seen from the command.
 
-    def __init__(self, cluster: RayCluster, *, uses_gpus: bool) -> None:
+    Args:
+        ray: the module, connected.
+        cluster: says how many ranks, and how often they may fail.
+        resources: of one rank, as Ray counts them.
+    """
+
+    def __init__(self, ray: Any, cluster: RayCluster, resources: Mapping[str, float]) -> None:
+        self._ray = ray
         self._cluster = cluster
-        self._uses_gpus = uses_gpus
+        self._resources = {name: amount for name, amount in resources.items() if amount}
         self._name = f"run-{uuid.uuid4().hex[:12]}"
         self._screen = Screen()
-        self._ray: Any = None
-        self._coordinator: Any = None
-        self._is_local = True
-        self._told: set[int] = set()  # starts of the ranks of which a line has said how they ended
-        self._error: BaseException | None = None
-
-    @contextlib.contextmanager
-    def connected(self) -> Iterator[Any]:
-        """Ray is there: a cluster, or one on this machine for the run."""
-        with (
-            _variables_set(OF_RAY_TRAIN | {START_TIMEOUT: str(self._cluster.start_timeout_s)}),
-            connected_with_room(self._cluster, uses_gpus=self._uses_gpus) as ray,
-        ):
-            self._ray = ray
-            self._is_local = all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
-            yield ray
+        self._num_ranks = cluster.trainer_ranks
+        self._received: Sequence[int] = ()
 
     @contextlib.contextmanager
     def coordinated(self, job: Callable[[Place], None]) -> Iterator[None]:
-        """The coordinator is there; with it, whatever is left of the ranks ends, and the engines that it owns.
+        """Context with the coordinator; the engines that it owns end with it.
 
         It is on the command's own node: on another one the loss of that would end the run.
         """
@@ -170,109 +170,330 @@ class _Run:
         finally:
             ray.kill(self._coordinator)
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_S)
+    def _ask(self, method: str) -> Any:
+        return self._ray.get(getattr(self._coordinator, method).remote(), timeout=ANSWER_S)
 
-    def until_the_end(self, received: list[int]) -> Outcome:
-        """Starts the ranks and returns when they have ended; a second Ctrl-C ends them at once."""
-        has_gpus = self._uses_gpus and self._ray.cluster_resources().get("GPU", 0) > 0
-        resources = self._cluster.rank_resources(has_gpus=has_gpus)
-        storage = tempfile.mkdtemp(prefix=".ray-", dir=None if self._is_local else os.getcwd())
-        thread = threading.Thread(target=self._fit, args=(resources, storage), name="ray-train", daemon=True)
-        thread.start()
-        num_passed = 0
-        try:
-            while thread.is_alive():
-                for number in received[num_passed:]:
-                    self._ask("order", number)
-                    num_passed += 1
-                if received.count(signal.SIGINT) > 1:
-                    return Outcome(128 + signal.SIGINT, None, None)
-                self._show()
-                if received and not self._ask("pids"):  # nothing has begun that could be saved
-                    return Outcome(128 + received[0], None, None)
-                time.sleep(PAUSE_S)
-            ended = self._show(is_last=True)
-            stop_actors(self._ray, list(self._ask("replicas").values()))
-        finally:
-            shutil.rmtree(storage, ignore_errors=True)
-        return self._outcome(ended)
+    def until_the_end(self, received: Sequence[int]) -> Outcome:
+        """Starts the ranks, and again after a failure, and returns when the run is over.
 
-    def _fit(self, resources: dict[str, float], storage: str) -> None:
-        """Ray Train's part, in a thread: it waits where no signal would be handled."""
-        try:
-            from ray.train.v2.api.config import ScalingConfig
-            from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-            trainer: Any = DataParallelTrainer(
-                supervise,
-                train_loop_config={
-                    "run": self._name,
-                    "namespace": NAMESPACE,
-                    "cwd": os.getcwd(),
-                    "argv": sys.argv,
-                    "variables": _variables(),
-                },
-                backend_config=_shared_gpus(),
-                scaling_config=ScalingConfig(
-                    num_workers=self._cluster.trainer_ranks,
-                    use_gpu=resources.get("GPU", 0) > 0,
-                    resources_per_worker=resources,
-                    placement_strategy="PACK",
-                ),
-                run_config=self._run_config(storage),
-            )
-            trainer.fit()
-        except BaseException as error:
-            self._error = error
-
-    def _run_config(self, storage: str) -> Any:
-        from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
-
-        return RunConfig(
-            name=self._name,
-            storage_path=storage,
-            failure_config=FailureConfig(
-                max_failures=self._cluster.max_failures,
-                controller_failure_limit=0,  # no room within the start's timeout
-            ),
-            logging_config=LoggingConfig(log_level="ERROR"),
-        )
-
-    def _show(self, is_last: bool = False) -> list[Ended]:
-        said, ended = self._ask("take")
-        self._screen.show(said, is_last=is_last)
-        for one in ended:
-            if not one.is_final and one.attempt not in self._told:  # the others of its start follow from the first
-                self._told.add(one.attempt)
-                limit = f"cluster.max_failures={self._cluster.max_failures}"
-                log.warning("%s; all ranks start again, if %s allows it", describe_end(one, has_lines=False), limit)
-        return list(ended)
-
-    def _outcome(self, ended: list[Ended]) -> Outcome:
-        """Outcome of the run from the exit records of the ranks.
+        Args:
+            received: signals for the ranks, to which others are added meanwhile.
 
         Raises:
-            RankError: they failed.
+            RankError: they failed too often.
             SetupError: they could not be started.
+            _EndedAtOnce: by a signal.
         """
-        newest = max((one.attempt for one in ended), default=-1)
-        of_last = {one.rank: one for one in ended if one.attempt == newest}
-        if self._error is None:
-            leading = of_last.get(0)
-            others = [one.status for one in of_last.values() if one.status]
-            status = leading.status if leading is not None and leading.status else next(iter(others), 0)
-            return Outcome(status if status >= 0 else 128 - status, self._ask("result"), self._ask("folder"))
-        causes = [one for one in of_last.values() if not one.is_final]
-        if causes:
-            cause = min(causes, key=lambda one: one.status)  # a signal before what follows from it
-            tries = f"cluster.max_failures={self._cluster.max_failures}"
-            raise RankError(f"{describe_end(cause)}\n(the last start that {tries} allows)") from self._error
-        reason = str(self._error).strip().splitlines() or [type(self._error).__name__]
+        self._received = received
+        cause: Ended | None = None  # of the last failure
+        limit = f"cluster.max_failures={self._cluster.max_failures}"
+        for attempt in itertools.count():
+            with self._actors() as actors:
+                try:
+                    start = self._start(actors, attempt, cause)
+                    start.follow()
+                    cause = start.cause
+                except self._ray.exceptions.RayActorError as error:
+                    cause = Ended(None, None, where=last_line(error), last_lines="")
+            self._screen.show([], is_last=True)
+            if cause is None or 0 <= self._cluster.max_failures <= attempt:
+                break
+            log.warning("%s; all ranks start again, as %s allows", describe_end(cause, has_lines=False), limit)
+        stop_actors(self._ray, list(self._ask("replicas").values()))
+        if cause is not None:
+            raise RankError(f"{describe_end(cause)}\n(the last start that {limit} allows)")
+        return Outcome(_exit_status(start.ended), self._ask("result"), self._ask("folder"))
+
+    # -- one start of all ranks ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _actors(self) -> Iterator[list[Any]]:
+        """Context with an actor for each rank, in a placement group; all end with it, and their processes with them."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = dict(self._resources)
+        bundle = dict(needs) or {"CPU": 0.001}  # Ray has no empty ones
+        group = placement_group([bundle] * self._num_ranks, strategy="PACK")
+        actors: list[Any] = []
+        try:
+            with announced("room for the trainer ranks on the Ray cluster"):
+                each = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
+                self._await(group.wait, f"with {each} each found no room: others use it, or a node is gone")
+            options = {
+                "num_cpus": needs.pop("CPU", 0.0),
+                "num_gpus": needs.pop("GPU", 0.0),
+                "memory": needs.pop("memory", None),
+                "resources": needs,
+            }
+            kind = self._ray.remote(RankActor)
+            for number in range(self._num_ranks):
+                place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+                actors.append(kind.options(scheduling_strategy=place, **options).remote())
+            yield actors
+        finally:
+            for actor in actors:
+                kill_actor(self._ray, actor, is_for_good=True)
+            remove_placement_group(group)
+
+    def _start(self, actors: Sequence[Any], attempt: int, cause: Ended | None) -> Start:
+        """Starts the process of each rank.
+
+        Args:
+            actors: one for each rank, in any order.
+            attempt: number of the start, from 0.
+            cause: of the start, if it is not the first.
+        """
+        cwd = os.getcwd()
+        folder = self._ask("folder")
+        spots = self._answers([actor.spot.remote(cwd, folder) for actor in actors])
+        ranks = ranked(spots)
+        first = spots[ranks[0].actor]
+        if cause is not None:
+            missing = f"the beginning: node {first.ip} has no {folder}/last.ckpt" if folder else "the beginning"
+            why = ", because a machine or a process of Ray was lost" if cause.status is None else ""
+            text = f"the ranks start again, for the {attempt}. time, from {first.checkpoint or missing}{why}\n"
+            self._screen.show([(0, "stderr", text)])
+        shared = {
+            **_variables(),
+            "TORCHELASTIC_RUN_ID": self._name,
+            RUN_ID: self._name,
+            NAMESPACE_NAME: NAMESPACE,
+            RESUME: first.checkpoint or "",
+        }
+        starts = [actors[rank.actor].start.remote({**shared, **rank.variables}, cwd, sys.argv) for rank in ranks]
+        self._answers(starts)
+        placed = [(actors[rank.actor], spots[rank.actor]) for rank in ranks]
+        return Start(self._ray, placed, self._received, screen=self._screen)
+
+    def _answers(self, references: Sequence[Any]) -> list[Any]:
+        """Answers of actors that Ray may be starting still; errors as in `_await`."""
+
+        def have_come(seconds: float) -> bool:
+            ready, _ = self._ray.wait(list(references), num_returns=len(references), timeout=seconds)
+            return len(ready) == len(references)
+
+        self._await(have_come, "have not all started")
+        return list(self._ray.get(list(references)))
+
+    def _await(self, attempt: Callable[[float], bool], problem: str) -> None:
+        """Waits for what the ranks need before they begin.
+
+        Args:
+            attempt: waits so many seconds; whether it has come.
+            problem: the message's predicate if it does not come.
+
+        Raises:
+            SetupError: it has not come in time.
+            _EndedAtOnce: a signal came meanwhile.
+        """
+        limit_s = self._cluster.start_timeout_s
+        limit = f"cluster.start_timeout_s={limit_s:g}"
+        message = f"cluster.trainer_ranks={self._num_ranks} {problem}, after {limit}"
+        try:
+            Wait(limit_s, message, check=self._end_if_asked).until(attempt)
+        except StalledError as error:
+            raise SetupError(str(error)) from None
+
+    def _end_if_asked(self) -> None:
+        """Ends the run at a signal while nothing has begun that could be saved.
+
+        Raises:
+            _EndedAtOnce: there was one.
+        """
+        if self._received:
+            raise _EndedAtOnce(self._received[0])
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Place of a rank among the others.
+
+    Args:
+        actor: number of its actor.
+        variables: of torchrun, by which Lightning finds the others, and the GPUs that it sees.
+    """
+
+    actor: int
+    variables: dict[str, str]
+
+
+def ranked(spots: Sequence[Spot]) -> list[Rank]:
+    """Numbers the ranks node by node, in a node by their GPUs; each sees all GPUs of the ranks on its node.
+
+    With these, as under torchrun, Lightning chooses one by the local rank.
+
+    Raises:
+        SetupError: no rank can run on a node, or nodes have unequal numbers of them.
+    """
+    for spot in spots:
+        if spot.problem:
+            raise SetupError(spot.problem)
+    nodes: dict[str, list[int]] = {}
+    for number, spot in enumerate(spots):
+        nodes.setdefault(spot.node, []).append(number)
+    if len({len(numbers) for numbers in nodes.values()}) > 1:
+        where = ", ".join(f"{len(numbers)} on the node {spots[numbers[0]].ip}" for numbers in nodes.values())
         raise SetupError(
-            f"Ray Train could not run cluster.trainer_ranks={self._cluster.trainer_ranks} "
-            f"(cluster.start_timeout_s={self._cluster.start_timeout_s:g}): {' '.join(reason[-3:])}"
-        ) from self._error
+            f"cluster.trainer_ranks={len(spots)}: Ray has placed {where}, and each node must have equally many "
+            "(trainer.devices of each); set cluster.trainer_resources so that they fit"
+        )
+    ranks: list[Rank] = []
+    for node_rank, numbers in enumerate(nodes.values()):
+        gpus = sorted({gpu for number in numbers for gpu in spots[number].gpus}, key=_gpu_order)
+        numbers.sort(key=lambda number: [_gpu_order(gpu) for gpu in sorted(spots[number].gpus, key=_gpu_order)])
+        for local_rank, number in enumerate(numbers):
+            variables = {
+                "RANK": str(len(ranks)),
+                "WORLD_SIZE": str(len(spots)),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(numbers)),
+                "NODE_RANK": str(node_rank),
+                "GROUP_RANK": str(node_rank),  # torchrun's name of the same, which Lightning reads
+                "MASTER_ADDR": spots[0].ip,  # the node of rank 0
+                "MASTER_PORT": str(spots[0].port),
+            }
+            ranks.append(Rank(number, variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})))
+    return ranks
+
+
+def _gpu_order(gpu: str) -> tuple[int, str]:
+    return len(gpu), gpu  # by number; others by name
+
+
+class Start:
+    """One start of all ranks, from their first words to their end.
+
+    Args:
+        ray: the module, connected.
+        placed: actor and spot of each rank.
+        received: signals for the ranks, to which others are added meanwhile.
+        screen: shows what they say.
+
+    Attributes:
+        ended: how processes ended, by rank.
+    """
+
+    def __init__(
+        self, ray: Any, placed: Sequence[tuple[Any, Spot]], received: Sequence[int], *, screen: Screen
+    ) -> None:
+        self.ended: dict[int, Ended] = {}
+        self._ray = ray
+        self._placed = placed
+        self._received = received
+        self._screen = screen
+        self._num_passed = 0
+        self._failed_at = 0.0
+        self._looks_at = 0.0
+        self._saves_until: float | None = None  # Unix time: a node is taken away then
+
+    def follow(self) -> None:
+        """Returns when all have ended, or all should start again.
+
+        Raises:
+            _EndedAtOnce: by a second Ctrl-C.
+        """
+        calls = dict(self._call(rank) for rank in range(len(self._placed)))
+        while calls and not self._is_hopeless():
+            self._pass_signals()
+            self._look_for_drained_nodes()
+            ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=PAUSE_S)
+            said: list[Said] = []
+            for reference, (rank, asked_at) in list(calls.items()):
+                if reference not in ready and clock.now() - asked_at < SILENT_S:
+                    continue
+                del calls[reference]
+                words, ended = self._answer(reference, rank)
+                said += words
+                if ended is None:
+                    calls.update([self._call(rank)])
+                else:
+                    self.ended[rank] = ended
+                    if not self._failed_at and not self._is_final(ended):
+                        self._failed_at = clock.now()
+            self._screen.show(said)
+
+    @property
+    def cause(self) -> Ended | None:
+        """The end for which all ranks should start again; None if the run is over."""
+        if self._has_mistake:
+            return None
+        # a loss and a signal before what follows from it
+        return min(self._failed, key=lambda one: (one.status is not None, one.status), default=None)
+
+    @property
+    def _failed(self) -> list[Ended]:
+        """Ends after which another start may help."""
+        return [one for one in self.ended.values() if not self._is_final(one)]
+
+    @property
+    def _has_mistake(self) -> bool:
+        """Whether a rank ended for a reason that would come again."""
+        return any(one.status != 0 and self._is_final(one) for one in self.ended.values())
+
+    def _is_final(self, ended: Ended) -> bool:
+        """Whether a rank is done, made a mistake of its own, or was asked to stop."""
+        is_done = ended.status == 0 and self._saves_until is None
+        return is_done or ended.status == FINAL_STATUS or self._num_passed > 0
+
+    def _is_hopeless(self) -> bool:
+        """Whether the ranks that have not ended need not be waited for."""
+        failed = self._failed
+        if not failed or self._has_mistake:
+            return False
+        if any(one.status is None for one in failed):
+            return True
+        if self._saves_until is not None:
+            return time.time() >= self._saves_until
+        is_killed = any(one.status is not None and one.status < 0 for one in failed)
+        return is_killed or clock.now() - self._failed_at >= FINAL_S  # until then a mistake may explain it
+
+    def _call(self, rank: int) -> tuple[Any, tuple[int, float]]:
+        actor, _ = self._placed[rank]
+        return actor.follow.remote(), (rank, clock.now())
+
+    def _answer(self, reference: Any, rank: int) -> tuple[list[Said], Ended | None]:
+        try:
+            answer: tuple[list[Said], Ended | None] = self._ray.get(reference, timeout=PAUSE_S)
+            return answer
+        except self._ray.exceptions.RayError:  # of the actor, of an answer that went with its node, or of the limit
+            _, spot = self._placed[rank]
+            return [], Ended(rank, None, where=f"node {spot.ip}", last_lines="")
+
+    def _pass_signals(self) -> None:
+        if list(self._received).count(signal.SIGINT) > 1:
+            raise _EndedAtOnce(signal.SIGINT)
+        for number in self._received[self._num_passed :]:
+            self._signal(number)
+            self._num_passed += 1
+
+    def _look_for_drained_nodes(self) -> None:
+        """Has all ranks save, once, when Ray's notice says that a node of theirs will be taken away."""
+        if self._saves_until is not None or clock.now() < self._looks_at:
+            return
+        self._looks_at = clock.now() + DRAIN_INTERVAL_S
+        try:
+            drained = self._ray._private.state.state.get_draining_nodes()  # no public name has it
+        except Exception as error:  # the head is busy, or a Ray without
+            log.debug("asking Ray for nodes that will be taken away: %s", error)
+            return
+        nodes = {spot.node for _, spot in self._placed}
+        if taken := [deadline_ms / 1000 for node, deadline_ms in drained.items() if node in nodes]:
+            self._saves_until = min(filter(None, taken), default=time.time() + DRAIN_S)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        for actor, _ in self._placed:
+            actor.send_signal.remote(number)  # of a rank that has ended: no answer is waited for
+
+
+def _exit_status(ended: Mapping[int, Ended]) -> int:
+    """Exit status of the run, as a shell counts it: that of rank 0, or of another one that failed."""
+    statuses = [ended[rank].status for rank in sorted(ended)]
+    status = next((one for one in statuses if one != 0), 0)
+    if status is None or status == FINAL_STATUS:
+        return 1
+    return status if status >= 0 else 128 - status
 
 
 def _variables() -> dict[str, str]:
@@ -288,21 +509,6 @@ def _variables() -> dict[str, str]:
     return passed | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": columns, "PYTHONUNBUFFERED": "1"}
 
 
-def _shared_gpus() -> Any:
-    """Each rank sees all GPUs of the ranks on its node, as under torchrun: Lightning chooses by the local rank."""
-    from ray.train.backend import Backend, BackendConfig
-
-    class SharedGpus(Backend):
-        share_cuda_visible_devices = True
-
-    class SharedGpusConfig(BackendConfig):
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return SharedGpus
-
-    return SharedGpusConfig()
-
-
 class Screen:
     """Shows what the ranks say: rank 0 as it is, and lines of the others that none said before, with their rank."""
 
@@ -316,7 +522,7 @@ class Screen:
 
         Args:
             said: new output.
-            is_last: whether lines that wait are printed as well.
+            is_last: of this start: lines that wait, and have no end, are printed as well.
         """
         now = time.monotonic()
         for rank, stream, text in said:
@@ -331,6 +537,7 @@ class Screen:
                     self._held.append((now, rank, stream, line))
         if is_last:
             self._held += [(now, rank, stream, rest) for (rank, stream), rest in self._rests.items() if rank and rest]
+            self._rests.clear()  # what the next start says is no part of these lines
         due = [one for one in self._held if is_last or now - one[0] >= HOLD_S]
         self._held = self._held[len(due) :]
         for _, rank, stream, line in due:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Place:
 
 def main() -> None:
     """Entry point of `supervise.py`: everything else stands in the environment."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a local Ray blocks it in all that it starts
     watch = threading.Thread(target=_end_with_the_worker, args=(os.dup(0),), name="worker", daemon=True)
     watch.start()
     null = os.open(os.devnull, os.O_RDONLY)

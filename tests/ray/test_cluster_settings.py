@@ -11,10 +11,10 @@ from lit_async_rl.api.ranks import placed_flags
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.errors import EngineError, RankError, SetupError
 from lit_async_rl.ray import supervise
-from lit_async_rl.ray.coordinator import Coordinator, Ended
-from lit_async_rl.ray.launcher import Screen
+from lit_async_rl.ray.launcher import Screen, Start, ranked
 from lit_async_rl.ray.rank import Place, _status
 from lit_async_rl.ray.security import AUTH_MODE, is_loopback
+from lit_async_rl.ray.supervise import Ended, Spot
 
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
 
@@ -122,28 +122,76 @@ def test_each_line_is_shown_once(capfd):
     shown = capfd.readouterr()
     assert shown.out == "seed 0\nstep 1/5\nrank 1: only here\n"
     assert shown.err == "rank 1: cut off\n"
+    screen.show([(1, "stderr", "from the next start\n")], is_last=True)
+    assert capfd.readouterr().err == "rank 1: from the next start\n"
 
 
 def test_what_nobody_reads_is_not_kept_for_ever():
-    coordinator = Coordinator([])
+    output = supervise.Output()
     for _ in range(30):
-        coordinator.say([(0, "stdout", "x" * 100_000)])
-    said, _ = coordinator.take()
-    assert sum(len(text) for _, _, text in said) <= 1 << 20
+        output.add("stdout", "x" * 100_000)
+    assert 900_000 < sum(len(text) for _, text in output.take()) <= 1 << 20
+    assert not output.has_some
+
+
+def ended(rank, status, last_lines=""):
+    return Ended(rank=rank, status=status, where="node 10.0.0.3, pid 7", last_lines=last_lines)
 
 
 def test_an_end_names_node_process_and_last_lines():
-    how = dict(status=-signal.SIGKILL, where="node 10.0.0.3, pid 7", last_lines="out of memory")
-    ended = Ended(rank=1, attempt=0, is_final=False, **how)
-    assert supervise.describe_end(ended) == (
+    assert supervise.describe_end(ended(1, -signal.SIGKILL, "out of memory")) == (
         "rank 1 (node 10.0.0.3, pid 7) was killed by SIGKILL; its last lines:\nout of memory"
     )
+    assert "was lost, with its machine" in supervise.describe_end(ended(1, None))
 
 
 def test_mistakes_come_again_and_lost_ranks_do_not():
     assert _status(ValueError("data.max_staleness")) == supervise.FINAL_STATUS
     for error in (RankError("x"), EngineError("x"), ConnectionError("x"), RuntimeError("Connection closed by peer")):
         assert _status(error) == 1
+
+
+@pytest.mark.parametrize(
+    ("statuses", "cause"),
+    [
+        ((0, 0), None),
+        ((0, 1), 1),  # from another rank's end, which was not told
+        ((1, -signal.SIGKILL), 1),
+        ((-signal.SIGABRT, None), 1),
+        ((1, supervise.FINAL_STATUS), None),
+    ],
+)
+def test_all_ranks_start_again_after_a_loss_and_not_after_a_mistake(statuses, cause):
+    start = Start(None, [], [], screen=Screen())
+    start.ended = {rank: ended(rank, status) for rank, status in enumerate(statuses)}
+    assert (start.cause and start.cause.rank) == cause
+    start._num_passed = 1
+    assert start.cause is None, "a run that was asked to end"
+
+
+# -- where ranks are --------------------------------------------------------------------------------------------------
+
+
+def spot(node, *gpus, port=0, problem=""):
+    return Spot(node=node, ip=f"10.0.0.{node}", gpus=gpus, port=port, checkpoint=None, problem=problem)
+
+
+def test_ranks_are_numbered_node_by_node_and_see_all_gpus_of_their_node():
+    ranks = ranked([spot("2", "10", port=5), spot("1", "0"), spot("2", "9"), spot("1", "1")])
+    assert [rank.actor for rank in ranks] == [2, 0, 1, 3]
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES")
+    places = [[rank.variables[name] for name in names] for rank in ranks]
+    assert places == [["0", "0", "0", "9,10"], ["1", "1", "0", "9,10"], ["2", "0", "1", "0,1"], ["3", "1", "1", "0,1"]]
+    shared = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "5"}
+    assert all(rank.variables.items() >= shared.items() for rank in ranks)
+    assert "CUDA_VISIBLE_DEVICES" not in ranked([spot("1")])[0].variables
+
+
+def test_nodes_with_unequal_numbers_of_ranks_are_refused():
+    with pytest.raises(SetupError, match=r"trainer_ranks=4: Ray has placed 2 on the node 10.0.0.1, 1 on .* equally"):
+        ranked([spot("1"), spot("1"), spot("2"), spot("3")])
+    with pytest.raises(SetupError, match="asks for no token"):
+        ranked([spot("1"), spot("2", problem="the node asks for no token")])
 
 
 # -- who may reach it -------------------------------------------------------------------------------------------------
@@ -155,13 +203,9 @@ def test_addresses_of_loopback():
 
 
 def test_a_rank_runs_on_no_node_that_others_reach_without_a_token(monkeypatch):
-    def problem(ip, world_size=2, local_size=2, cwd="/"):
-        return supervise.misplaced(ip, world_size, local_size=local_size, cwd=cwd)
-
     monkeypatch.setenv(AUTH_MODE, "disabled")
-    assert "asks for no token" in problem("10.0.0.3")
-    assert problem("127.0.0.1") == ""
+    assert "asks for no token" in supervise.misplaced("10.0.0.3", "/")
+    assert supervise.misplaced("127.0.0.1", "/") == ""
     monkeypatch.setenv(AUTH_MODE, "token")
-    assert problem("10.0.0.3") == ""
-    assert "each node must have equally many" in problem("10.0.0.3", world_size=4, local_size=3)
-    assert "all nodes must share it" in problem("10.0.0.3", cwd="/nowhere/at/all")
+    assert supervise.misplaced("10.0.0.3", "/") == ""
+    assert "all nodes must share it" in supervise.misplaced("10.0.0.3", "/nowhere/at/all")

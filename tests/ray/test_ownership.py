@@ -142,7 +142,7 @@ from lit_async_rl.ray.coordinator import Coordinator
 ray = runtime.connect(sys.argv[1], what="the command")
 kind = ray.remote(num_cpus=0)(Coordinator)
 coordinator = kind.options(name=sys.argv[2], namespace=runtime.NAMESPACE).remote([])
-ray.get(coordinator.pids.remote())
+ray.get(coordinator.folder.remote())
 print("there", flush=True)
 time.sleep(600)
 """

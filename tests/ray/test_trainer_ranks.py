@@ -198,6 +198,7 @@ def test_the_second_ctrl_c_ends_at_once(address, tmp_path):
     pressed = When(lambda: len(list(tmp_path.glob("pid_*"))) == 2, press)
     outcome = launch(rl.RayCluster(address=address, trainer_ranks=2), partial(ray_jobs.sleep, str(tmp_path)))
     assert (outcome.status, pressed.is_done, len(pids)) == (130, True, 2)
+    assert len(list(tmp_path.glob("told_*"))) == 2
     wait_for_the_end_of(*pids.values())
 
 
