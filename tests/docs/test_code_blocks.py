@@ -14,6 +14,7 @@ import yaml
 from markdown_blocks import PAGES, ROOT, Block, blocks, blocks_of, commands, with_inline_links
 
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.console import COMMANDS
 
 sys.path.insert(0, str(ROOT / "docs"))
 import measurements
@@ -117,6 +118,8 @@ def check_flags(script: str, flags: list[str]) -> None:
         elif isinstance(node, ast.Constant) and str(node.value).startswith("benchmarks."):  # for runpy
             module = Path(str(node.value).replace(".", "/"))
             sources += [ROOT / module.with_suffix(".py"), ROOT / module / "__main__.py"]
+        elif isinstance(node, ast.Constant) and node.value in COMMANDS:  # scripts that call a command of the console
+            sources.append(ROOT / Path(COMMANDS[node.value][0].replace(".", "/")).with_suffix(".py"))
     text = "".join(source.read_text() for source in sources if source.is_file())
     if "parse_known_args" not in text:  # else the rest is another program's
         known = set(re.findall(r"[\"'](--[\w-]+)[\"']", text))
@@ -131,9 +134,9 @@ def test_tables_of_measurements_are_those_of_their_files(page: Path):
 
 @pytest.mark.parametrize("path", sorted(measurements.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_a_measurement_is_complete_and_shown(path: Path):
-    """A table shows it, or a link beside a number leads to it."""
+    """A table shows it, or a link beside a number leads to it (in README by its name)."""
     measurements.load(path.stem)
-    shown = re.compile(rf"<!-- measurement: {path.stem} (?:-->|\|)|\]\(measurements/{path.stem}\.json\)")
+    shown = re.compile(rf"<!-- measurement: {path.stem} (?:-->|\|)|(?:\]\(|\]: docs/)measurements/{path.stem}\.json\b")
     assert any(shown.search(page.read_text()) for page in measurements.PAGES)
 
 
