@@ -497,7 +497,7 @@ def _template(name: str | None) -> str | None:
     try:
         return (path if path.is_file() else Path(asset(name))).read_text()
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.engine.chat_template={name!r} is no file that can be read: {error}") from error
+        raise ValueError(f"data.engine.chat_template={name!r} cannot be read as a file: {error}") from error
 
 
 def _with_reward(completion: Completion, result: AgentResult) -> Completion:

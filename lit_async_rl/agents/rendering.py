@@ -62,7 +62,7 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
     if isinstance(content, (list, tuple)):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise _invalid(f"messages[{number}] has a part that is no text; only text can be read")
+            raise _invalid(f"messages[{number}] has a part that is not text; only text is supported")
         content = "".join(str(part) for part in parts)
     if not isinstance(content, str):
         raise _invalid(f"messages[{number}].content must be text: {str(content)[:80]!r}")

@@ -126,7 +126,7 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
         arguments = function["arguments"]
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if not isinstance(json.loads(written), dict) or not isinstance(function["name"], str):
-            raise ValueError(f"arguments of a tool call are no object: {written[:100]}")
+            raise ValueError(f"arguments of a tool call are not a JSON object: {written[:100]}")
         calls.append(ToolCall(id=new_id(), name=function["name"], arguments=written))
     content = found.get("content") or ""
     if not isinstance(content, str):

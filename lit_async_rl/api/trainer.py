@@ -261,9 +261,9 @@ def _check_ranks(trainer: pl.Trainer) -> None:
     if trainer.world_size == 1 and started != "1":
         local = os.environ.get("LOCAL_WORLD_SIZE", started)
         raise ValueError(
-            f"torchrun has started {started} processes, and trainer.devices={trainer.num_devices} with "
-            f"trainer.num_nodes={trainer.num_nodes} is one: each would train alone. Set trainer.devices={local} (and "
-            "trainer.num_nodes); runs that have nothing to do with each other are started with python"
+            f"torchrun has started {started} processes, but trainer.devices={trainer.num_devices} and "
+            f"trainer.num_nodes={trainer.num_nodes} ask for one: each would train alone. Set trainer.devices={local} "
+            "(and trainer.num_nodes), or start independent runs with python"
         )
 
 

@@ -315,7 +315,7 @@ def check_class_paths(config: Any, setting: str = "") -> None:
     if isinstance(config, Mapping):
         path = config.get("class_path")
         if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
-            raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
+            raise ValueError(f"{setting}.class_path must be a class, and {path} is not one; nothing was called")
         if isinstance(path, str):
             _check_arguments(path, config.get("init_args"), setting)
         for name, value in config.items():

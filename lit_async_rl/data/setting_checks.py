@@ -190,7 +190,7 @@ def check_groups(
             "dropped, and when others take their place, depends on timing. Use data.admission=Bounded."
         )
     if has_replay and isinstance(admission, FromTape):
-        raise ValueError(f"data.replay with data.admission={name}: a tape holds whole steps. Leave one of them out.")
+        raise ValueError(f"data.replay with data.admission={name}: a tape replays whole steps. Leave one of them out.")
     if has_replay and stream_groups:
         raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
 

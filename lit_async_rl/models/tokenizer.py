@@ -436,6 +436,6 @@ class TextCodec:
             if text in self.tokenizer.all_special_tokens:
                 token = self.tokenizer.convert_tokens_to_ids(text)
                 raise ValueError(
-                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which texts do not contain: "
+                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which decoded text never has: "
                     f"use sampling.stop_token_ids: [{token}]"
                 )

@@ -244,8 +244,8 @@ class CodeReward(Rebuildable):
             self._num_checked = self._num_weak_checked = 0
         if counts[0]:
             log.warning(
-                "CodeReward: %d of %d prompts have weak tests, which a program can forge; CodeReward.tests=plain "
-                "refuses such prompts",
+                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task; "
+                "CodeReward.tests=plain refuses such prompts",
                 *counts,
             )
         elif counts[1]:

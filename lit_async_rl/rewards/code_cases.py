@@ -176,7 +176,7 @@ def _from_fields(fields: _Fields) -> Cases:
 
 def _paired(inputs: Any, outputs: Any, function: Any) -> Cases:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError(f"inputs and outputs must be lists of one length, got {str(inputs)[:60]!r}")
+        raise ValueError(f"inputs and outputs must be lists of the same length, got {str(inputs)[:60]!r}")
     if function is None:
         return Cases(streams=[(_text(one), _text(two)) for one, two in zip(inputs, outputs, strict=True)])
     calls = [

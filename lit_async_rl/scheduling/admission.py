@@ -42,8 +42,8 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         oldest = min((v for row in rows for v in row.versions), default=version)
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
-                f"a token of version {oldest} of group {group.index} reached version {version}, beyond its "
-                f"max_staleness={group.max_staleness}"
+                f"group {group.index} has a token that version {oldest} sampled, and is trained on at version "
+                f"{version}: more than max_staleness={group.max_staleness}"
             )
 
 
@@ -79,7 +79,7 @@ class Admission:
         check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
             raise ValueError(
-                f"Admission.async_ratio={async_ratio} with in_order=True: the lag is max_staleness, exactly"
+                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, where the lag is max_staleness"
             )
         if redundant_groups and in_order:
             raise ValueError(f"Admission.redundant_groups={redundant_groups} with in_order=True, which loses no group")

@@ -225,9 +225,9 @@ class StepGuard:
         """
         if self.num_admitted != self.num_micro_batches:
             raise StepError(
-                f"optimizer step {self.step} would be made of {self.num_admitted} of its {self.num_micro_batches} "
-                "micro-batches: trainer.accumulate_grad_batches must be data.micro_batches_per_step, and "
-                "trainer.limit_train_batches a multiple of it"
+                f"optimizer step {self.step} has only {self.num_admitted} of its {self.num_micro_batches} micro-batches: "
+                "set trainer.accumulate_grad_batches to data.micro_batches_per_step, and trainer.limit_train_batches "
+                "to a multiple of it"
             )
 
     def is_within(self, global_step: int) -> bool:
@@ -254,8 +254,9 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
         found = int(batch.versions[row, position])
         bound = int(batch.max_staleness[row])
         raise StalenessError(
-            f"a token of version {found} reached version {version} of the policy (group {int(batch.group_index[row])}, "
-            f"{int(is_wrong.sum())} tokens in all): it must be neither newer nor more than max_staleness={bound} older"
+            f"version {version} of the policy cannot train on a token that version {found} sampled (group "
+            f"{int(batch.group_index[row])}, {int(is_wrong.sum())} tokens in all): tokens must be at most "
+            f"max_staleness={bound} versions older, and none may be newer"
         )
 
 

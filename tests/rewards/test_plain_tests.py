@@ -335,7 +335,7 @@ def test_prompts_with_weak_tests_are_counted_once(tmp_path, caplog):
         return [one.getMessage() for one in caplog.records if "weak tests" in one.getMessage()]
 
     (line,) = run("apart")
-    assert line.startswith("CodeReward: 2 of 3 prompts have weak tests, which a program can forge; CodeReward.tests=")
+    assert line.startswith("CodeReward: 2 of 3 prompts have weak tests, which a program can pass without")
     (line,) = run("together")
     assert line.startswith("CodeReward: 3 of 3 prompts have weak tests")
     assert run("plain", "skip") == ["CodeReward: 0 of 1 prompts have weak tests"]

@@ -162,7 +162,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
     needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(names))
     if needed:
-        raise ValueError(f"{setting} must not have {', '.join(needed)}, which every answer depends on")
+        raise ValueError(f"{setting} must not have {', '.join(needed)}: every answer depends on it")
     return tuple(names)
 
 
