@@ -225,7 +225,7 @@ class StepGuard:
         """
         if self.num_admitted != self.num_micro_batches:
             raise StepError(
-                f"optimizer step {self.step} got only {self.num_admitted} of its {self.num_micro_batches} micro-batches: "
+                f"step {self.step} got only {self.num_admitted} of its {self.num_micro_batches} micro-batches: "
                 "set trainer.accumulate_grad_batches to data.micro_batches_per_step, and trainer.limit_train_batches "
                 "to a multiple of it"
             )

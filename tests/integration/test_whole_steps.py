@@ -122,7 +122,7 @@ def test_a_resume_with_fewer_steps_than_were_made_ends_at_once(tmp_path):
 
 
 def test_a_loader_that_is_cut_off_within_a_step_is_refused():
-    with pytest.raises(StepError, match=r"made of 1 of its 2 micro-batches.*limit_train_batches a multiple"):
+    with pytest.raises(StepError, match=r"got only 1 of its 2 micro-batches.*limit_train_batches to a multiple"):
         fit(make_module(), fixed_lag(2), 4, limit_train_batches=3)
 
 
