@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -41,22 +42,25 @@ class Numbered(Instant):
         self.is_held = False
         self.aborted = []
         self.requests = []
+        self.lock = threading.Lock()  # agents submit in the loop's thread while another polls
 
     def submit(self, requests):
-        super().submit(requests)
-        self.requests += requests
-        own = {r.id for r in requests}
-        self.finished = [
-            replace(c, token_ids=(2 + len(self.requests) % 90,)) if c.request_id in own else c for c in self.finished
-        ]
+        with self.lock:
+            super().submit(requests)
+            self.requests += requests
+            own = {r.id for r in requests}
+            token = (2 + len(self.requests) % 90,)
+            self.finished = [replace(c, token_ids=token) if c.request_id in own else c for c in self.finished]
 
     def poll(self, timeout_s):
         time.sleep(min(timeout_s, 0.01))
-        return [] if self.is_held else super().poll(0.0)
+        with self.lock:
+            return [] if self.is_held else super().poll(0.0)
 
     def abort(self, request_ids):
-        self.aborted += request_ids
-        self.finished = [c for c in self.finished if c.request_id not in set(request_ids)]
+        with self.lock:
+            self.aborted += request_ids
+            self.finished = [c for c in self.finished if c.request_id not in set(request_ids)]
 
 
 def play(agent, num_samples=1, inner=None, **settings):
