@@ -39,7 +39,10 @@ class CallSampling:
     `data.sampling` says, so temperature and truncation are those of the run, whatever a call asks for.
 
     Args:
-        temperature, top_p, top_k, min_p: not followed, see above; a difference is logged.
+        temperature: not followed, see above; a difference is logged.
+        top_p: likewise.
+        top_k: likewise.
+        min_p: likewise.
         max_tokens: at most this many tokens; never more than `data.sampling.max_tokens`.
         stop: strings that end the reply, beside those of the run: at most `MAX_STOPS` of `MAX_STOP_CHARS` characters.
         seed: makes the reply repeatable with the embedded engine. Samples of a group differ nevertheless.

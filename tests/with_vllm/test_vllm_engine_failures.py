@@ -132,4 +132,6 @@ def test_a_start_that_takes_too_long_ends_in_an_error_and_leaves_nothing_behind(
     while any(thread.name == "vllm" for thread in set(threading.enumerate()) - threads):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert children() == others
+    while children() != others:  # its worker ends behind the thread
+        assert time.monotonic() < deadline, children() - others
+        time.sleep(0.1)
