@@ -93,7 +93,9 @@ class ReplaceableEngine:
         if self._restarts_in_a_row < self.max_restarts:
             return True
         if self.max_restarts:
-            log.warning("the engine fails still after data.limits.engine_restarts=%d in a row", self.max_restarts)
+            log.warning(
+                "the engine still fails after data.limits.engine_restarts=%d restarts in a row", self.max_restarts
+            )
         return False
 
     def note_step(self, *, has_delivered: bool) -> None:

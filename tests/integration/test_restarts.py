@@ -116,7 +116,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_tha
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30, [watch, keep, SaveOnFailure()], enable_checkpointing=True)
-    assert said(caplog, "the engine fails still after data.limits.engine_restarts=3 in a row")
+    assert said(caplog, "the engine still fails after data.limits.engine_restarts=3 restarts in a row")
     finished, path = set(groups_in(data, GroupState.FINISHED)), tmp_path / "failed.ckpt"
     saved = torch.load(path, weights_only=True)["RolloutDataModule"]["groups"]["groups"]
     assert {int(row[0]) for row in saved if row[4]} == finished

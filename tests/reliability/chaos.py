@@ -168,7 +168,7 @@ KINDS = {
     "engine crash": Kind(r"the engine was restarted .*injected crash", weight=3),
     "engine out of memory": Kind(r"out of memory: data.engine.num_slots is now", weight=3),
     "engine slow": Kind("slow: the trainer waited", True),
-    "engine gone": Kind("the engine fails still after data.limits.engine_restarts", returncode=1),
+    "engine gone": Kind("the engine still fails after data.limits.engine_restarts", returncode=1),
     "reward hang": Kind("failed, there is another: .* did not return within data.scoring.timeout_s", True),
     "reward crash": Kind("failed, there is another: .* injected crash of the reward", True),
     "reward slow": Kind("reward .* is slow", True),
