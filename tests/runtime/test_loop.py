@@ -37,7 +37,7 @@ def test_a_call_into_the_loop_ends_in_time():
 def test_a_call_that_ends_before_its_timeout_is_not_cancelled():
     thread = LoopThread("a loop")
     try:
-        assert thread.call(asyncio.sleep(0.6, "done"), 3.74, "sleeping") == "done"  # not a multiple of POLL_INTERVAL_S
+        assert thread.call(asyncio.sleep(0.6, "done"), 0.74, "sleeping") == "done"  # not a multiple of POLL_INTERVAL_S
     finally:
         thread.close(asyncio.sleep(0))
 
