@@ -154,7 +154,7 @@ def test_without_a_template_messages_are_refused_and_not_texts():
         ([{"role": "robot", "content": ""}], r"messages\[0\] must have a role"),
         ([user("a"), "b"], r"messages\[1\] must have a role"),
         ([user(5)], "must be text"),
-        ([user([{"type": "image_url"}])], "only text can be read"),
+        ([user([{"type": "image_url"}])], "only text is supported"),
         ([{"role": "assistant", "tool_calls": "x"}], "must be a list"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "without a function's name"),
     ],

@@ -295,7 +295,7 @@ def test_without_cases_it_does_not_apply(reward):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"inputs": ["1"], "outputs": []}, "one length"),
+        ({"inputs": ["1"], "outputs": []}, "lists of the same length"),
         ({"test_cases": [{"input": "1"}]}, "needs input and output"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": "not a name"}, "fn_name"),
     ],
