@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -46,15 +47,17 @@ class Outcome:
     folder: str | None
 
 
-class Cluster(Protocol):
+class Cluster(ABC):
     """Places trainer ranks, and actors for engines, rewards and environments."""
 
     dry_run: bool
 
     @property
+    @abstractmethod
     def places_ranks(self) -> bool:
         """Whether it starts the trainer's processes."""
 
+    @abstractmethod
     def check(self) -> None:
         """Refuses a cluster that cannot be used here.
 
@@ -62,6 +65,7 @@ class Cluster(Protocol):
             SetupError: says what is missing.
         """
 
+    @abstractmethod
     def print_dry_run(self, *, uses_gpus: bool) -> None:
         """Prints what would be placed where.
 
@@ -69,6 +73,7 @@ class Cluster(Protocol):
             SetupError: it does not fit, or the cluster is not reachable.
         """
 
+    @abstractmethod
     def launch(self, job: Callable[[Place], None], *, uses_gpus: bool) -> Outcome:
         """Runs `job` in each of the trainer's ranks, until all have ended.
 
@@ -77,11 +82,14 @@ class Cluster(Protocol):
             RankError: the ranks failed too often.
         """
 
+    @abstractmethod
     def actors_connected(self) -> AbstractContextManager[Any]:
         """Context in which the actors of this process's run can be set up."""
 
+    @abstractmethod
     def place_actors(self, trainer: pl.Trainer, data: RolloutDataModule) -> None:
         """Has a data module use actors in place of its own engine, reward and environment."""
 
+    @abstractmethod
     def as_config(self) -> dict[str, Any]:
         """This setting as a configuration has it."""

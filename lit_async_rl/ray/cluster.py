@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
-from lit_async_rl.api.cluster import Outcome, Place
+from lit_async_rl.api.cluster import Cluster, Outcome, Place
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a run without pools needs none of it
     from lit_async_rl.ray.pool import PoolSettings
 
 
-class RayCluster(ClusterSettings):
+class RayCluster(ClusterSettings, Cluster):
     """Where trainer ranks, engines, rewards and environments run.
 
     That is a Ray cluster, or a Ray that is started on this machine for the run.
