@@ -33,8 +33,8 @@ class Workload:
         reference: system that the others are compared with.
         final: further arguments of the one evaluation after the last step, which is on more problems; none makes none.
         learning_rate: that of the configuration, which `SYSTEM@FACTOR` multiplies; None: no system may do so.
-        sleeps: whether tools and rewards take their time. If not, the clock of a synchronous run is `latency.clock`, and
-            other systems have none.
+        sleeps: whether tools and rewards take their time. If not, a run's own clock says nothing: that of a synchronous
+            run is `latency.clock`.
     """
 
     configs: tuple[str, ...]
