@@ -108,7 +108,8 @@ class SlowTool(Environment):
         self._latencies = Latencies(mean_s, sigma, seed)
 
     async def start(self, prompt: Prompt) -> SlowEpisode:
-        return SlowEpisode(await self.environment.start(prompt), prompt, self._latencies.of(prompt), self.sleeps)
+        episode = await self.environment.start(prompt)
+        return SlowEpisode(episode, prompt, self._latencies.of(prompt), sleeps=self.sleeps)
 
     async def close(self) -> None:
         await self.environment.close()
@@ -172,8 +173,8 @@ class SlowAnswer:
 class InOrder(AdmissionPolicy):
     """Trains step n on groups admitted at version n - `max_staleness`, as `FixedLag` does.
 
-    The engine need not keep a completion to one version, as an engine of episodes cannot: how old the data are does not
-    depend on the speed of the machine, but a run does not repeat bit for bit.
+    The engine need not keep a completion to one version, as an engine of episodes cannot. So a run does not repeat bit
+    for bit, and its tokens are younger than its groups, by what an engine that is behind samples later: a version here.
     """
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:

@@ -165,12 +165,13 @@ class MeanCurve:
             raise ValueError(f"seeds={seeds}: evaluated at different steps")
         seconds = np.stack([table["wall_s"].to_numpy(float) for table in tables])
         accuracy = np.stack([table["accuracy"].to_numpy(float) for table in tables])
-        return cls(seeds, steps, seconds, accuracy)
+        return cls(seeds, steps, seconds, accuracy=accuracy)
 
     def only(self, rows: Sequence[int]) -> MeanCurve:
         """Some of the runs, by position; one may be taken more than once."""
         at = list(rows)
-        return MeanCurve(tuple(self.seeds[row] for row in at), self.steps, self.seconds[at], self.accuracy[at])
+        seeds = tuple(self.seeds[row] for row in at)
+        return MeanCurve(seeds, self.steps, self.seconds[at], accuracy=self.accuracy[at])
 
     @cached_property
     def monotone(self) -> np.ndarray:

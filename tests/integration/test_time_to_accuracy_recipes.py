@@ -16,7 +16,7 @@ from benchmarks.time_to_accuracy.curves import read_run
 from benchmarks.time_to_accuracy.latency import LATENCIES, SlowAnswer, SlowTool, added_s, clock, take_waits
 from benchmarks.time_to_accuracy.recipes import Score, Setting, choose, search_cells
 from benchmarks.time_to_accuracy.statistics import MeanCurve, mean_speedup, paired_speedup, self_speedup
-from benchmarks.time_to_accuracy.suite import Cell, load_suite
+from benchmarks.time_to_accuracy.suite import Cell
 from lit_async_rl.environments import Environment, Episode, Observation
 from lit_async_rl.types import Prompt
 
@@ -250,10 +250,16 @@ def test_a_system_at_a_multiple_of_the_rate_has_its_settings_and_that_rate():
         Cell("tools_0.4", "synchronous@2", 0).arguments()
 
 
-def test_the_suite_of_the_search_has_its_cells():
-    suite = load_suite("recipe_search_tools").cells
-    assert {cell for cell in suite if cell.workload == "tools_unslept"} == set(search_cells("tools_unslept"))
-    assert [cell.system for cell in suite if cell.workload == "tools_slept"] == ["synchronous_recipe"]
+@pytest.mark.parametrize("study", list(recipes.STUDIES))
+def test_the_search_is_the_same_for_each_side(study):
+    cells = search_cells(recipes.STUDIES[study].workload)
+    kinds: dict[str, list[str]] = {side: [] for side in recipes.SIDES}
+    for cell in cells:
+        side = max((side for side in kinds if cell.system.startswith(side)), key=len)
+        kinds[side].append(f"{cell.system.removeprefix(side)} {cell.seed}")
+    plain, *others = kinds.values()
+    assert others == [plain] * 2
+    assert len(set(cells)) == len(cells) == 3 * 2 * 9
 
 
 def setting(rate, schedule="_linear"):
