@@ -201,7 +201,7 @@ def test_the_interval_of_pairs_covers_the_truth_and_what_a_seed_does_to_both_sid
     chance = np.random.default_rng(0)
     hits = 0
     widths = {"paired": [], "unpaired": []}
-    for _ in range(10):
+    for _ in range(6):
         speeds = np.exp(chance.normal(0.0, 0.2, 5))
         reference, other = (mean_curve(s, 40, 0.01, chance=chance, speeds=speeds) for s in (4.0, 1.0))
         value, low, high = paired_speedup(reference, other, 0.8)
@@ -211,7 +211,7 @@ def test_the_interval_of_pairs_covers_the_truth_and_what_a_seed_does_to_both_sid
         other = mean_curve(1.0, 40, 0.01, chance=chance, speeds=np.exp(chance.normal(0.0, 0.2, 5)))
         _, low, high = paired_speedup(reference, other, 0.8)
         widths["unpaired"].append(high - low)
-    assert hits >= 7
+    assert hits >= 4
     assert np.mean(widths["paired"]) < 0.6 * np.mean(widths["unpaired"])
 
 
@@ -321,6 +321,8 @@ def write_cell(out, cell):
 
 
 def test_a_study_compares_each_side_at_its_best_with_seconds_that_are_measured_apart(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "RATES", (1.0, 0.5))
+    monkeypatch.setattr("benchmarks.time_to_accuracy.statistics.NUM_RESAMPLED", 30)
     monkeypatch.setattr(sys, "argv", ["recipes", "--study", "tools", "--out", str(tmp_path), "--report_only"])
     for cell in search_cells("tools_unslept"):
         write_cell(tmp_path, cell)
