@@ -10,6 +10,9 @@ ended_i is when rollout i would have been complete without latency, in seconds s
 sum of its own, because its turns follow each other. Training and publication begin after the last rollout and add
 nothing. For rewards this is exact. For tools it is an upper bound: rollouts that come back one after the other are
 decoded in smaller batches, in less time than ended_i, which is at most the time of generation too much.
+
+Checked once, on a busy machine: six steps whose tools took 16 s in the mean lasted 641 s asleep, and 633 s by this
+clock.
 """
 
 from __future__ import annotations
