@@ -9,7 +9,7 @@ machine may be busy; the two factors of a time to accuracy are measured apart:
 * Accuracy over steps. A synchronous run learns the same whatever its tools or rewards take. The asynchronous side
   trains on groups that were admitted exactly `max_staleness` versions earlier (`latency.InOrder`).
 * Seconds per step. Synchronous: processor time plus the latencies that would have been slept (`latency.clock`).
-  Asynchronous: recorded on a quiet machine by the runs of the same configuration that docs/measurements names.
+  Asynchronous: recorded by the runs of the same configuration that docs/measurements names, with the load they had.
 
 **Search**, the same for each side: three rates, constant and linear, with the synchronous number of steps and twice
 as many (at a constant rate the former are the beginning of the latter), two seeds. A setting's score is the number of
