@@ -438,7 +438,7 @@ async def _never_ends(prompt, client):
 
 
 async def _does_not_let_itself_be_cancelled(prompt, client):
-    for _ in range(100):
+    for _ in range(20):  # far beyond its time limit, and within that of what is left in a loop
         try:
             await asyncio.sleep(0.1)
         except asyncio.CancelledError:
