@@ -6,8 +6,8 @@
 Each run is one of the command line, in a process of its own: the quick start in small, synchronous or with `FixedLag`,
 which makes asynchronous runs reproducible; those of environments and agents sample one row at a time, because episodes
 share the engine as time has it. Runs of vLLM need its environment, those of several ranks or of Ray half a minute.
-SHA-256 digests of the parameters are comparable on one machine with one version of torch. Started again, it goes on; the
-runs lie beside the file. `--resume-from`, a checkpoint of another commit's run `fixed_lag`, adds a resume of it.
+SHA-256 digests of the parameters are comparable on one machine with one version of torch. Started again, it goes on;
+the runs lie beside the file. `--resume-from`, a checkpoint of another commit's run `fixed_lag`, adds a resume of it.
 """
 
 from __future__ import annotations
