@@ -333,6 +333,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     async def _result(self, episode: AgentEpisode) -> AgentResult:
         """Result of the agent within its time limit. All errors but the engine's are `EnvironmentFailure`."""
         task = asyncio.ensure_future(self._call_agent(episode))
+        task.add_done_callback(_note_error)
         try:
             # Not `wait_for`: it would wait for an agent that does not let itself be cancelled, with the slot taken.
             done, _ = await asyncio.wait({task}, timeout=self.policy.timeout_s)
@@ -375,6 +376,12 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     def _failure(self, episode: AgentEpisode, what: str) -> EnvironmentFailure:
         where = f"on prompt {episode.prompt.text[:200]!r}"
         return EnvironmentFailure(f"agent {agent_name(self.agent)} {where} {what}")
+
+
+def _note_error(task: asyncio.Task[AgentResult]) -> None:
+    """Marks the error of an agent as seen: nobody waits for one that has exceeded its limit."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _own_clients(agent: Agent) -> ClientFactory | None:
