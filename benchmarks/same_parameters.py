@@ -4,11 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/same_parameters.py after.json --same-as before.json
 
 Each run is one of the command line, in a process of its own: the quick start in small, synchronous or with `FixedLag`,
-which makes asynchronous runs reproducible; episodes of environments and agents share the engine as time has it, so
-their runs are not among these. Runs of vLLM need its environment, those of several ranks or of Ray half a
-minute. SHA-256 digests of the parameters are comparable on one machine with one version of torch. Started again, it
-goes on; the runs lie beside the file. `--resume-from`, a checkpoint of another commit's run `fixed_lag`, adds a resume
-of it.
+which makes asynchronous runs reproducible; those of environments and agents sample one row at a time, because episodes
+share the engine as time has it. Runs of vLLM need its environment, those of several ranks or of Ray half a minute.
+SHA-256 digests of the parameters are comparable on one machine with one version of torch. Started again, it goes on;
+the runs lie beside the file. `--resume-from`, a checkpoint of another commit's run `fixed_lag`, adds a resume of it.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ WHOLE = ["--data.engine.init_args.in_flight_weight_updates", "false"]  # complet
 SYNCHRONOUS = ["--data.max_staleness", "0"]
 QUICK_START = ["--config", "configs/quickstart.yaml"]
 PLAIN = [*QUICK_START, "--config", "configs/stabilizers/plain.yaml"]
+ONE_ROW = ["--data.engine.init_args.engine.init_args.num_slots", "1"]
 TWO_RANKS = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
 RAY = '{"class_path": "RayCluster", "init_args": {"trainer_ranks": 1, "engines": {"replicas": 1}}}'
 TAPE = '[{"class_path": "lit_async_rl.callbacks.RolloutTape", "init_args": {"folder": "{out}/tape"}}]'
@@ -49,6 +49,8 @@ RUNS: dict[str, list[str]] = {
     "vcpo": [*QUICK_START, "--config", "configs/stabilizers/vcpo.yaml", "--model.packing", "null", *FIXED_LAG],
     "own_process": [*QUICK_START, "--config", "configs/own_process.yaml", *WHOLE, *FIXED_LAG],
     "lora": [*QUICK_START, "--config", "configs/lora.yaml", *FIXED_LAG],
+    "environment": ["--config", "configs/calculator.yaml", *SYNCHRONOUS, *ONE_ROW],
+    "agent": ["--config", "configs/agent_calculator.yaml", *SYNCHRONOUS, *ONE_ROW],
     "ddp": [*QUICK_START, "--config", "configs/strategies/ddp.yaml", *TWO_RANKS, *FIXED_LAG],
     "fsdp2": [
         *(*PLAIN, "--config", "configs/strategies/fsdp2.yaml", *TWO_RANKS, *FIXED_LAG),

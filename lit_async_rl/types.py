@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -91,7 +91,8 @@ def unpack_choices(packed: dict[str, Tensor], number: int) -> list[ExpertChoices
 # -- Conversations, the input of chat templates -----------------------------------------------------------------------
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = get_args(Role)
 TOOLS = "tools"  # keys of a prompt's metadata that its chat template gets, named as TRL and verl name these columns
 TEMPLATE_KWARGS = "chat_template_kwargs"
 

@@ -1,9 +1,8 @@
 """Wraps an engine and runs an agent program for each sample; its calls to the policy are what trains.
 
-Every episode ends in exactly one of `_finish`, `_lose`, `_drop` and `_end_all`, which mark it as over. A sample holds
-the slot of its group from before its first call until the group was trained on, and every token has the version that
-sampled it: the staleness bound holds for each of them, however long an agent takes. What waits then is the trainer, at
-most `timeout_s`.
+`multi_request` has the life of an episode. A sample holds the slot of its group from before its first call until the
+group was trained on, and every token has the version that sampled it: the staleness bound holds for each of them,
+however long an agent takes. What waits then is the trainer, at most `timeout_s`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import asyncio
 import importlib
 import inspect
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -30,10 +28,10 @@ from lit_async_rl.agents.template_parser import AutoParser
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.environments.multi_request import MultiRequestEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest
 from lit_async_rl.errors import EngineError, EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.runtime.retries import TryPolicy, Work
+from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import original_of
@@ -88,7 +86,7 @@ class AgentStats:
         self.drift.add(episode.graph.drift)
 
 
-class AgentEngine(MultiRequestEngine):
+class AgentEngine(MultiRequestEngine[AgentEpisode]):
     """Runs `agent(prompt, client)` for each sample; what it returns is the reward, in place of `data.reward`.
 
     Example:
@@ -165,11 +163,6 @@ class AgentEngine(MultiRequestEngine):
         self.forks = forks
         self.stats = AgentStats()
         self._rules: EpisodeRules | None = None
-        self._running: dict[int, list[AgentEpisode]] = {}  # by request; those that are not over
-        self._by_key: dict[str, AgentEpisode] = {}
-        self._in_engine: dict[int, tuple[AgentEpisode, TokenCall]] = {}  # by inner request
-        self._num_failed: dict[tuple[int, int], int] = {}  # tries, by request and sample
-        self._num_lost: dict[int, int] = {}  # samples, by request
 
     def with_engine(self, engine: RolloutEngine, **changes: Any) -> AgentEngine:
         """See `EngineWrapper`; agent and clients are the same objects, also where the agent was given by its name."""
@@ -233,40 +226,46 @@ class AgentEngine(MultiRequestEngine):
 
     def episode(self, key: str) -> AgentEpisode | None:
         """The running episode with this key; None if there is none."""
-        with self._lock:
-            return self._by_key.get(key)
+        return next((episode for episode in self.running if episode.key == key), None)
 
-    # -- producer's thread --------------------------------------------------------------------------------------------
+    # -- life of an episode -------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Starts an agent for each sample."""
-        with self._lock:
-            for request in requests:
-                self._running[request.id] = []
-                for sample in range(request.num_samples):
-                    self._begin(request, sample)
+    def _begin(self, opened: OpenRequest[AgentEpisode]) -> list[GenerationRequest]:
+        """Starts an agent for each sample, which makes all requests itself."""
+        for sample in range(opened.request.num_samples):
+            self._start(opened, sample)
+        return []
 
-    def _begin(self, request: GenerationRequest, sample: int, pause_s: float = 0.0) -> None:
-        """Starts an episode in the event loop; called with the lock held."""
+    def _begin_again(self, failed: AgentEpisode, pause_s: float) -> None:
+        opened = self._open[failed.request.id]
+        self._start(opened, failed.sample_index, num_failed=failed.num_failed, pause_s=pause_s)
+
+    def _start(
+        self, opened: OpenRequest[AgentEpisode], sample: int, *, num_failed: int = 0, pause_s: float = 0.0
+    ) -> None:
         if self._rules is None:
             raise SetupError("AgentEngine is used before it was set up")
         session = TokenSession(
-            request,
+            opened.request,
             sample,
             submit=lambda inner, call: self._submit_call(inner, call, episode),
             max_model_len=self.max_model_len,
         )
-        episode = AgentEpisode(session, self._rules, self._lock, abort=self._abort_calls, fail=self._break)
-        self._running[request.id].append(episode)
-        self._by_key[episode.key] = episode
-        self._tasks.begin(episode, self._play(episode, pause_s))
+        episode = AgentEpisode(
+            session,
+            self._rules,
+            self._lock,
+            abort=self._abort_calls,
+            fail=self._break,
+            num_failed=num_failed,
+        )
+        opened.samples.append(episode)
+        self._play(episode, lambda: self._run(episode), pause_s)
 
     def _submit_call(self, request: GenerationRequest, call: TokenCall, episode: AgentEpisode) -> None:
         """Gives a call to the inner engine; called with the lock held."""
-        call.number = next(self._ids)
-        inner = replace(request, id=call.number)
-        self._in_engine[call.number] = (episode, call)
-        self._open_ledger.open([inner])
+        inner = self._register(request, dict.fromkeys(range(call.num_samples), episode))
+        call.number = inner.id
         try:
             self.engine.submit([inner])
         except Exception as error:  # the engine's, which `poll` raises: another engine may replace it
@@ -277,66 +276,24 @@ class AgentEngine(MultiRequestEngine):
         """Has `poll` raise an error; without the lock, which a thread that hangs in the inner engine may hold."""
         self._error = self._error or error
 
-    def _abort_calls(self, numbers: Iterable[int]) -> None:
+    def _abort_calls(self, numbers: Sequence[int]) -> None:
         with self._lock:
-            aborted = self._forget_calls(numbers)
+            aborted = self._forget(numbers)
         self.engine.abort(aborted)
 
-    def _forget_calls(self, numbers: Iterable[int]) -> list[int]:
-        known = [number for number in numbers if self._in_engine.pop(number, None) is not None]
-        self._open_ledger.abort(known)
-        return known
+    def _receive(self, episode: AgentEpisode, completion: Completion) -> None:
+        episode.receive(completion)
 
-    def _end_turn(self, completion: Completion) -> None:
-        with self._lock:
-            if not self._open_ledger.receive(completion):
-                return  # aborted
-            found = self._in_engine.get(completion.request_id)
-            if found is None:
-                return
-            episode, call = found
-            if len(call.completions) + 1 == call.num_samples:
-                del self._in_engine[completion.request_id]
-            episode.receive(call, completion)
+    def _keeps_prompt(self, episode: AgentEpisode) -> bool:
+        opened = self._open[episode.request.id]
+        return opened.num_lost + 1 < opened.request.num_samples
 
-    @property
-    def _is_waiting(self) -> bool:
-        return any(not episode.is_in_engine for episode in self._by_key.values())
-
-    def outside_work(self) -> Work | None:
-        # without the lock, which a thread that hangs in the inner engine may hold: this must still be reported
-        idle = [episode.idle_since for episode in list(self._by_key.values()) if not episode.is_in_engine]
-        if not idle:
-            return None
-        oldest_s = max(0.0, time.monotonic() - min(idle))
-        return Work(name=self.player, num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts episodes; their agents are cancelled, and their errors ignored."""
-        with self._lock:
-            inner = self._drop(request_ids)
-        self.engine.abort(inner)
-
-    def _drop(self, request_ids: Iterable[int]) -> list[int]:
-        """Drops requests and ends their episodes; returns the inner requests to abort."""
-        dropped = set(request_ids)
-        episodes = [episode for number in dropped for episode in self._running.pop(number, [])]
-        self._finished = [one for one in self._finished if one.request_id not in dropped]
-        self._lost = [(number, sample) for number, sample in self._lost if number not in dropped]
-        for number in dropped:
-            self._num_lost.pop(number, None)
-        self._num_failed = {place: number for place, number in self._num_failed.items() if place[0] not in dropped}
-        self._tasks.cancel(episodes)
-        return [number for episode in episodes for number in self._end(episode)]
-
-    def _end(self, episode: AgentEpisode) -> list[int]:
-        """Ends an episode; returns the inner requests to abort."""
-        self._by_key.pop(episode.key, None)
-        return self._forget_calls(episode.end())
-
-    def _end_all(self) -> None:
-        for number in list(self._running):
-            self._drop([number])
+    def _give_up(self, episode: AgentEpisode) -> list[int]:
+        """Leaves out one sample; its group goes on with the others."""
+        self.stats.num_lost += 1
+        self._open[episode.request.id].num_lost += 1
+        self._lost.append((episode.request.id, episode.sample_index))
+        return self._leave(episode)
 
     def end(self) -> None:
         """Closes what clients share in the event loop of the episodes, once after each use."""
@@ -356,26 +313,27 @@ class AgentEngine(MultiRequestEngine):
 
     # -- event loop's thread ------------------------------------------------------------------------------------------
 
-    async def _play(self, episode: AgentEpisode, pause_s: float) -> None:
-        """Runs an agent to its end. Errors are raised by `poll`, unless the episode was aborted."""
-        try:
-            if pause_s:
-                await asyncio.sleep(pause_s)
-            if self._error is not None:  # `poll` raises it: nobody waits for this episode
+    async def _run(self, episode: AgentEpisode) -> None:
+        """Runs an agent to its end, and returns its sample; calls that it has left under way are aborted."""
+        if isinstance(self.agent, HoldingAgent):
+            await self.agent.astart()
+        result = await self._result(episode)
+        with self._lock:
+            if episode.is_over:
                 return
-            if isinstance(self.agent, HoldingAgent):
-                await self.agent.astart()
-            self._finish(episode, await self._result(episode))
-        except EnvironmentFailure as failure:
-            self._fail(episode, failure)
-        except Exception as error:
-            with self._lock:
-                if not episode.is_over:
-                    self._error = self._error or error
+            try:
+                completion = _with_reward(episode.completion(), result)
+            except EnvironmentFailure as failure:
+                raise self._failure(episode, f"trains nothing: {failure}") from failure
+            self.stats.add(episode, completion)
+            inner = self._finish(episode, completion)
+        if inner:
+            self.engine.abort(inner)
 
     async def _result(self, episode: AgentEpisode) -> AgentResult:
         """Result of the agent within its time limit. All errors but the engine's are `EnvironmentFailure`."""
         task = asyncio.ensure_future(self._call_agent(episode))
+        task.add_done_callback(_note_error)
         try:
             # Not `wait_for`: it would wait for an agent that does not let itself be cancelled, with the slot taken.
             done, _ = await asyncio.wait({task}, timeout=self.policy.timeout_s)
@@ -419,56 +377,11 @@ class AgentEngine(MultiRequestEngine):
         where = f"on prompt {episode.prompt.text[:200]!r}"
         return EnvironmentFailure(f"agent {agent_name(self.agent)} {where} {what}")
 
-    def _finish(self, episode: AgentEpisode, result: AgentResult) -> None:
-        """Returns the sample of an agent that has ended; calls that it has left under way are aborted."""
-        with self._lock:
-            if episode.is_over:
-                return
-            try:
-                completion = _with_reward(episode.completion(), result)
-            except EnvironmentFailure as failure:
-                raise self._failure(episode, f"trains nothing: {failure}") from failure
-            inner = self._end(episode)
-            self._running[episode.request.id].remove(episode)
-            self._forget_request(episode.request.id)
-            self._num_failed.pop((episode.request.id, episode.sample_index), None)
-            self.stats.add(episode, completion)
-            self._finished.append(completion)
-            self._retries.succeed()
-        self.engine.abort(inner)
 
-    def _forget_request(self, number: int) -> None:
-        if not self._running.get(number, True):
-            del self._running[number]
-            self._num_lost.pop(number, None)
-
-    def _fail(self, episode: AgentEpisode, failure: EnvironmentFailure) -> None:
-        """Begins an episode anew, or gives its sample up; `poll` raises the error if the run must end."""
-        request = episode.request
-        with self._lock:
-            if episode.is_over or self._error is not None:
-                return  # aborted, or the engine has failed, and the agent perhaps by that
-            inner = self._end(episode)
-            self._running[request.id].remove(episode)
-            place = (request.id, episode.sample_index)
-            self._num_failed[place] = self._num_failed.get(place, 0) + 1
-            num_lost = self._num_lost.get(request.id, 0) + 1
-            try:
-                is_restarted = self._retries.may_try_again(
-                    request.prompt, self._num_failed[place], failure, keeps_prompt=num_lost < request.num_samples
-                )
-            except EnvironmentFailure as error:
-                self._error = self._error or error
-                return
-            if is_restarted:
-                self._begin(request, episode.sample_index, pause_s=self.policy.pause_s(self._num_failed[place]))
-            else:
-                self.stats.num_lost += 1
-                self._num_lost[request.id] = num_lost
-                self._lost.append(place)
-                del self._num_failed[place]
-                self._forget_request(request.id)
-        self.engine.abort(inner)
+def _note_error(task: asyncio.Task[AgentResult]) -> None:
+    """Marks the error of an agent as seen: nobody waits for one that has exceeded its limit."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _own_clients(agent: Agent) -> ClientFactory | None:

@@ -14,7 +14,6 @@ import itertools
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,9 +26,10 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import LimitedLog
-from lit_async_rl.types import Completion, GenerationRequest, Prompt
+from lit_async_rl.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES = 128  # of one call
@@ -98,8 +98,8 @@ class _Call:
     parses_tools: bool = True
 
 
-class AgentEpisode:
-    """One running agent: one sample of a group.
+class AgentEpisode(PlayedSample):
+    """One running agent: one sample of a group; calls are refused when it is over.
 
     Args:
         session: its tokens.
@@ -107,13 +107,12 @@ class AgentEpisode:
         lock: guards the state; the `threading.RLock` of the engine.
         abort: aborts requests of the inner engine, called without the lock.
         fail: see the attribute of this name.
+        num_failed: failed tries before this one.
 
     Attributes:
         key: random and unguessable; an endpoint takes it as the API key of the agent.
         prompt: the problem.
-        is_over: whether it has ended; calls are then refused.
         graph: what was said.
-        idle_since: `time.monotonic` when the policy last had nothing to do for it.
         fail: tells the engine that it has failed, by an error of what serves its episodes.
     """
 
@@ -124,11 +123,11 @@ class AgentEpisode:
         lock: Any,
         abort: Callable[[Sequence[int]], None],
         fail: Callable[[Exception], None],
+        num_failed: int = 0,
     ) -> None:
+        super().__init__(session.request, session.sample_index, num_failed=num_failed)
         self.key = f"agent-{secrets.token_urlsafe(24)}"
-        self.is_over = False
         self.graph = MessageGraph()
-        self.idle_since = time.monotonic()
         self._session = session
         self._rules = rules
         self._lock = lock
@@ -138,23 +137,12 @@ class AgentEpisode:
         self._by_id: dict[str, _Call] = {}
         self._first: tuple[Messages, Messages] | None = None
         self._ids = itertools.count()
-        self._num_pending = 0  # calls in the engine
         self._beginning = threading.Lock()  # taken before `_lock`
         # of text completions: prompt and reply, and the rest of the reply, which begins with a stop string
         self._texts: dict[SampledTurn, tuple[str, str]] = {}
 
     def __repr__(self) -> str:
         return f"AgentEpisode(request {self.request.id}, sample {self.sample_index})"  # without its key
-
-    @property
-    def request(self) -> GenerationRequest:
-        """Request that the episode is a sample of."""
-        return self._session.request
-
-    @property
-    def sample_index(self) -> int:
-        """Which sample of the request."""
-        return self._session.sample_index
 
     @property
     def prompt(self) -> Prompt:
@@ -275,7 +263,6 @@ class AgentEpisode:
             is_abandoned = not call.num_waiting and not call.is_repeatable and not call.replies.done()
             if is_abandoned:
                 call.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
-                self._note_answered()
         if is_abandoned:
             self._abort([call.tokens.number])
 
@@ -467,7 +454,6 @@ class AgentEpisode:
                 parses_tools=parses_tools,
             )
             self._calls.append(call)
-            self._num_pending += 1
             if call_id is not None:
                 self._by_id[call_id] = call
         return call
@@ -494,15 +480,14 @@ class AgentEpisode:
 
     # -- end of a call and of the episode, with the lock held ---------------------------------------------------------
 
-    def receive(self, tokens: TokenCall, completion: Completion) -> None:
+    def receive(self, completion: Completion) -> None:
         """Files a completion of the inner engine; the last one of its call answers it."""
-        tokens.add(completion)
-        call = next((call for call in reversed(self._calls) if call.tokens is tokens), None)
-        if call is None or not tokens.future.done() or call.replies.done():
+        call = next((call for call in reversed(self._calls) if call.tokens.number == completion.request_id), None)
+        if call is None:
             return
-        replies = [self._reply(call, one) for one in tokens.future.result()]
-        self._note_answered()
-        call.replies.set_result(replies)
+        call.tokens.add(completion)
+        if call.tokens.future.done() and not call.replies.done():
+            call.replies.set_result([self._reply(call, one) for one in call.tokens.future.result()])
 
     def _reply(self, call: _Call, completion: Completion) -> Reply:
         codec = self._rules.renderer.codec
@@ -543,24 +528,12 @@ class AgentEpisode:
     def _new_tool_id(self) -> str:
         return f"call{next(self._ids):05d}"  # nine letters and digits, which Mistral's templates want
 
-    @property
-    def is_in_engine(self) -> bool:
-        """Whether the policy works for it."""
-        return self._num_pending > 0
-
-    def _note_answered(self) -> None:
-        self._num_pending -= 1
-        if not self._num_pending:
-            self.idle_since = time.monotonic()
-
-    def end(self) -> list[int]:
-        """Ends the episode: pending calls get an error. Returns the inner requests to abort."""
-        self.is_over = True
-        self._num_pending = 0
-        pending = [call for call in self._calls if not call.replies.done()]
-        for call in pending:
-            call.replies.set_exception(AgentCallError("the episode is over", "episode_over", status=401))
-        return [call.tokens.number for call in pending]
+    def end(self) -> None:
+        """Ends the episode: pending calls get an error."""
+        super().end()
+        for call in self._calls:
+            if not call.replies.done():
+                call.replies.set_exception(AgentCallError("the episode is over", "episode_over", status=401))
 
     def completion(self) -> Completion:
         """The sample without its reward.

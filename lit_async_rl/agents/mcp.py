@@ -244,8 +244,11 @@ class McpAgent:
             await self._server.start()
 
     async def aclose(self) -> None:
-        """Ends the shared server; a later episode starts another."""
-        await self._server.close()
+        """Ends the shared server, and the event loop of an async reward; a later episode starts others."""
+        try:
+            await self._server.close()
+        finally:
+            await asyncio.to_thread(self._awaiter.close)
 
     def _tools(self) -> McpTools:
         return McpTools(self.command, self.environment, self.timeout_s)

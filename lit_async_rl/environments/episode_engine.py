@@ -1,10 +1,7 @@
 """Multi-turn rollouts: wraps an engine and lets an environment respond after each turn.
 
 Each turn is a request to the inner engine, with the whole conversation as its prompt. A finished episode is returned as
-one completion with the environment's tokens masked.
-
-Every conversation ends in exactly one of `_finish`, `_drop` and `close`, which mark it as over. Its episode is closed
-then, or after the pending call of its environment (`_after_work`).
+one completion with the environment's tokens masked. `multi_request` has the life of an episode.
 """
 
 from __future__ import annotations
@@ -13,18 +10,17 @@ import asyncio
 import hashlib
 import inspect
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation, close_one
-from lit_async_rl.environments.multi_request import MultiRequestEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest, PlayedSample
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.loop import SharedLoop
-from lit_async_rl.runtime.retries import TryPolicy, Work
+from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.runtime.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.types import (
     Completion,
@@ -48,11 +44,9 @@ NO_PROMPT = "an environment needs the prompt, not only its tokens"
 
 
 @dataclass(eq=False)
-class Conversation:
+class Conversation(PlayedSample):
     """A multi-turn rollout so far; lists have one entry per token after the prompt."""
 
-    request: GenerationRequest
-    sample_index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -63,8 +57,6 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     state: int = 0  # hash of the environment's last state
     episode: Episode | None = None
-    num_failed: int = 0  # failed tries
-    is_over: bool = False  # finished, given up or dropped: its episode must be closed
 
     @classmethod
     def of(cls, request: GenerationRequest) -> list[Conversation]:
@@ -111,22 +103,11 @@ class Conversation:
         if self.heads:
             self.heads.append(blank_head(len(token_ids), self.heads[0].width))
 
-    def next_request(self, number: int, observation: tuple[int, ...]) -> GenerationRequest:
-        """Appends tokens of the environment; returns the request of the next turn, with id `number`."""
-        self.add_observation(observation)
-        return self._request(number)
-
-    def restart(self, number: int) -> GenerationRequest:
-        """Discards all turns; returns the request of the first turn, with id `number`."""
-        blank = Conversation(self.request, self.sample_index)
-        for name in ("token_ids", "logprobs", "versions", "loss_mask", "heads", "experts", "reward", "turns", "state"):
-            setattr(self, name, getattr(blank, name))
-        return self._request(number)
-
-    def _request(self, number: int) -> GenerationRequest:
+    def next_request(self) -> GenerationRequest:
+        """The request of the next turn."""
         conversation_ids = self.request.prompt_ids + tuple(self.token_ids)
         seed = None if self.request.seed is None else self.request.seed + self.sample_index
-        return replace(self.request, id=number, prompt_ids=conversation_ids, num_samples=1, seed=seed)
+        return replace(self.request, prompt_ids=conversation_ids, num_samples=1, seed=seed)
 
     def failure(
         self, environment: Environment, text: str, what: str, cause: EnvironmentFailure | None = None
@@ -224,7 +205,7 @@ class EnvironmentGrader:
                 await close_one(episode)
 
 
-class EpisodeEngine(MultiRequestEngine):
+class EpisodeEngine(MultiRequestEngine[Conversation]):
     """Alternates turns of `engine` and `environment`; the environment's rewards replace `data.reward`.
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
@@ -277,9 +258,6 @@ class EpisodeEngine(MultiRequestEngine):
         self.max_turns = max_turns
         self.step_timeout_s = step_timeout_s
         self.step_cut_turns = step_cut_turns
-        self._conversations: dict[int, list[Conversation]] = {}  # by request; those that have not ended
-        self._turns_in_engine: dict[int, dict[int, Conversation]] = {}  # by inner request and sample
-        self._in_environment: dict[Conversation, float] = {}  # with the time at which the environment was called
         self._environment_spans = Overlap("answer")
 
     def grader(self) -> EnvironmentGrader:
@@ -306,54 +284,28 @@ class EpisodeEngine(MultiRequestEngine):
             )
         self._environment_spans.lane = recorder().lane(ENVIRONMENT)  # not in validation, which never calls `setup`
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Starts episodes; the first turns of a group share their prompt."""
-        inner = []
+    # -- life of a conversation ---------------------------------------------------------------------------------------
+
+    def _begin(self, opened: OpenRequest[Conversation]) -> list[GenerationRequest]:
+        """One request for the first turns of all samples, which share its prompt."""
+        opened.samples = Conversation.of(opened.request)
+        return [self._register(opened.request, dict(enumerate(opened.samples)))]
+
+    def _begin_again(self, failed: Conversation, pause_s: float) -> None:
+        request = failed.request
+        conversation = Conversation(request, failed.sample_index, num_failed=failed.num_failed)
+        self._open[request.id].samples.append(conversation)
+        self._play(conversation, lambda: self._take_first_turn(conversation), pause_s)
+
+    async def _take_first_turn(self, conversation: Conversation) -> None:
         with self._lock:
-            for request in requests:
-                self._conversations[request.id] = Conversation.of(request)
-                inner.append(replace(request, id=next(self._ids)))
-                self._turns_in_engine[inner[-1].id] = dict(enumerate(self._conversations[request.id]))
-            self._open_ledger.open(inner)
-        self.engine.submit(inner)
+            if not conversation.is_over:
+                self._submit_turn(conversation)
 
-    @property
-    def _is_waiting(self) -> bool:
-        return bool(self._in_environment)
-
-    def outside_work(self) -> Work | None:
-        # without the lock, which a thread that hangs in the inner engine may hold: this must still be reported
-        began = list(self._in_environment.values())
-        if not began:
-            return None
-        oldest_s = max(0.0, time.monotonic() - min(began))
-        return Work(name=self.player, num_calls=len(began), oldest_s=oldest_s, policy=self.policy)
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts episodes; pending responses of the environment are cancelled, and their errors ignored."""
-        with self._lock:
-            inner = self._drop(request_ids)
-        self.engine.abort(inner)
-
-    def _drop(self, request_ids: Iterable[int]) -> list[int]:
-        """Drops requests and ends their episodes; returns the inner requests to abort."""
-        dropped = set(request_ids)
-        ended = {conversation for number in dropped for conversation in self._conversations.pop(number, [])}
-        self._tasks.cancel(ended & self._in_environment.keys())
-        self._end(ended)
-        inner = [number for number, turns in self._turns_in_engine.items() if not ended.isdisjoint(turns.values())]
-        for number in inner:
-            del self._turns_in_engine[number]
-        self._open_ledger.abort(inner)
-        self._finished = [c for c in self._finished if c.request_id not in dropped]
-        return inner
-
-    def _end(self, conversations: Iterable[Conversation]) -> None:
-        """Marks conversations as over, and closes their episodes; `_after_work` closes those in the environment."""
-        for conversation in conversations:
-            conversation.is_over = True
-            if self._in_environment.pop(conversation, None) is None:
-                self._release(conversation)
+    def _give_up(self, conversation: Conversation) -> list[int]:
+        """Gives up all samples of the prompt, which another one replaces."""
+        self._given_up.append(conversation.request.id)
+        return self._drop([conversation.request.id])
 
     def _release(self, conversation: Conversation) -> None:
         """Starts closing the episode of a conversation, if there is one."""
@@ -378,12 +330,6 @@ class EpisodeEngine(MultiRequestEngine):
     def _warn_of_close(self, what: str) -> None:
         self._warnings.warning("environment %s: close %s", name_of(self.environment), what)
 
-    def _end_all(self) -> None:
-        conversations = [conversation for ended in self._conversations.values() for conversation in ended]
-        self._conversations.clear()
-        self._turns_in_engine.clear()
-        self._end(conversations)
-
     def end(self) -> None:
         """Closes the environment in the event loop of its episodes, once after each use."""
         super().end()
@@ -391,85 +337,23 @@ class EpisodeEngine(MultiRequestEngine):
         if close is not None and getattr(close, "__func__", None) is not Environment.close:
             self._tasks.shared.end(lambda: self._close(close))
 
-    def _end_turn(self, completion: Completion) -> None:
+    def _receive(self, conversation: Conversation, completion: Completion) -> None:
         """Adds a finished turn to its conversation, and passes it to the environment unless the episode is over."""
-        with self._lock:
-            conversation = self._take_conversation(completion) if self._open_ledger.receive(completion) else None
-            if conversation is None:
-                return  # aborted
-            conversation.add_turn(completion)
-            is_cut = completion.finish_reason != "stop"
-            if is_cut and not self.step_cut_turns:
-                self._finish(conversation, completion.finish_reason)
-                return
-            self._in_environment[conversation] = time.monotonic()
-            sampling = conversation.request.sampling
-            text = self._tokenizer.decode(completion.token_ids, sampling.stop, sampling.stop_token_ids)
-            self._tasks.begin(
-                conversation,
-                self._continue_with_environment(conversation, text, is_cut),
-                after=lambda: self._after_work(conversation),
-            )
-
-    def _take_conversation(self, turn: Completion) -> Conversation | None:
-        conversations = self._turns_in_engine.get(turn.request_id)
-        if conversations is None:
-            return None
-        conversation = conversations.pop(turn.sample_index)
-        if not conversations:
-            del self._turns_in_engine[turn.request_id]
-        return conversation
-
-    def _after_work(self, conversation: Conversation) -> None:
-        """Closes the episode of a conversation that was ended during a call of its environment."""
-        with self._lock:
-            if conversation.is_over:
-                self._release(conversation)
+        conversation.add_turn(completion)
+        is_cut = completion.finish_reason != "stop"
+        if is_cut and not self.step_cut_turns:
+            self._finish(conversation, conversation.completion(completion.finish_reason))
+            return
+        sampling = conversation.request.sampling
+        text = self._tokenizer.decode(completion.token_ids, sampling.stop, sampling.stop_token_ids)
+        self._play(conversation, lambda: self._continue_with_environment(conversation, text, is_cut))
 
     async def _continue_with_environment(self, conversation: Conversation, text: str, is_cut: bool) -> None:
-        """Continues an episode with the environment's response. Errors are raised by `poll`, unless it was aborted."""
-        try:
-            try:
-                ids = await self._response_tokens(conversation, text, is_cut)
-            except EnvironmentFailure as failure:
-                await self._retry_or_give_up(conversation, failure)
-                return
-            with self._lock:
-                if self._in_environment.pop(conversation, None) is not None:
-                    self._continue(conversation, ids, is_cut)
-        except Exception as error:
-            with self._lock:
-                self._in_environment.pop(conversation, None)
-                if conversation in self._conversations.get(conversation.request.id, ()):
-                    self._error = self._error or error
-
-    async def _retry_or_give_up(self, conversation: Conversation, failure: EnvironmentFailure) -> None:
-        """Restarts an episode, or gives up its request.
-
-        Raises:
-            EnvironmentFailure: the run must end.
-        """
-        inner: list[int] = []
+        """Continues an episode with the environment's response."""
+        ids = await self._response_tokens(conversation, text, is_cut)
         with self._lock:
-            if conversation not in self._in_environment:  # aborted meanwhile: the error is ignored
-                return
-            conversation.num_failed += 1
-            is_restarted = self._retries.may_try_again(conversation.prompt, conversation.num_failed, failure)
-            pause_s = self.policy.pause_s(conversation.num_failed)
-            if is_restarted:
-                self._release(conversation)
-                self._in_environment[conversation] = time.monotonic() + pause_s
-            else:
-                self._given_up.append(conversation.request.id)
-                inner = self._drop([conversation.request.id])
-        if not is_restarted:
-            self.engine.abort(inner)
-            return
-        if pause_s:
-            await asyncio.sleep(pause_s)
-        with self._lock:
-            if self._in_environment.pop(conversation, None) is not None:
-                self._submit_turn(conversation, conversation.restart(next(self._ids)))
+            if not conversation.is_over:
+                self._continue(conversation, ids, is_cut)
 
     async def _response_tokens(self, conversation: Conversation, text: str, is_cut: bool) -> tuple[int, ...] | None:
         """Tokens of the environment's response; None if the episode ends. All errors are `EnvironmentFailure`."""
@@ -501,26 +385,16 @@ class EpisodeEngine(MultiRequestEngine):
     def _continue(self, conversation: Conversation, ids: tuple[int, ...] | None, is_cut: bool) -> None:
         """Ends the episode, or submits the policy's next turn after the observation `ids`. Errors are the engine's."""
         if ids is None or is_cut:
-            self._finish(conversation, "length" if is_cut else "stop")
+            self._finish(conversation, conversation.completion("length" if is_cut else "stop"))
             return
         request = conversation.request
         length = len(request.prompt_ids) + len(conversation.token_ids) + len(ids) + request.sampling.max_tokens
         if len(conversation.turns) == self.max_turns or length > self.max_model_len:
-            self._finish(conversation, "length")
+            self._finish(conversation, conversation.completion("length"))
             return
-        self._submit_turn(conversation, conversation.next_request(next(self._ids), ids))
+        conversation.add_observation(ids)
+        self._submit_turn(conversation)
 
-    def _submit_turn(self, conversation: Conversation, turn: GenerationRequest) -> None:
+    def _submit_turn(self, conversation: Conversation) -> None:
         """Submits the next turn of a conversation."""
-        self._turns_in_engine[turn.id] = {0: conversation}
-        self._open_ledger.open([turn])
-        self.engine.submit([turn])
-
-    def _finish(self, conversation: Conversation, reason: FinishReason) -> None:
-        live = self._conversations[conversation.request.id]
-        live.remove(conversation)
-        if not live:
-            del self._conversations[conversation.request.id]
-        self._finished.append(conversation.completion(reason))
-        self._retries.succeed()
-        self._end([conversation])
+        self.engine.submit([self._register(conversation.next_request(), {0: conversation})])

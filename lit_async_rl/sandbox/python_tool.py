@@ -129,12 +129,15 @@ class PythonTool(Environment):
         return await in_thread(self._threads, call)
 
     async def close(self) -> None:
-        """Ends the processes of the sandbox; a later episode starts new ones."""
+        """Ends the processes of the sandbox, and the event loop of an async reward; a later episode starts new ones."""
         threads = self._threads
         self._threads = None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._sandbox.close)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._sandbox.close)
+        finally:
+            await asyncio.to_thread(self._awaiter.close)
 
 
 class PythonEpisode(Episode):

@@ -79,7 +79,7 @@ def test_the_client_of_the_agent_is_the_official_one(tmp_path):
 
         answers = asyncio.run(calls())
         assert len({answer.id for answer in answers}) == 8
-        assert given.api_key not in repr(given.api_key[:0]) + repr(list(episodes.engine._by_key.values()))
+        assert given.api_key not in repr(given.api_key[:0]) + repr(episodes.engine.running)
         (sample,) = finish(episodes)
     assert len(sample.rows) == 8
 
@@ -236,7 +236,7 @@ def test_validation_decides_the_distribution_itself(tmp_path):
 
 
 def calls_of(episodes) -> list:
-    (episode,) = episodes.engine._by_key.values()
+    (episode,) = episodes.engine.running
     return episode._calls
 
 
@@ -367,7 +367,7 @@ def test_prompts_beside_one_that_is_refused_are_not_trained(tmp_path):
         client.completions.create(model=MODEL, prompt="52=")
         with pytest.raises(openai.BadRequestError, match="context"):
             client.completions.create(model=MODEL, prompt=["83=", "1" * 600])
-        (episode,) = episodes.engine._by_key.values()
+        (episode,) = episodes.engine.running
         wait_for(lambda: all(call.replies.done() for call in episode._calls))
         (sample,) = finish(episodes)
     assert len(sample.rows) == 1

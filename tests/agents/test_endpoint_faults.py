@@ -93,7 +93,7 @@ def test_a_server_that_ends_fails_the_engine_with_its_reason_and_cuts_its_client
         threads = [threading.Thread(target=ask, args=(given,)) for given in clients]
         for thread in threads:
             thread.start()
-        wait_for(lambda: [len(one._calls) for one in list(engine._by_key.values())] == [2, 2])
+        wait_for(lambda: [len(one._calls) for one in engine.running] == [2, 2])
         endpoint = episodes.endpoint
         address = endpoint._socket.getsockname()
         caplog.clear()

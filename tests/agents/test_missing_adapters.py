@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 
 import pytest
 
@@ -51,6 +52,20 @@ def test_a_missing_package_is_one_line_with_its_extra(use, extra):
 def test_an_environment_of_verifiers_without_a_taskset_is_refused(env):
     with pytest.raises(ValueError, match=r"VerifiersAgent\.env must name a taskset"):
         rl.VerifiersAgent(env)
+
+
+def test_an_agent_with_tools_ends_the_thread_of_its_async_reward():
+    threads = []
+
+    async def reward(prompt, completion):
+        threads.append(threading.current_thread())
+        return 0.5
+
+    agent = rl.McpAgent(["python"], reward=reward)
+    for _ in range(2):  # another run may use it again
+        assert agent._score(rl.Prompt(text="?"), "4") == 0.5
+        asyncio.run(agent.aclose())
+        assert not threads[-1].is_alive()
 
 
 # -- what episodes share -----------------------------------------------------------------------------------------------

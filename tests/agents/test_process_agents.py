@@ -248,7 +248,7 @@ def test_a_process_that_an_agent_blocks_is_replaced_and_the_agent_named(module, 
 def test_a_run_that_ends_in_the_middle_of_calls_says_nothing(module, tmp_path, caplog):
     with playing(ProcessAgent(f"{module}.asks"), tmp_path, PROMPT, 8) as episodes:
         episodes.pause()
-        wait_for(lambda: sum(one.num_calls for one in list(episodes.engine._by_key.values())) >= 8)
+        wait_for(lambda: sum(one.num_calls for one in episodes.engine.running) >= 8)
     assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 

@@ -114,7 +114,7 @@ def pause_after_the_first_call(episodes, folder):
 
 
 def calls_of(episodes):
-    return next(iter(episodes.engine._by_key.values()))._calls
+    return next(iter(episodes.engine.running))._calls
 
 
 def without_numbers(text):
@@ -211,7 +211,7 @@ def test_a_header_of_megabytes_is_refused_and_harms_nobody(module, tmp_path, wra
 def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_path):
     with episode_of(f"{module}.asks_once", tmp_path, {}, tries=2) as episodes:
         episodes.pause()
-        wait_for(lambda: episodes.engine._by_key and calls_of(episodes))
+        wait_for(lambda: episodes.engine.running and calls_of(episodes))
         (first,) = calls_of(episodes)
         (pid,) = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
         os.kill(pid, signal.SIGKILL)

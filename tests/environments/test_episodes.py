@@ -152,8 +152,8 @@ def test_nothing_is_kept_of_episodes_that_have_ended(lm):
         found += engine.poll(0.1)
     engine.close()
     assert len(found) == 8
-    assert not engine._turns_in_engine
-    assert not engine._conversations
+    assert not engine._in_engine
+    assert not engine.running
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

@@ -90,8 +90,8 @@ def test_a_request_whose_environment_fails_in_all_tries_is_given_up_with_all_of_
     assert given_up == [7]
     assert found == []
     assert engine.outside_work() is None
-    assert not engine._turns_in_engine
-    assert not engine._conversations
+    assert not engine._in_engine
+    assert not engine.running
     engine.close()
     assert len(closed) >= 3 + 2
 

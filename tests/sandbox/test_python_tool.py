@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from sandboxes import LIMITS, levels
@@ -52,6 +53,17 @@ def test_the_last_turn_is_the_answer():
     assert played(["41"])[-1].reward == 0.0
     own = played(["x"], reward=lambda prompt, completion: 0.25)[-1]
     assert own.reward == 0.25
+
+
+def test_an_async_reward_leaves_no_thread_behind():
+    threads = []
+
+    async def reward(prompt, completion):
+        threads.append(threading.current_thread())
+        return 0.5
+
+    assert played(["x"], reward=reward)[-1].reward == 0.5
+    assert not threads[0].is_alive()
 
 
 def test_calls_are_limited():

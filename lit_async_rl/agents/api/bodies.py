@@ -1,4 +1,4 @@
-"""Bodies of requests: what may stand in them, and what they ask of the policy.
+"""Calls of request bodies, and the rules for what a call may ask of the policy; `shapes` has the shapes of the bodies.
 
 The trainer recomputes the log-probability of each token under the run's own sampling distribution (`data.sampling`).
 An option that changes this distribution for one call is therefore refused, unless it has the run's value or a neutral
@@ -8,22 +8,18 @@ one, or is named in `ignored_options`. Options that end a reply sooner (`stop`, 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
-from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS, REASONING_KEYS
-from lit_async_rl.types import ROLES, SamplingParams
+from lit_async_rl.agents.api.shapes import MAX_CHOICES, Body, ChatBody, ChatMessage, TextBody, shaped
+from lit_async_rl.agents.calls import REASONING_KEYS
+from lit_async_rl.types import SamplingParams
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-MAX_CHOICES = 128
-MAX_TOOLS = 128
 MAX_PROMPTS = 128
-MAX_TOP_LOGPROBS = 20
-FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 ACCEPTED_AND_UNUSED = frozenset(
     # of accounts, caches and billing: nothing that a token depends on
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -53,6 +49,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "function_call": ("auto", "none"),
 }
+READ_AS_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # of a message
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")  # as in `SamplingParams.distribution`
 COMMON = frozenset(
     ("model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "return_token_ids", *DISTRIBUTION)
@@ -211,32 +208,28 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
     check_options(body, CHAT_OPTIONS, sampling, ignored=limits.ignored_options)
+    _check_number_of_messages(body.get("messages"), limits.max_messages)
     kept = _without(body, limits.ignored_options & NOT_NEEDED)
-    tools = _tools(kept)
-    kwargs = kept.get("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise invalid("chat_template_kwargs", f"chat_template_kwargs must be an object, got {quoted(kwargs)}")
-    top_logprobs = _integer(kept, "top_logprobs", (0, MAX_TOP_LOGPROBS), default=0)
-    logprobs = _boolean(kept, "logprobs")
-    if top_logprobs and not logprobs:
+    chat = shaped(ChatBody, kept)
+    if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
-    lengths = [_integer(kept, name, (1, None)) for name in ("max_tokens", "max_completion_tokens") if name in kept]
-    stream = _boolean(kept, "stream")
+    tools = tuple(kept["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
+    lengths = [length for length in (chat.max_tokens, chat.max_completion_tokens) if length is not None]
     return Call(
-        model=_model(kept),
-        messages=_messages(kept, limits.max_messages),
+        model=chat.model,
+        messages=tuple(_message(message, f"messages[{number}]") for number, message in enumerate(chat.messages)),
         tools=tools,
-        calls_tools=_tool_choice(kept, tools),
-        chat_template_kwargs=kwargs,
-        n=_integer(kept, "n", (1, MAX_CHOICES), default=1),
+        calls_tools=_calls_tools(chat, has_tools=tools is not None),
+        chat_template_kwargs=chat.chat_template_kwargs,
+        n=chat.n,
         max_tokens=min(lengths, default=None),
-        stop=_stop(kept),
-        seed=_seed(kept),
-        stream=stream,
-        include_usage=_include_usage(kept, stream),
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        return_token_ids=_boolean(kept, "return_token_ids"),
+        stop=tuple(chat.stop),
+        seed=_seed(chat),
+        stream=chat.stream,
+        include_usage=_includes_usage(chat),
+        logprobs=chat.logprobs,
+        top_logprobs=chat.top_logprobs,
+        return_token_ids=chat.return_token_ids,
     )
 
 
@@ -247,25 +240,22 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
     check_options(body, TEXT_OPTIONS, sampling, ignored=limits.ignored_options)
-    kept = _without(body, limits.ignored_options & NOT_NEEDED)
-    prompts = _prompts(kept)
-    n = _integer(kept, "n", (1, MAX_CHOICES), default=1)
-    if n * len(prompts) > MAX_CHOICES:
-        raise invalid("n", f"n={n} replies to each of {len(prompts)} prompts are more than {MAX_CHOICES}")
-    top_logprobs = _integer(kept, "logprobs", (0, MAX_TOP_LOGPROBS), default=None)
-    stream = _boolean(kept, "stream")
+    text = shaped(TextBody, _without(body, limits.ignored_options & NOT_NEEDED))
+    prompts = _prompts(text.prompt)
+    if text.n * len(prompts) > MAX_CHOICES:
+        raise invalid("n", f"n={text.n} replies to each of {len(prompts)} prompts are more than {MAX_CHOICES}")
     return Call(
-        model=_model(kept),
+        model=text.model,
         prompts=prompts,
-        n=n,
-        max_tokens=_integer(kept, "max_tokens", (1, None), default=None),
-        stop=_stop(kept),
-        seed=_seed(kept),
-        stream=stream,
-        include_usage=_include_usage(kept, stream),
-        logprobs=top_logprobs is not None,
-        top_logprobs=top_logprobs or 0,
-        return_token_ids=_boolean(kept, "return_token_ids"),
+        n=text.n,
+        max_tokens=text.max_tokens,
+        stop=tuple(text.stop),
+        seed=_seed(text),
+        stream=text.stream,
+        include_usage=_includes_usage(text),
+        logprobs=text.logprobs is not None,
+        top_logprobs=text.logprobs or 0,
+        return_token_ids=text.return_token_ids,
     )
 
 
@@ -322,82 +312,24 @@ def check_options(
             )
 
 
-# -- Single parameters ------------------------------------------------------------------------------------------------
+# -- Rules ------------------------------------------------------------------------------------------------------------
 
 
-def _model(body: Mapping[str, Any]) -> str:
-    model = body.get("model")
-    if model is None:
-        raise ApiError(400, "you must provide a model parameter", param="model", code="missing_required_parameter")
-    if not isinstance(model, str) or not model or len(model) > 500:
-        raise invalid("model", f"model must be a name, got {quoted(model)}", code="invalid_type")
-    return model
+def _seed(body: Body) -> int | None:
+    return None if body.seed is None else body.seed % 2**31  # engines take seeds >= 0
 
 
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name, False)
-    if not isinstance(value, bool):
-        raise invalid(name, f"{name} must be true or false, got {quoted(value)}", code="invalid_type")
-    return value
-
-
-def _integer(body: Mapping[str, Any], name: str, limits: tuple[int, int | None], default: int | None = None) -> Any:
-    if name not in body:
-        return default
-    value = body[name]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise invalid(name, f"{name} must be an integer, got {quoted(value)}", code="invalid_type")
-    smallest, largest = limits
-    if value < smallest:
-        raise invalid(name, f"{name} must be >= {smallest}, got {quoted(value)}", code="integer_below_min_value")
-    if largest is not None and value > largest:
-        raise invalid(name, f"{name} must be <= {largest}, got {quoted(value)}", code="integer_above_max_value")
-    return value
-
-
-def _seed(body: Mapping[str, Any]) -> int | None:
-    value: int | None = _integer(body, "seed", (-(2**63), 2**63 - 1))
-    return None if value is None else value % 2**31  # engines take seeds >= 0
-
-
-def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
-    value = body.get("stop", [])
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise invalid("stop", f"stop must be a string or a list of non-empty strings, got {quoted(value)}")
-    if len(stops) > MAX_STOPS:
-        raise invalid(
-            "stop", f"stop must have at most {MAX_STOPS} strings, got {len(stops)}", code="array_above_max_length"
-        )
-    if too_long := [len(text) for text in stops if len(text) > MAX_STOP_CHARS]:
-        raise invalid(
-            "stop",
-            f"a string of stop must have at most {MAX_STOP_CHARS} characters, got {too_long[0]}",
-            code="string_above_max_length",
-        )
-    return tuple(stops)
-
-
-def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
-    options = body.get("stream_options")
-    if options is None:
+def _includes_usage(body: Body) -> bool:
+    if body.stream_options is None:
         return False
-    if not stream:
+    if not body.stream:
         raise invalid("stream_options", "stream_options needs stream: true")
-    if not isinstance(options, dict):
-        raise invalid("stream_options", f"stream_options must be an object, got {quoted(options)}", code="invalid_type")
-    return _boolean(options, "include_usage")
+    return body.stream_options.include_usage
 
 
-def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
     """Prompts of a completion: a text, token ids, or a list of either."""
-    prompt = body.get("prompt")
-    if prompt is None:
-        raise ApiError(400, "you must provide a prompt", param="prompt", code="missing_required_parameter")
-    if isinstance(prompt, str) or _is_ids(prompt):
-        prompts = [prompt]
-    else:
-        prompts = prompt
+    prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise invalid("prompt", f"prompt must be a text, token ids, or a list of either, got {quoted(prompt)}")
     if len(prompts) > MAX_PROMPTS:
@@ -413,161 +345,57 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
 
 
-# -- Messages and tools -----------------------------------------------------------------------------------------------
-
-
-def _messages(body: Mapping[str, Any], max_messages: int) -> tuple[Mapping[str, Any], ...]:
-    messages = body.get("messages")
-    if messages is None:
-        raise ApiError(400, "you must provide messages", param="messages", code="missing_required_parameter")
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages", f"messages must be a list of at least one message, got {quoted(messages)}")
-    if len(messages) > max_messages:
+def _check_number_of_messages(messages: Any, max_messages: int) -> None:
+    if isinstance(messages, list) and len(messages) > max_messages:
         raise invalid(
             "messages",
             f"messages must be at most {max_messages} (max_messages of the agent's engine), got {len(messages)}",
             code="array_above_max_length",
         )
-    return tuple(_message(message, f"messages[{number}]") for number, message in enumerate(messages))
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message with what the policy can read: role, text, name, calls, the call that it answers, reasoning."""
-    if not isinstance(message, dict):
-        raise invalid(where, f"{where} must be an object, got {quoted(message)}", code="invalid_type")
-    role = message.get("role")
-    if role not in ROLES:
-        roles = ", ".join(f"'{name}'" for name in ROLES)
-        raise invalid(f"{where}.role", f"{where}.role: invalid value {quoted(role)}, supported values are {roles}")
+    given = vars(message)
     for name in ("function_call", "audio"):
-        if message.get(name) is not None:
+        if given[name] is not None:
             raise invalid(f"{where}.{name}", f"{where}.{name} is not supported")
-    calls = _calls_of_message(message, where)
-    if calls and role != "assistant":
-        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only the assistant calls tools, not {role}")
-    content = _content(message.get("content"), f"{where}.content")
-    if content is None and not calls:
-        if role != "assistant" or message.get("refusal") is None:
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only the assistant calls tools, not {message.role}")
+    content = message.text
+    if content is None and not message.tool_calls:
+        if message.role != "assistant" or message.refusal is None:
             raise invalid(f"{where}.content", f"{where}.content must be text, got null")
-        content = _content(message["refusal"], f"{where}.refusal")
-    found: dict[str, Any] = {"role": role, "content": content}
-    if calls:
-        found["tool_calls"] = calls
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        text = message.get(name)
-        if text is not None:
-            if not isinstance(text, str):
-                raise invalid(
-                    f"{where}.{name}", f"{where}.{name} must be text, got {quoted(text)}", code="invalid_type"
-                )
-            found[name] = text
-    found |= {name: message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
-    if role == "tool" and "tool_call_id" not in found:
+        content = message.refusal
+    if message.role == "tool" and message.tool_call_id is None:
         raise invalid(f"{where}.tool_call_id", f"{where}: a message of a tool needs a tool_call_id")
-    return found
+    found: dict[str, Any] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        found["tool_calls"] = [call.as_message() for call in message.tool_calls]
+    return found | {name: given[name] for name in READ_AS_TEXT if isinstance(given[name], str)}
 
 
-def _content(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise invalid(where, f"{where} must be text or a list of parts, got {quoted(content)}", code="invalid_type")
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "refusal") or not isinstance(part.get(name), str):
-            raise invalid(f"{where}[{number}]", f"{where}[{number}] must be a part of text, got {quoted(part)}")
-        texts.append(part[name])
-    return "".join(texts)
-
-
-def _calls_of_message(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls must be a list, got {quoted(calls)}")
-    found = []
-    for number, call in enumerate(calls):
-        at = f"{where}.tool_calls[{number}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or call.get("type", "function") != "function":
-            raise invalid(at, f"{at} must be a call of a function, got {quoted(call)}")
-        texts = (call.get("id"), function.get("name"), function.get("arguments"))
-        if not all(isinstance(text, str) for text in texts):
-            raise invalid(at, f"{at} must have id, function.name and function.arguments as texts, got {quoted(call)}")
-        named = {"name": function["name"], "arguments": function["arguments"]}
-        found.append({"id": call["id"], "type": "function", "function": named})
-    return found
-
-
-def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
-    """Tools of a call; None without."""
-    tools = body.get("tools")
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list):
-        raise invalid("tools", f"tools must be a list, got {quoted(tools)}", code="invalid_type")
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"tools must be at most {MAX_TOOLS}, got {len(tools)}", code="array_above_max_length")
-    for number, tool in enumerate(tools):
-        at = f"tools[{number}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise invalid(at, f"{at} must be a function, {{'type': 'function', 'function': ...}}, got {quoted(tool)}")
-        function = tool["function"]
-        name = function.get("name")
-        if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
-            raise invalid(
-                f"{at}.function.name",
-                f"{at}.function.name must match {FUNCTION_NAME.pattern}, got {quoted(name)}",
-            )
-        _check_schema(function.get("parameters"), f"{at}.function.parameters")
-        description = function.get("description")
-        if description is not None and not isinstance(description, str):
-            raise invalid(
-                f"{at}.function.description", f"{at}.function.description must be text, got {quoted(description)}"
-            )
-    return tuple(tools)
-
-
-def _check_schema(schema: Any, where: str) -> None:
-    """Refuses what is no schema of an object; keywords within it are the model's to read, and are not checked."""
-    if schema is None:
-        return
-    if not isinstance(schema, dict):
-        raise invalid(where, f"{where} must be a JSON schema, got {quoted(schema)}", code="invalid_function_parameters")
-    kind = schema.get("type", "object")
-    properties = schema.get("properties", {})
-    required = schema.get("required", [])
-    is_schema = kind == "object" and isinstance(properties, dict) and isinstance(required, list)
-    if not is_schema or not all(isinstance(one, dict | bool) for one in properties.values()):
-        raise invalid(
-            where,
-            f"{where} must be the JSON schema of an object, with properties, got {quoted(schema)}",
-            code="invalid_function_parameters",
-        )
-
-
-def _tool_choice(body: Mapping[str, Any], tools: Sequence[Any] | None) -> bool:
+def _calls_tools(chat: ChatBody, has_tools: bool) -> bool:
     """Whether calls are parsed.
 
     Raises:
         ApiError: a call would have to be forced or prevented, which takes a grammar.
     """
-    if body.get("parallel_tool_calls", True) is not True:
+    if chat.parallel_tool_calls is not True:
         raise not_sampled(
             "parallel_tool_calls",
-            f"parallel_tool_calls={quoted(body['parallel_tool_calls'])}: sampling is not constrained, so several calls "
+            f"parallel_tool_calls={quoted(chat.parallel_tool_calls)}: sampling is not constrained, so several calls "
             "in a reply cannot be prevented: leave it out, or name it in ignored_options of the agent's engine",
         )
-    choice = body.get("tool_choice", "auto")
+    choice = chat.tool_choice
     if choice == "none":
         return False
-    if choice != "auto":
+    if choice not in ("auto", None):
         raise not_sampled(
             "tool_choice",
             f"tool_choice={quoted(choice)}: sampling is not constrained by a grammar, so a call cannot be forced: set "
             "it to auto or none, or name it in ignored_options of the agent's engine",
         )
-    if "tool_choice" in body and tools is None:
+    if choice is not None and not has_tools:
         raise invalid("tool_choice", "tool_choice needs tools")
     return True

@@ -1,0 +1,223 @@
+"""Shapes of request bodies: types, ranges and lengths of the fields that the endpoint reads, as models of pydantic.
+
+Fields that no model has are ignored here. What the values mean for the run is checked in `bodies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from lit_async_rl.agents.api.errors import ApiError, invalid, quoted
+from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS
+from lit_async_rl.types import Role
+
+MAX_CHOICES = 128
+MAX_TOOLS = 128
+MAX_TOP_LOGPROBS = 20
+MAX_NAME_CHARS = 500  # of the model
+CODES = {  # OpenAI's, by the type of pydantic's error
+    "missing": "missing_required_parameter",
+    "greater_than_equal": "integer_below_min_value",
+    "less_than_equal": "integer_above_max_value",
+    "too_long": "array_above_max_length",
+    "string_too_long": "string_above_max_length",
+}
+AN_OBJECT = "Input should be an object"
+WORDS = {"model_type": AN_OBJECT, "dict_type": AN_OBJECT}  # pydantic's name the classes of Python
+
+
+class Shape(BaseModel):
+    """An object of a body: no value is converted, and keys without a field are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
+# -- Messages and tools. `fail_fast`: a list of a million wrong items is one error -------------------------------------
+
+
+class ContentPart(Shape):
+    """Part of a content."""
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str | None:
+        """Its text; None if it has none."""
+        return self.text if self.type == "text" else self.refusal
+
+
+def _check_said(part: ContentPart) -> ContentPart:
+    if part.said is None:
+        raise PydanticCustomError("missing_text", "A part of text needs its text")
+    return part
+
+
+def _checked_list(value: Any) -> Any:
+    """A value that is a list, where a text is allowed as well."""
+    if not isinstance(value, list):
+        raise PydanticCustomError("list_type", "Input should be text or a list")
+    return value
+
+
+def _listed_content(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else _checked_list(content)
+
+
+Content = Annotated[
+    list[Annotated[ContentPart, AfterValidator(_check_said)]],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(_listed_content),
+]
+
+
+class CalledFunction(Shape):
+    """Function of a tool call."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Shape):
+    """Tool call in a message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_message(self) -> dict[str, Any]:
+        """The call without keys that nobody reads."""
+        named = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": named}
+
+
+class ChatMessage(Shape):
+    """Message of a conversation."""
+
+    role: Role
+    content: Content | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None  # clients send other things than texts under these names: texts only are read
+    thinking: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    @property
+    def text(self) -> str | None:
+        """Texts of the content, joined; None without one."""
+        return None if self.content is None else "".join(part.said or "" for part in self.content)
+
+
+def _check_properties(properties: dict[str, Any]) -> dict[str, Any]:
+    """Refuses properties that are no schemas; one error, however many there are."""
+    wrong = next((name for name, schema in properties.items() if not isinstance(schema, dict | bool)), None)
+    if wrong is not None:
+        raise PydanticCustomError("no_schema", "Each property should be a JSON schema")
+    return properties
+
+
+class Parameters(Shape):
+    """JSON schema of an object; keywords within it are the model's to read, and are not checked."""
+
+    type: Literal["object"] = "object"
+    properties: Annotated[dict[str, Any], AfterValidator(_check_properties)] = {}
+    required: list[Any] = []
+
+
+class Function(Shape):
+    """Function of a tool."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: Parameters | None = None
+
+
+class Tool(Shape):
+    """Tool that the policy may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+# -- Bodies -----------------------------------------------------------------------------------------------------------
+
+
+def _listed_stops(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else _checked_list(stop)
+
+
+class StreamOptions(Shape):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class Body(Shape):
+    """Fields of all calls."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+        Field(max_length=MAX_STOPS, fail_fast=True),
+        BeforeValidator(_listed_stops),
+    ] = []
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+
+class ChatBody(Body):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = True
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TextBody(Body):
+    """Body of `/v1/completions`; `prompt` is a text, token ids, or a list of either."""
+
+    prompt: Any
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
+
+
+def shaped(shape: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
+    """The fields of a body.
+
+    Raises:
+        ApiError: a field has another shape; names its path and its value.
+    """
+    try:
+        return shape.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def _refusal(error: ErrorDetails) -> ApiError:
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"]).removeprefix(".")
+    kind = error["type"]
+    code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    if ".function.parameters" in path:
+        code = "invalid_function_parameters"
+    got = "" if kind == "missing" else f", got {quoted(error['input'])}"
+    return invalid(path, f"{path}: {WORDS.get(kind, error['msg'])}{got}", code=code)
