@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_async_rl import rules
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.weights import BehaviorProximal, Proximal
@@ -39,7 +40,6 @@ from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, 
 from lit_async_rl.runtime.files import OF_POLICY, check_content
 from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
-from lit_async_rl.training.combination_checks import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import (
@@ -50,7 +50,6 @@ from lit_async_rl.training.optimizer import (
     check_constants,
     check_resumable,
     check_saved_groups,
-    check_trained_dtypes,
     gradients,
     make_adamw,
     make_optimizer,
@@ -98,19 +97,12 @@ def load_policies(
     Raises:
         ValueError: weights that are made here, not loaded, would have to be on the meta device.
     """
-    if on_meta_device and (load.get("random_init") or lora):
-        raise ValueError(
-            "model.sharding.meta_device=true goes with neither model.random_init nor model.lora: set it to false"
-        )
-    if on_meta_device and has_adapter(model):
-        raise ValueError(
-            f"model.sharding.meta_device=true reads files, and model.model={model!r} holds an adapter beside them: "
-            "merge it first, or set meta_device to false"
-        )
+    random_init = bool(load.get("random_init"))
+    rules.refuse(rules.of_weights(model, on_meta_device, random_init, lora=lora))
     continued = lora is not None and lora.continue_adapter
     adapter: Any = "leave_out" if continued else "merge"
     lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu", adapter=adapter)
-    if has_adapter(model) and not load.get("random_init"):
+    if has_adapter(model) and not random_init:
         done = "trained further" if continued else "merged into the weights"
         log.warning("model.model=%r holds an adapter, which is %s (model.lora.continue_adapter)", model, done)
     reference = None
@@ -318,7 +310,6 @@ class PolicyModule(pl.LightningModule):
             entropy_coefficient=entropy_coefficient,
             kl_estimator=kl_estimator,
         )
-        check_baseline(self.objective.loss, baseline)
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -377,9 +368,7 @@ class PolicyModule(pl.LightningModule):
         """Refuses rates and lengths that contradict each other, kernels that cannot train and norms that vanish."""
         if stage == "fit":
             self.steps.begin_fit(self.trainer)
-            check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
-            check_norms(self.objective.baseline, str(self.trainer.precision))
-            check_trained_dtypes(self.policy.parameters(), self.trainer)
+            rules.refuse(rules.of_fit(self.trainer, self))
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 
