@@ -13,7 +13,7 @@ last of its settings becomes known:
 | `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer`, when it is made |
 | `of_callbacks`, `of_tuner` | `trainer.callbacks` | the same; the latter by `RolloutDataModule.setup`, too |
 | `of_run`, `of_estimates`, `of_signal` | `model`, `data` and `trainer` | `WeightSync.setup` |
-| `of_fit`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |
+| `of_fit`, `of_norms`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |
 | `of_length`, `of_loop` | `trainer` and `data` | `api.run.run`, before it validates; the former by `WeightSync`, too |
 | `check_ends` | `data.sampling` and the model's tokenizer | each user of prompts, when it has both |
 

@@ -15,7 +15,7 @@ from lit_async_rl.rewards.hooks import num_threads
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.scheduling.admission import FromTape
-from lit_async_rl.utils.checks import MANY, check_range
+from lit_async_rl.utils.checks import MANY, check_choice, check_range
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,8 @@ class Scoring:
         check_range("data.scoring", f"<= {MANY}", workers=self.workers)
         check_range("data.scoring", "finite", success_reward=self.success_reward)
         TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
-        if self.special_tokens not in SPECIAL_TOKENS:
-            names = ", ".join(SPECIAL_TOKENS)
-            raise ValueError(f"data.scoring.special_tokens must be one of {names}, got {self.special_tokens!r}")
-        if self.resume_rewards not in ("anew", "keep"):
-            raise ValueError(f"data.scoring.resume_rewards must be anew or keep, got {self.resume_rewards!r}")
+        check_choice("data.scoring", SPECIAL_TOKENS, special_tokens=self.special_tokens)
+        check_choice("data.scoring", ("anew", "keep"), resume_rewards=self.resume_rewards)
 
     def make_scorer(self, reward: Reward | None, records_spans: bool = True) -> Scorer:
         """A scorer with these settings; None where the engine scores."""

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -28,7 +28,7 @@ from lit_async_rl.corrections.weights import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
-from lit_async_rl.losses.reference_kl import KLEstimator, check_estimator
+from lit_async_rl.losses.reference_kl import KLEstimator
 from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import SharedPromptPacking
@@ -60,7 +60,7 @@ from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_kinds, check_range
+from lit_async_rl.utils.checks import check_choice, check_kinds, check_range
 from lit_async_rl.utils.object_config import as_config, as_objects
 from lit_async_rl.utils.saving import check_last_is_saved
 
@@ -300,7 +300,7 @@ class PolicyModule(pl.LightningModule):
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         check_range("model", "finite", entropy_coefficient=entropy_coefficient)
-        check_estimator(kl_estimator)
+        check_choice("model", get_args(KLEstimator), kl_estimator=kl_estimator)
         self.objective = Objective(
             loss=loss or PPOClip(),
             proximal=proximal or BehaviorProximal(),

@@ -97,8 +97,7 @@ class _Decay(RateSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"model.scheduler.final must be between 0 and 1, got {self.final}")
+        check_range("model.scheduler", "in [0, 1]", final=self.final)
 
     def rate(self, peak: float, step: int, num_steps: int) -> float:
         warm = self.warmup_steps(num_steps)
@@ -173,10 +172,8 @@ class OneCycle(RateSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.start <= 1:
-            raise ValueError(f"model.scheduler.start must be in (0, 1], got {self.start}")
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"model.scheduler.final must be between 0 and 1, got {self.final}")
+        check_range("model.scheduler", "in (0, 1]", start=self.start)
+        check_range("model.scheduler", "in [0, 1]", final=self.final)
 
     def rate(self, peak: float, step: int, num_steps: int) -> float:
         start = peak / (1 / self.start)  # rounded like torch's division by `div_factor`
