@@ -6,11 +6,10 @@ last of its settings becomes known:
 
 | rules | about | asked by |
 |---|---|---|
-| `of_objective`, `of_weights` | `model` | `PolicyModule`, when it is made |
-| `of_truncation`, `of_tape` | `data` | `RolloutDataModule`, when it is made |
-| `of_engine`, `of_rewards`, `of_order`, `of_step` | `data` | the same, a little later |
-| `of_new_bound` | `data` | the same, when a callback changes the bound |
-| `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer`, when it is made |
+| `of_objective`, `of_weights` | `model` | `PolicyModule()` |
+| `of_truncation`, `of_tape`, `of_engine`, `of_rewards`, `of_order`, `of_step` | `data` | `RolloutDataModule()` |
+| `of_new_bound` | `data` | `RolloutDataModule.set_max_staleness` |
+| `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer()` |
 | `of_callbacks`, `of_tuner` | `trainer.callbacks` | the same; the latter by `RolloutDataModule.setup`, too |
 | `of_run`, `of_estimates`, `of_signal` | `model`, `data` and `trainer` | `WeightSync.setup` |
 | `of_fit`, `of_norms`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |

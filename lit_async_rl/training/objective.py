@@ -77,7 +77,7 @@ class Objective:
     kl_estimator: KLEstimator = "token"
 
     def __post_init__(self) -> None:
-        rules.refuse(rules.of_objective(self.loss, self.proximal, self.correction, self.baseline))
+        rules.refuse(rules.of_objective(self.loss, self.proximal, self.correction, baseline=self.baseline))
 
     @property
     def needs_reference(self) -> bool:
