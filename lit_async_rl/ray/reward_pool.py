@@ -395,6 +395,11 @@ class RayReward(RemoteProxy):
         self._part = part
 
     @property
+    def num_actors(self) -> int:
+        """Actors of the pool."""
+        return self.pool.settings.actors
+
+    @property
     def max_concurrent(self) -> int:
         """Calls under way in all actors together."""
         return self._part.limit * (1 if self._part.has_state else self.pool.settings.actors)
