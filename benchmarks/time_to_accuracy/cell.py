@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pandas as pd
 
 from benchmarks.common.process import csv_logger, recorded
 from benchmarks.time_to_accuracy import trl_cell
+from benchmarks.time_to_accuracy.latency import LATENCIES
 from benchmarks.time_to_accuracy.snapshots import Recorder, Snapshot
-from benchmarks.time_to_accuracy.suite import Cell, systems, workloads
+from benchmarks.time_to_accuracy.suite import Cell, workloads
 from lit_async_rl.cli.app import AsyncRLCLI
 
 ACCURACY = "accuracy.csv"
@@ -36,7 +38,7 @@ def run_cell(cell: Cell, out: Path, settings: Sequence[str] = ()) -> None:
         cli = AsyncRLCLI([*arguments, "--data.validation.prompts", "null"])
         recorder = Recorder(every_n_steps)
         try:
-            if systems()[cell.system].is_trl:
+            if cell.settings.is_trl:
                 recorder.snapshots, recorder.loads = trl_cell.run(cli, every_n_steps, cell.seed, folder=folder)
             else:
                 callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
@@ -45,18 +47,30 @@ def run_cell(cell: Cell, out: Path, settings: Sequence[str] = ()) -> None:
         finally:
             result["loads"] = recorder.loads
             result["cpus"] = os.cpu_count()
+            if recorder.waits:
+                pd.DataFrame(recorder.waits).to_csv(folder / LATENCIES, index=False)
             evaluate(AsyncRLCLI([*arguments, *workload.evaluation]), recorder.snapshots, folder)
+        if workload.final:
+            result["final"] = accuracy(AsyncRLCLI([*arguments, *workload.final]), recorder.snapshots[-1])
 
 
 def evaluate(cli: AsyncRLCLI, snapshots: Sequence[Snapshot], folder: Path) -> None:
     """Held-out accuracy of every snapshot, in `accuracy.csv`."""
-    cli.trainer.loggers = []
     with (folder / ACCURACY).open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", "wall_s", "tokens", "accuracy"])
         for one in snapshots:
-            if unknown := cli.model.load_state_dict(one.state, strict=False).unexpected_keys:
-                raise RuntimeError(f"the policy to evaluate has no {unknown[:3]}")
-            found = cli.trainer.validate(cli.model, cli.datamodule, verbose=False)[0]
-            rows.writerow([one.step, one.wall_s, one.tokens, found["val/pass@1"]])
+            rows.writerow([one.step, one.wall_s, one.tokens, accuracy(cli, one)])
             file.flush()
+
+
+def accuracy(cli: AsyncRLCLI, snapshot: Snapshot) -> float:
+    """Held-out accuracy of one snapshot.
+
+    Raises:
+        RuntimeError: the snapshot is of another policy.
+    """
+    cli.trainer.loggers = []
+    if unknown := cli.model.load_state_dict(snapshot.state, strict=False).unexpected_keys:
+        raise RuntimeError(f"the policy to evaluate has no {unknown[:3]}")
+    return float(cli.trainer.validate(cli.model, cli.datamodule, verbose=False)[0]["val/pass@1"])

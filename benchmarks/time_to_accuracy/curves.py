@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pandas as pd
 
 from benchmarks.common.process import RESULT
 from benchmarks.time_to_accuracy.cell import ACCURACY
-from benchmarks.time_to_accuracy.suite import Cell
+from benchmarks.time_to_accuracy.suite import Cell, workloads
 
 
 def read_run(folder: Path, cell: Cell) -> pd.DataFrame:
     """Evaluations of one run; what is measured once (staleness, shares, load) stands in each row."""
     rows = pd.read_csv(folder / ACCURACY)
+    if not workloads()[cell.workload].sleeps:  # `recipes` tells the time of such runs
+        rows["wall_s"] = math.nan
     steps = pd.read_csv(folder / "metrics.csv")
     seconds = steps["perf/step_s"].sum()
     result = json.loads((folder / RESULT).read_text())

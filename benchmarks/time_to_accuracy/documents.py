@@ -14,7 +14,7 @@ from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.staleness.figures import save
 from benchmarks.time_to_accuracy.report import speedup_with_interval, with_interval
 from benchmarks.time_to_accuracy.statistics import LAST, SHARES, level_at, smoothed, speedup, summarize, time_to
-from benchmarks.time_to_accuracy.suite import Cell, systems, workloads
+from benchmarks.time_to_accuracy.suite import Cell, workloads
 
 # not beside the tables of the staleness benchmark, all of which that benchmark reads
 CURVES = Path("docs/results/time_to_accuracy")
@@ -127,7 +127,7 @@ def algorithm(workload: str, system: str) -> str:
 
 def loss(workload: str, system: str) -> str:
     """The loss and correction of a system."""
-    one = systems()[system]
+    one = Cell(workload, system, 0).settings
     if "pipeline" in system:
         return "CISPO"
     has_recipe = any("vcpo" in config for config in one.configs)
@@ -140,7 +140,7 @@ def schedule(workload: str, system: str) -> str:
     """How the rate of a system changes."""
     if workload == "quickstart":
         return "stable and decaying" if loss(workload, system) == "VCPO" else "one-cycle"
-    return "linear" if "--model.scheduler=Linear" in systems()[system].arguments else "constant"
+    return "linear" if "--model.scheduler=Linear" in Cell(workload, system, 0).settings.arguments else "constant"
 
 
 def compared(name: str, system: str, against: str, share: float, found: tuple[float, float, float]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import psutil
 from torch import Tensor
 
+from benchmarks.time_to_accuracy.latency import take_waits, waits_of_step
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -35,12 +36,15 @@ class Recorder(pl.Callback):
         self.every_n_steps = every_n_steps
         self.snapshots: list[Snapshot] = []
         self.loads: list[float] = []
-        self._began = self._cpu = 0.0
+        self.waits: list[dict[str, object]] = []  # rows of `latencies.csv`
+        self._began = self._cpu = self._step_began = 0.0
         self._tokens = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._began = time.monotonic()
         self._cpu = cpu_s()
+        take_waits()  # of the batch that checks the engine, say
+        self._step_began = time.process_time()
         self._keep(trainer, pl_module, 0.0)
 
     def on_train_batch_end(
@@ -51,6 +55,8 @@ class Recorder(pl.Callback):
         values = {"bench/wall_s": wall_s, "bench/cpu_s": cpu_s() - self._cpu}
         pl_module.log_dict(values | {"bench/tokens": float(self._tokens)})
         step = trainer.global_step
+        self.waits += waits_of_step(step, take_waits(), self._step_began)
+        self._step_began = time.process_time()
         if step != self.snapshots[-1].step and (step % self.every_n_steps == 0 or step == trainer.max_steps):
             self._keep(trainer, pl_module, wall_s)
 

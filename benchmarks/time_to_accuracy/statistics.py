@@ -3,15 +3,22 @@
 q_p is the accuracy at the share p of the reference system's rise; tau(q_p) the first time at which the smoothed
 held-out accuracy reaches q_p and stays at most `SLACK` below it afterwards; S(p) = tau_reference(q_p) / tau(q_p), a
 ratio of medians over seeds. A run that never gets there has tau = inf, and S = 0.
+
+`MeanCurve` has another tau, which needs neither a running mean nor a slack: the time at which the mean over seeds, made
+monotone, reaches the level.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
+from scipy.optimize import isotonic_regression
 
 SHARES = (0.5, 0.8, 0.95)
 SMOOTH = 3  # evaluations in the running mean
@@ -126,3 +133,116 @@ def summarize(table: pd.DataFrame, workload: str, reference: str) -> pd.DataFram
         row["step_s"] = float(np.mean([curve["wall_s"].max() / curve["step"].max() for curve in curves]))
         found.append(row)
     return pd.DataFrame(found)
+
+
+@dataclass(frozen=True)
+class MeanCurve:
+    """Runs of one system that differ in the seed: accuracies at common steps.
+
+    Attributes:
+        seeds: in order.
+        steps: at which all runs were evaluated, in order.
+        seconds: clock, a row per seed and a column per step.
+        accuracy: likewise.
+    """
+
+    seeds: tuple[int, ...]
+    steps: np.ndarray
+    seconds: np.ndarray
+    accuracy: np.ndarray
+
+    @classmethod
+    def of(cls, runs: dict[int, pd.DataFrame]) -> MeanCurve:
+        """Curves by seed, with `step`, `wall_s` and `accuracy`.
+
+        Raises:
+            ValueError: they were evaluated at different steps.
+        """
+        seeds = tuple(sorted(runs))
+        tables = [runs[seed].sort_values("step") for seed in seeds]
+        steps = tables[0]["step"].to_numpy()
+        if any(list(table["step"]) != list(steps) for table in tables):
+            raise ValueError(f"seeds={seeds}: evaluated at different steps")
+        seconds = np.stack([table["wall_s"].to_numpy(float) for table in tables])
+        accuracy = np.stack([table["accuracy"].to_numpy(float) for table in tables])
+        return cls(seeds, steps, seconds, accuracy=accuracy)
+
+    def only(self, rows: Sequence[int]) -> MeanCurve:
+        """Some of the runs, by position; one may be taken more than once."""
+        at = list(rows)
+        seeds = tuple(self.seeds[row] for row in at)
+        return MeanCurve(seeds, self.steps, self.seconds[at], accuracy=self.accuracy[at])
+
+    @cached_property
+    def monotone(self) -> np.ndarray:
+        """Least-squares non-decreasing fit to the mean accuracy (isotonic regression)."""
+        return np.asarray(isotonic_regression(self.accuracy.mean(axis=0)).x)
+
+    def level(self, share: float) -> float:
+        """Accuracy at which the mean curve has made this share of its rise."""
+        return float(self.monotone[0] + share * (self.monotone[-1] - self.monotone[0]))
+
+    def time_to(self, level: float, *, in_steps: bool = False) -> float:
+        """Seconds until the monotone mean reaches the level, linear between evaluations; inf if it never does."""
+        at = self.steps.astype(float) if in_steps else self.seconds.mean(axis=0)
+        reached = np.flatnonzero(self.monotone >= level)
+        if not len(reached):
+            return math.inf
+        n = int(reached[0])
+        if n == 0:
+            return float(at[0])
+        before = self.monotone[n - 1]
+        share = (level - before) / (self.monotone[n] - before)
+        return float(at[n - 1] + share * (at[n] - at[n - 1]))
+
+
+def mean_speedup(reference: MeanCurve, other: MeanCurve, share: float, *, in_steps: bool = False) -> float:
+    """S of mean curves, to the level at which the reference has made this share of its rise; 0 if it is not reached."""
+    level = reference.level(share)
+    return ratio([reference.time_to(level, in_steps=in_steps)], [other.time_to(level, in_steps=in_steps)])
+
+
+def paired_speedup(
+    reference: MeanCurve, other: MeanCurve, share: float, *, in_steps: bool = False, seed: int = 0
+) -> tuple[float, float, float]:
+    """S of mean curves with its 95 % bootstrap interval: pairs of runs of one seed are drawn with replacement.
+
+    The level is that of the drawn reference, so that the interval contains its uncertainty. One pair has no interval.
+
+    Raises:
+        ValueError: the seeds are not the same.
+    """
+    if reference.seeds != other.seeds:
+        raise ValueError(f"seeds={reference.seeds} and {other.seeds}: pairs are of the same seed")
+    value = mean_speedup(reference, other, share, in_steps=in_steps)
+    n = len(reference.seeds)
+    if n < 2:
+        return value, math.nan, math.nan
+    drawn = np.sort(np.random.default_rng(seed).integers(0, n, (NUM_RESAMPLED, n)), axis=1)
+    different, times = np.unique(drawn, axis=0, return_counts=True)  # a mean has no order: 126 draws of five pairs
+    found = [mean_speedup(reference.only(rows), other.only(rows), share, in_steps=in_steps) for rows in different]
+    low, high = np.nanpercentile(np.repeat(found, times), [2.5, 97.5], method="nearest")
+    return value, float(low), float(high)
+
+
+def halves(n: int) -> Iterator[tuple[list[int], list[int]]]:
+    """All ways to split n runs into two parts, of which one has n // 2."""
+    for first in combinations(range(n), n // 2):
+        yield list(first), [row for row in range(n) if row not in first]
+
+
+def self_speedup(curve: MeanCurve, share: float, *, in_steps: bool = False) -> tuple[float, float, float]:
+    """S of a system against itself, which is 1 but for the seeds: median and range of 95 % over all splits of the runs.
+
+    Each split counts in both directions. One run cannot be split.
+    """
+    if len(curve.seeds) < 2:
+        return math.nan, math.nan, math.nan
+    splits = [(curve.only(first), curve.only(second)) for first, second in halves(len(curve.seeds))]
+    level = curve.level(share)
+    times = [[part.time_to(level, in_steps=in_steps) for part in split] for split in splits]
+    found = [value for first, second in times for value in (ratio([first], [second]), ratio([second], [first]))]
+    if all(map(math.isnan, found)):
+        return math.nan, math.nan, math.nan
+    low, high = np.nanpercentile(found, [2.5, 97.5], method="nearest")
+    return float(np.nanmedian(found)), float(low), float(high)

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 CONFIGS = Path("configs/time_to_accuracy")
+RATE = "@"  # between a system and a multiple of the workload's learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class Workload:
             in all.
         evaluation: further arguments when the snapshots are evaluated, e.g. without delays.
         reference: system that the others are compared with.
+        final: further arguments of the one evaluation after the last step, which is on more problems; none makes none.
+        learning_rate: that of the configuration, which `SYSTEM@FACTOR` multiplies; None: no system may do so.
+        sleeps: whether tools and rewards take their time. If not, a run's own clock says nothing: that of a synchronous
+            run is `latency.clock`.
     """
 
     configs: tuple[str, ...]
@@ -38,6 +43,9 @@ class Workload:
     arguments: tuple[str, ...] = ()
     evaluation: tuple[str, ...] = ()
     reference: str = "synchronous"
+    final: tuple[str, ...] = ()
+    learning_rate: float | None = None
+    sleeps: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,7 @@ class System:
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One training run."""
+    """One training run. `SYSTEM@FACTOR` is a system at a multiple of the workload's learning rate."""
 
     workload: str
     system: str
@@ -75,18 +83,37 @@ class Cell:
         return cls(folder.parent.parent.name, folder.parent.name, int(folder.name.removeprefix("seed=")))
 
     @property
+    def settings(self) -> System:
+        """The system's, at the workload's rate."""
+        return systems()[self.system.partition(RATE)[0]]
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps."""
-        return round(workloads()[self.workload].num_steps * systems()[self.system].steps)
+        return round(workloads()[self.workload].num_steps * self.settings.steps)
+
+    def rate(self) -> list[str]:
+        """Arguments for the learning rate, if it is not that of the configuration.
+
+        Raises:
+            ValueError: the workload does not say which that is.
+        """
+        _, _, factor = self.system.partition(RATE)
+        if not factor:
+            return []
+        rate = workloads()[self.workload].learning_rate
+        if rate is None:
+            raise ValueError(f"system={self.system!r}: the workload {self.workload} has no learning_rate to multiply")
+        return [f"--model.learning_rate={rate * float(factor):.6g}"]
 
     def arguments(self) -> list[str]:
         """Arguments of `scripts/train.py` for the same run."""
         workload = workloads()[self.workload]
-        system = systems()[self.system]
+        system = self.settings
         configs = [part for path in (*workload.configs, *system.configs) for part in ("--config", path)]
         steps = ["--trainer.max_steps", str(self.num_steps), "--seed_everything", str(self.seed)]
         seeds = ["--data.seed", str(self.seed)]
-        arguments = [*configs, *system.arguments, *workload.arguments, *steps, *seeds]
+        arguments = [*configs, *system.arguments, *workload.arguments, *self.rate(), *steps, *seeds]
         return [argument.replace("SEED", str(self.seed)) for argument in arguments]
 
 
@@ -125,7 +152,7 @@ def load_suite(name: str) -> Suite:
     for block in raw.pop("blocks"):
         _check(path, block, ("workload", "systems", "seeds"))
         _check(path, [block["workload"]], tuple(workloads()))
-        _check(path, block["systems"], tuple(systems()))
+        _check(path, [name.partition(RATE)[0] for name in block["systems"]], tuple(systems()))
         cells += [Cell(block["workload"], system, seed) for seed, system in product(block["seeds"], block["systems"])]
     _check(path, raw, ("cell_timeout_s",))
     return Suite(name, tuple(cells), float(raw.get("cell_timeout_s", Suite.cell_timeout_s)))
