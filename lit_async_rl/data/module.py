@@ -181,7 +181,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self.validation = validation
         self.keep_groups_whole = False
         self.compares_rollouts = False
-        filters = self.intake.filters
         rules.refuse(
             rules.of_engine(engine, reward, self.admission, sampling=sampling),
             rules.of_rewards(
@@ -189,13 +188,13 @@ class RolloutDataModule(pl.LightningDataModule):
                 scoring.timeout_s,
                 has_held_out=validation.source is not None,
                 advantage=self.advantage,
-                filters=filters,
+                filters=self.intake.filters,
             ),
             rules.of_order(
                 self.admission,
                 max_staleness,
                 engine=engine,
-                filters=filters,
+                filters=self.intake.filters,
                 stream_groups=stream_groups,
                 has_replay=replay is not None,
             ),
