@@ -20,7 +20,7 @@ from lit_async_rl.importance import safe_exp, sum_over_ranks
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import compute_dtype
 from lit_async_rl.types import RolloutBatch
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_choice, check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 MIN_TOKENS_AT_END = 1000  # to check a run that ends before its first window is full
@@ -171,8 +171,7 @@ class FreshDataMonitor(pl.Callback):
 
     def __init__(self, num_tokens: int = 20_000, on_error: Literal["warn", "stop"] = "warn") -> None:
         check_range("FreshDataMonitor", "integer >= 1", num_tokens=num_tokens)
-        if on_error not in ("warn", "stop"):
-            raise ValueError(f"FreshDataMonitor.on_error must be 'warn' or 'stop', got {on_error!r}")
+        check_choice("FreshDataMonitor", ("warn", "stop"), on_error=on_error)
         self.num_tokens = num_tokens
         self.on_error = on_error
         self._is_enabled = False

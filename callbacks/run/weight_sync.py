@@ -8,16 +8,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 
+from lit_async_rl import rules
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule, saved_state
-from lit_async_rl.data.setting_checks import check_signal
-from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
 from lit_async_rl.runtime.spans import TRAINER, recorder
-from lit_async_rl.training.combination_checks import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import make_probe
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -68,64 +65,19 @@ class WeightSync(pl.Callback):
         Raises:
             ValueError: two of them contradict each other.
         """
-        if str(trainer.precision) in ("bf16-true", "16-true"):
-            raise ValueError(
-                f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
-                "dtype: use model.dtype=bfloat16, or trainer.precision=bf16-mixed"
-            )
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__}.automatic_optimization=False: a step trains on all of its micro-batches, "
-                "which automatic optimization counts. Change gradients in callbacks or in optimizer_step instead"
-            )
-        if trainer.overfit_batches:
-            raise ValueError(
-                f"trainer.overfit_batches={trainer.overfit_batches} would repeat batches, and every step samples new "
-                "rollouts: leave it out; to overfit deliberately, use few prompts (data.prompts) and trainer.max_steps"
-            )
         data.use_model(module.model)
-        if data.model != module.model:
-            raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
+        rules.refuse(rules.of_run(trainer, module, data))
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
-        check_data_compatibility(
-            module.objective.loss,
-            data.advantage,
-            data.aggregation,
-            head=data.sampling.head,
-            engine=data.engine,
-        )
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
-        is_sampled = data.tape is None and not isinstance(data.engine, MultiRequestEngine)
-        if data.tape is None:
-            compared = (
-                data.advantage if module.objective.baseline is None else None
-            )  # a baseline replaces the advantage
-            check_signal(compared, data.group_size, data.sampling.temperature, is_sampled=is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
         data.compares_rollouts = module.objective.needs_whole_groups
-        wanted = data.micro_batches_per_step
-        present = trainer.accumulate_grad_batches
-        if present not in (1, wanted):
-            given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
-            raise ValueError(f"{given}: leave the former out")
-        for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, GradientAccumulationScheduler):
-                raise ValueError(
-                    "trainer.callbacks holds GradientAccumulationScheduler, but every step has "
-                    f"data.micro_batches_per_step={wanted} batches: set that, and leave the callback out"
-                )
-            if isinstance(one, LearningRateFinder):
-                raise ValueError(
-                    "trainer.callbacks holds LearningRateFinder, which trains without the other callbacks, and so "
-                    "without rollouts: leave it out, and compare short runs with different model.learning_rate"
-                )
-        trainer.accumulate_grad_batches = wanted
+        trainer.accumulate_grad_batches = data.micro_batches_per_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks that the run ends."""
-        check_ends(trainer)
+        rules.refuse(rules.of_length(trainer))
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
@@ -208,18 +160,3 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
     """
     if type(data).__qualname__ not in checkpoint and (state := saved_state(data, checkpoint)) is not None:
         data.load_state_dict(state)  # else Lightning has restored it
-
-
-def check_ends(trainer: AnyTrainer) -> None:
-    """Refuses a run that would never end: epochs are endless, and `max_epochs` is fine only as the default of 1000.
-
-    Raises:
-        ValueError: names both settings.
-    """
-    # a float is a share of all batches, of which there is no end
-    is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)
-    if is_endless and trainer.max_epochs not in (None, -1, 1000):
-        raise ValueError(
-            f"trainer.max_epochs={trainer.max_epochs} without trainer.max_steps: an epoch of rollouts never ends; "
-            "set trainer.max_steps, or trainer.limit_train_batches, the batches of an epoch"
-        )

@@ -83,8 +83,7 @@ class StalenessController(SignalCallback):
         check_range(owner, "integer >= 0", min_staleness=min_staleness)
         check_range(owner, "integer >= 1", cooldown_steps=cooldown_steps, calm_steps=calm_steps)
         check_range(owner, "integer >= 1", copy_every_n_steps=copy_every_n_steps)
-        if limit is not None and not math.isfinite(limit):
-            raise ValueError(f"StalenessController.limit={limit} must be finite")
+        check_range(owner, "finite", limit=limit)
         self.limit = CollapseForecast.LIMIT if limit is None else limit
         self.margin = margin
         self.max_halvings = max_halvings

@@ -26,13 +26,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_async_rl import rules
 from lit_async_rl.api.arguments import as_groups, as_typed, check_model, in_folder
 from lit_async_rl.api.cluster import Cluster, Place
 from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, uses_gpus
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
-from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build, check_loop
+from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
@@ -384,7 +385,7 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
         The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
         of them did.
     """
-    check_loop(trainer, data.micro_batches_per_step)
+    rules.refuse(rules.of_loop(trainer, data.micro_batches_per_step))
     validates = data.validation.source is not None
     with data.kept_open():
         if validates:

@@ -16,28 +16,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
-from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Callback,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
 import lit_async_rl
+from lit_async_rl import rules
 from lit_async_rl.api.precision import gpu_precision
 from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
-from lit_async_rl.callbacks.run.weight_sync import check_ends
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils.checks import check_objects, check_range, meant
@@ -102,8 +92,8 @@ class Trainer(pl.Trainer):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
             )
-        _check_callbacks(own)
         _check_limits(settings)
+        rules.refuse(rules.of_callbacks(own), rules.of_limits(settings))
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if repeated := repeated_callback(own):
             raise ValueError(
@@ -118,14 +108,7 @@ class Trainer(pl.Trainer):
             super().__init__(callbacks=with_clipping_last(own), logger=logger, **settings)
         except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{_setting_in(str(error), settings)}: {_sentence(error)}") from error
-        _check_start_method(self)
-        _check_nodes(self)
-        _check_ranks(self)
-        if isinstance(self.strategy.checkpoint_io, AsyncCheckpointIO):
-            raise ValueError(
-                "trainer.plugins holds AsyncCheckpointIO, whose files are not there when they are linked to: leave it "
-                "out. Checkpoints are written in the background, and atomically, by default"
-            )
+        rules.refuse(rules.of_processes(self))
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log:
@@ -136,13 +119,8 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's settings over those of `configs/defaults.yaml`; validation steps are counted across epochs.
 
     Raises:
-        ValueError: `val_check_interval` is 0, or `barebones` set.
+        ValueError: `val_check_interval` is 0.
     """
-    if settings.get("barebones"):
-        raise ValueError(
-            "trainer.barebones=True switches off callbacks, loggers and checkpoints, and callbacks run the training: "
-            "leave it out"
-        )
     interval = settings.get("val_check_interval")
     if interval is not None and not interval:
         raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
@@ -155,7 +133,7 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_limits(settings: Mapping[str, Any]) -> None:
-    """Refuses limits that contradict each other or do nothing, about which Lightning says nothing."""
+    """Refuses limits that Lightning takes, or about which it says less."""
     get = settings.get
     check_range("trainer", "integer >= -1", max_steps=get("max_steps"), max_epochs=get("max_epochs"))
     check_range("trainer", "integer >= -1", num_sanity_val_steps=get("num_sanity_val_steps"))
@@ -163,53 +141,11 @@ def _check_limits(settings: Mapping[str, Any]) -> None:
     check_range("trainer", "integer >= 0", log_every_n_steps=get("log_every_n_steps"))
     check_range("trainer", "integer >= 1", check_val_every_n_epoch=get("check_val_every_n_epoch"))
     check_range("trainer", ">= 0", gradient_clip_val=get("gradient_clip_val"))
-    for unit in ("steps", "epochs"):
-        least = get(f"min_{unit}")
-        most = get(f"max_{unit}")
-        if least is not None and most is not None and 0 <= most < least:
-            raise ValueError(f"trainer.min_{unit}={least} is more than trainer.max_{unit}={most}, where training ends")
-    if get("gradient_clip_algorithm") is not None and not get("gradient_clip_val"):
-        raise ValueError(
-            f"trainer.gradient_clip_algorithm={get('gradient_clip_algorithm')} clips nothing without "
-            "trainer.gradient_clip_val"
-        )
-    interval = get("val_check_interval")
-    counts_steps = "check_val_every_n_epoch" in settings and settings["check_val_every_n_epoch"] is None
-    if isinstance(interval, float) and counts_steps:
-        raise ValueError(f"trainer.val_check_interval must be a whole number of steps, got {interval}: no epoch ends")
     if (longest := get("max_time")) is not None:
         try:
             Timer(duration=longest)
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ValueError(f"trainer.max_time must be DD:HH:MM:SS, such as 00:12:00:00, got {longest!r}") from error
-
-
-def check_loop(trainer: pl.Trainer, micro_batches_per_step: int) -> None:
-    """Refuses what Lightning finds only in `fit`, minutes late: held-out accuracy is measured before it.
-
-    Args:
-        trainer: that has not run yet.
-        micro_batches_per_step: of the data module.
-
-    Raises:
-        ValueError: names the settings that contradict each other.
-    """
-    check_ends(trainer)
-    num_batches = trainer.max_steps * micro_batches_per_step
-    share = trainer.limit_train_batches
-    if num_batches > 0 and isinstance(share, float) and 0 < share * num_batches < 1:
-        raise ValueError(f"trainer.limit_train_batches={share} of {num_batches} batches is less than one")
-    limit = share if isinstance(share, int) else int(share * num_batches)
-    in_epoch = min(limit, num_batches) if num_batches > 0 else limit
-    interval = trainer.val_check_interval
-    every = trainer.check_val_every_n_epoch
-    if isinstance(interval, int) and every is not None and trainer.limit_val_batches and 0 < in_epoch < interval:
-        raise ValueError(
-            f"trainer.val_check_interval={interval} is more than the {in_epoch} batches of an epoch, and "
-            f"trainer.check_val_every_n_epoch={every} counts within epochs: leave the latter out"
-        )
-    if not trainer.loggers and any(isinstance(one, LearningRateMonitor) for one in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ValueError("trainer.callbacks holds LearningRateMonitor, which needs trainer.logger: leave it out")
 
 
 def _setting_in(text: str, settings: Mapping[str, Any]) -> str:
@@ -219,52 +155,6 @@ def _setting_in(text: str, settings: Mapping[str, Any]) -> str:
             return f"trainer.{name}={settings[name]!r}"
     chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in OF_THE_DEVICE[:3])
     return f"trainer ({chosen})"
-
-
-REFUSED_CALLBACKS = {
-    BatchSizeFinder: "the size of a step is part of the method: data.groups_per_step and data.micro_batches_per_step",
-    BaseFinetuning: "layers are frozen by model.lora",
-}
-
-
-def _check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuses callbacks of Lightning that fail without saying why."""
-    for callback in callbacks:
-        for kind, instead in REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"trainer.callbacks holds {type(callback).__name__}: leave it out; {instead}")
-
-
-def _check_start_method(trainer: pl.Trainer) -> None:
-    """Refuses processes that get module and data as pickles, which locks and threads of a run are not."""
-    if (method := getattr(trainer.strategy, "_start_method", None)) in ("spawn", "forkserver"):
-        raise ValueError(
-            f"trainer.strategy=ddp_{method} starts processes with pickles of module and data, which hold locks: use "
-            "ddp, or ddp_notebook in a notebook"
-        )
-
-
-def _check_nodes(trainer: pl.Trainer) -> None:
-    """Refuses several machines without a launcher: each would wait for the others for half an hour, as machine 0."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    is_known = os.environ.keys() & {"NODE_RANK", "GROUP_RANK"}
-    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_known:
-        raise ValueError(
-            f"trainer.num_nodes={trainer.num_nodes}, but nothing says which machine this is: start with torchrun or "
-            "srun on each (docs/hardware.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
-        )
-
-
-def _check_ranks(trainer: pl.Trainer) -> None:
-    """Refuses several processes of torchrun with one rank each: every one of them would train alone, in silence."""
-    started = os.environ.get("WORLD_SIZE", "1") if TorchElasticEnvironment.detect() else "1"
-    if trainer.world_size == 1 and started != "1":
-        local = os.environ.get("LOCAL_WORLD_SIZE", started)
-        raise ValueError(
-            f"torchrun has started {started} processes, but trainer.devices={trainer.num_devices} and "
-            f"trainer.num_nodes={trainer.num_nodes} ask for one: each would train alone. Set trainer.devices={local} "
-            "(and trainer.num_nodes), or start independent runs with python"
-        )
 
 
 def repeated_callback(callbacks: Iterable[Callback]) -> str:

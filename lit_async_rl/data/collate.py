@@ -270,30 +270,6 @@ def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Valu
 # What differs from the paper: a micro-batch may be several groups, and `max_staleness` above 0 may be streamed too.
 
 
-def check_streamable(
-    advantage: AdvantageEstimator, aggregation: Aggregation, groups_per_step: int, micro_batches_per_step: int
-) -> None:
-    """Checks that a group's gradient does not depend on later groups, up to one common factor.
-
-    Raises:
-        ValueError: it depends on them, or there are fewer groups than micro-batches.
-    """
-    if micro_batches_per_step > groups_per_step:
-        raise ValueError(
-            f"data.stream_groups with data.micro_batches_per_step={micro_batches_per_step}: a micro-batch needs "
-            f"a group at least, and data.groups_per_step={groups_per_step}"
-        )
-    rewards = [[0.0, 1.0, 3.0], [5.0, 5.0, 4.0]]
-    lengths = [[1, 2, 3], [4, 5, 6]]
-    apart = [advantage([group], [tokens])[0] for group, tokens in zip(rewards, lengths, strict=True)]
-    if advantage(rewards, lengths) != apart:
-        raise ValueError(
-            f"data.stream_groups with data.advantage={type(advantage).__name__}: the advantages of a group "
-            "depend on other groups of the step, which are not there yet. Use one of single groups: GroupMeanStd."
-        )
-    aggregation.divisor(lengths[0], [len(lengths[0])])
-
-
 @dataclass(frozen=True)
 class PartWeights(Aggregation):
     """Token weights of some groups of a step, as if the step's divisor were `divisor_of_step`.

@@ -17,13 +17,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_async_rl import rules
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
-from lit_async_rl.data import setting_checks
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
-from lit_async_rl.data.setting_checks import check_ends
-from lit_async_rl.data.settings import Limits, Scoring, Validation
-from lit_async_rl.data.tuner import refuse_tuner
+from lit_async_rl.data.settings import Limits, Scoring, Validation, open_tape, with_support
 from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -157,8 +155,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.stream_groups = stream_groups
         self.replicate_prompts = replicate_prompts
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
-        sampling = setting_checks.with_support(sampling, engine)
-        self.tape = setting_checks.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
+        sampling = with_support(sampling, engine)
+        self.tape = open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
@@ -173,6 +171,7 @@ class RolloutDataModule(pl.LightningDataModule):
         check_range("data", f"<= {MANY}", groups_per_step=groups_per_step, group_size=group_size)
         check_range("data", f"<= {MANY}", **{"groups_per_step * group_size": groups_per_step * group_size})
         check_range("data", "integer", seed=seed)
+        check_range("data", "integer >= 0", max_staleness=max_staleness)
         self.advantage = advantage or GroupMeanStd()
         self.aggregation = aggregation or TokenMean()
         self.sampling = sampling
@@ -182,22 +181,33 @@ class RolloutDataModule(pl.LightningDataModule):
         self.validation = validation
         self.keep_groups_whole = False
         self.compares_rollouts = False
-        setting_checks.check_max_staleness(self.admission, max_staleness)
-        setting_checks.check_engine(engine, reward, self.admission, sampling=sampling)
-        engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
-        setting_checks.check_limits(reward, scoring.timeout_s)
-        setting_checks.check_validation(reward, has_prompts=validation.source is not None)
-        setting_checks.check_parts(self.advantage, reward, self.intake.filters)
-        setting_checks.check_sleep(engine, max_staleness, stream_groups)
-        setting_checks.check_groups(self.intake.filters, self.admission, stream_groups, has_replay=replay is not None)
-        setting_checks.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
-        setting_checks.check_step(
-            self.advantage,
-            self.aggregation,
-            stream_groups,
-            num_groups=groups_per_step,
-            num_micro_batches=micro_batches_per_step,
+        rules.refuse(
+            rules.of_engine(engine, reward, self.admission, sampling=sampling),
+            rules.of_rewards(
+                reward,
+                scoring.timeout_s,
+                has_held_out=validation.source is not None,
+                advantage=self.advantage,
+                filters=self.intake.filters,
+            ),
+            rules.of_order(
+                self.admission,
+                max_staleness,
+                engine=engine,
+                filters=self.intake.filters,
+                stream_groups=stream_groups,
+                has_replay=replay is not None,
+            ),
+            rules.of_step(
+                self.advantage,
+                self.aggregation,
+                stream_groups=stream_groups,
+                groups_per_step=groups_per_step,
+                group_size=group_size,
+                micro_batches_per_step=micro_batches_per_step,
+            ),
         )
+        engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self._began = datetime.now()
         use_run_time(self._began)
@@ -217,7 +227,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def replace_engine(self, engine: RolloutEngine) -> None:
         """Lets another engine sample, before the first fit: one around the configured engine, say."""
-        setting_checks.check_engine(engine, self.reward, self.admission, sampling=self.sampling)
+        rules.refuse(rules.of_engine(engine, self.reward, self.admission, sampling=self.sampling))
         self._make_source(engine)
         self._use_grader()
 
@@ -349,7 +359,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound during training; groups already admitted keep theirs."""
-        setting_checks.check_new_max_staleness(self.admission, max_staleness)
+        rules.refuse(rules.of_new_bound(self.admission))
+        check_range("data", "integer >= 0", max_staleness=max_staleness)
         if max_staleness != self.max_staleness:
             self.feed.set_max_staleness(max_staleness)
 
@@ -395,7 +406,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
-        refuse_tuner(self._trainer)
+        rules.refuse(rules.of_tuner(self._trainer.callbacks))
         if not self._is_kept_open:
             self._begin()
         if stage == "fit" and self._source.has_begun:
@@ -555,13 +566,13 @@ class HeldOut:
         """This rank's batches of the usable prompts of a source, or of `data.validation.prompts`; none without any.
 
         Raises:
-            ValueError: see `UsablePrompts` and `check_ends`.
+            ValueError: see `UsablePrompts` and `lit_async_rl.rules.check_ends`.
         """
         source = source or self._settings.source
         if source is None:
             warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
-        check_ends(codec, self._sampling, source)
+        rules.check_ends(codec, self._sampling, source)
         length = codec.context_length  # validation samples from the trained model itself
         max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"

@@ -15,9 +15,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl import rules
 from lit_async_rl.data.collate import StreamedStep
 from lit_async_rl.data.engine_restarts import ReplaceableEngine, Weights
-from lit_async_rl.data.setting_checks import check_ends
 from lit_async_rl.data.settings import Limits
 from lit_async_rl.distributed.scatter import PROBE, RELOAD, Exchanged, OneProcess, StepScatter
 from lit_async_rl.engines.base import Probe, RolloutEngine
@@ -312,7 +312,7 @@ class RolloutSource:
         usable.check()
         hooks.end_check(producer.scorer.reward)
         stream.usable = usable
-        check_ends(codec, sampling, stream.source)
+        rules.check_ends(codec, sampling, stream.source)
         if codec.special_tokens == "tags" and (tags := codec.tags):
             log.info("rewards read the special tokens %s; data.scoring.special_tokens: none leaves them out", tags)
         if codec.ends.are_disputed and sampling.end_token_ids is None:

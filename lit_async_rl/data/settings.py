@@ -1,17 +1,25 @@
-"""Grouped settings of `RolloutDataModule`: `data.scoring`, `data.validation`, `data.limits`."""
+"""Grouped settings of `RolloutDataModule`, and settings that follow from several of its own."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl import rules
+from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
 from lit_async_rl.prompts.sources import PromptSource, Records, as_source
+from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.hooks import num_threads
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.runtime.retries import TryPolicy
-from lit_async_rl.utils.checks import MANY, check_range
+from lit_async_rl.scheduling.admission import FromTape
+from lit_async_rl.utils.checks import MANY, check_choice, check_range
+
+log = logging.getLogger(__name__)
+
+# -- data.scoring, data.validation and data.limits --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +60,8 @@ class Scoring:
         check_range("data.scoring", f"<= {MANY}", workers=self.workers)
         check_range("data.scoring", "finite", success_reward=self.success_reward)
         TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
-        if self.special_tokens not in SPECIAL_TOKENS:
-            names = ", ".join(SPECIAL_TOKENS)
-            raise ValueError(f"data.scoring.special_tokens must be one of {names}, got {self.special_tokens!r}")
-        if self.resume_rewards not in ("anew", "keep"):
-            raise ValueError(f"data.scoring.resume_rewards must be anew or keep, got {self.resume_rewards!r}")
+        check_choice("data.scoring", SPECIAL_TOKENS, special_tokens=self.special_tokens)
+        check_choice("data.scoring", ("anew", "keep"), resume_rewards=self.resume_rewards)
 
     def make_scorer(self, reward: Reward | None, records_spans: bool = True) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
@@ -133,3 +138,48 @@ class Limits:
         check_range("data.limits", "positive", rank_timeout_s=self.rank_timeout_s)
         check_range("data.limits", "positive", start_timeout_s=self.start_timeout_s)
         check_range("data.limits", "integer >= 0", engine_restarts=self.engine_restarts)
+
+
+# -- Settings that follow from several others -------------------------------------------------------------------------
+
+
+def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> SamplingParams:
+    """Adds the recording of the tokens that a truncated sampler could choose; logs what was set.
+
+    Without it importance ratios would compare a distribution over a few tokens with one over all. Engines without a
+    model are left alone.
+
+    Raises:
+        ValueError: see `lit_async_rl.rules.of_truncation`.
+    """
+    if not sampling.truncates or (engine is not None and not engine.has_model):
+        return sampling
+    rules.refuse(rules.of_truncation(sampling, engine))
+    recorded = sampling.recorded
+    if recorded != sampling:
+        log.warning(
+            "%s: of each distribution the %s likeliest tokens are recorded (data.sampling.head=%s)%s",
+            rules.truncations(sampling),
+            recorded.head,
+            recorded.head,
+            "" if sampling.top_k else ", and tokens are chosen among these (data.sampling.top_k; or set a larger head)",
+        )
+    return recorded
+
+
+def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
+    """The tape that is replayed.
+
+    Raises:
+        FileNotFoundError: there is none; names the setting.
+        ValueError: its first step was sampled with other settings, or lacks what they say is recorded.
+    """
+    try:
+        tape = Tape(admission.folder, sampling.distribution)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
+    rollouts = [
+        r for step in tape.evenly_spaced_steps(1) for group in step.groups for r in group.rollouts if r.token_ids
+    ]
+    rules.refuse(rules.of_tape(admission.folder, sampling, rollouts))
+    return tape

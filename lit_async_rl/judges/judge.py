@@ -37,7 +37,7 @@ from lit_async_rl.runtime.files import LimitedLog, absolute, append, tolerate_fu
 from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.types import Prompt, SamplingParams
-from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
 
 Substitute = Literal["error", "none", "fallback"] | float
@@ -346,13 +346,8 @@ class JudgeReward(Rebuildable):
                 f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or an engine of the judge's own "
                 f"needs the name of a model, and the policy in training (engine: {POLICY}) has none besides its own"
             )
-        choices = {
-            "mode": (self.mode, ("rubric", "reference", "pairwise")),
-            "aggregate": (self.aggregate, ("mean", "median")),
-        }
-        for name, (value, known) in choices.items():
-            if value not in known:
-                raise ValueError(f"JudgeReward.{name} must be one of {', '.join(known)}, got {value!r}")
+        check_choice("JudgeReward", ("rubric", "reference", "pairwise"), mode=self.mode)
+        check_choice("JudgeReward", ("mean", "median"), aggregate=self.aggregate)
         check_range("JudgeReward", "finite", low=self.scale[0], high=self.scale[1])
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"JudgeReward.scale must be a lower and a higher number, got {list(self.scale)}")
@@ -368,10 +363,7 @@ class JudgeReward(Rebuildable):
             )
         for name in ("on_unreadable", "on_failure", "on_budget"):
             choice = getattr(self, name)
-            if isinstance(choice, str) and choice not in CHOICES:
-                raise ValueError(f"JudgeReward.{name} must be one of {', '.join(CHOICES)} or a number, got {choice!r}")
-            if not isinstance(choice, str):
-                check_range("JudgeReward", "finite", **{name: choice})
+            check_choice("JudgeReward", CHOICES, or_number=True, **{name: choice})
             if choice == "fallback" and self.fallback is None:
                 raise ValueError(f"JudgeReward.{name}=fallback needs JudgeReward.fallback, a reward")
         if not self._name.isidentifier():

@@ -37,7 +37,7 @@ from lit_async_rl.models.loading import (
 )
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.checks import as_reward, check_device, check_dtype, check_range
+from lit_async_rl.utils.checks import as_reward, check_choice, check_device, check_dtype, check_range
 from lit_async_rl.utils.device_memory import own_stream
 from lit_async_rl.utils.elsewhere import Rebuildable
 
@@ -106,12 +106,8 @@ class RewardModel(Rebuildable):
         check_range("RewardModel", ">= 0 and finite", max_wait_s=max_wait_s)
         check_device("RewardModel.device", device)
         check_dtype("RewardModel.dtype", dtype)
-        if form not in ("auto", "chat", "joined", "pair"):
-            raise ValueError(f"RewardModel.form must be auto, chat, joined or pair, got {form!r}")
-        if isinstance(on_too_long, str) and on_too_long not in ("error", "none"):
-            raise ValueError(f"RewardModel.on_too_long must be error, none or a number, got {on_too_long!r}")
-        if not isinstance(on_too_long, str):
-            check_range("RewardModel", "finite", on_too_long=on_too_long)
+        check_choice("RewardModel", ("auto", "chat", "joined", "pair"), form=form)
+        check_choice("RewardModel", ("error", "none"), or_number=True, on_too_long=on_too_long)
         if not name.isidentifier():
             raise ValueError(f"RewardModel.name must be letters, digits and underscores, got {name!r}")
         # Arguments that rewards depend on are public under their own name, for `reward_identity`; all else is private.

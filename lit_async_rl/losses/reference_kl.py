@@ -8,7 +8,7 @@ separately.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,16 +17,6 @@ from torch import Tensor
 from lit_async_rl.importance import kl_k3, masked, safe_exp
 
 KLEstimator = Literal["token", "sequence", "k3"]
-
-
-def check_estimator(estimator: str) -> None:
-    """Checks the name of an estimator.
-
-    Raises:
-        ValueError: there is no such estimator.
-    """
-    if estimator not in (choices := get_args(KLEstimator)):
-        raise ValueError(f"model.kl_estimator must be {', '.join(choices[:-1])} or {choices[-1]}, got {estimator!r}")
 
 
 def reference_kl(

@@ -30,7 +30,7 @@ from lit_async_rl.sandbox.plain_tests import (
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.checks import check_range, meant
+from lit_async_rl.utils.checks import check_choice, check_range, meant
 from lit_async_rl.utils.elsewhere import Rebuildable
 
 PYTHON = "python"
@@ -121,13 +121,9 @@ class CodeReward(Rebuildable):
         preload: Sequence[str] = (),
         name: str = "code",
     ) -> None:
-        for setting, value, known in (
-            ("extract", extract, ("fence", "whole")),
-            ("tests", tests, ("apart", "plain", "together")),
-            ("compare", compare, ("lines", "tokens", "exact")),
-        ):
-            if value not in known:
-                raise ValueError(f"CodeReward.{setting} must be {' or '.join(known)}, got {value!r}")
+        check_choice("CodeReward", ("fence", "whole"), extract=extract)
+        check_choice("CodeReward", ("apart", "plain", "together"), tests=tests)
+        check_choice("CodeReward", ("lines", "tokens", "exact"), compare=compare)
         check_range("CodeReward", ">= 0 and finite", tolerance=tolerance)
         check_range("CodeReward", "integer positive", max_cases=max_cases)
         check_range("CodeReward", "positive", timeout_s=timeout_s)

@@ -25,6 +25,7 @@ from lit_async_rl.sandbox import room
 from lit_async_rl.sandbox.processes import GuardError, Keeper, Run, WardenProcess
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.programs import PATHS
+from lit_async_rl.utils.checks import check_choice
 
 NUM_TRIES = 2  # of a program, if its warden ends
 MAX_IDLE = 16  # wardens waiting for programs
@@ -77,8 +78,7 @@ class Sandbox:
         python_path: Sequence[str] = (),
         preload: Sequence[str] = (),
     ) -> None:
-        if level not in ("auto", *LEVELS):
-            raise ValueError(f"Sandbox.level must be auto, {', '.join(LEVELS)}, got {level!r}")
+        check_choice("Sandbox", ("auto", *LEVELS), level=level)
         self.limits = limits
         self._readable = _folders("readable", readable)
         python_folders = _folders("python_path", python_path)

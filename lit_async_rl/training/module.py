@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_async_rl import rules
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.weights import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
-from lit_async_rl.losses.reference_kl import KLEstimator, check_estimator
+from lit_async_rl.losses.reference_kl import KLEstimator
 from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import SharedPromptPacking
@@ -39,7 +40,6 @@ from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, 
 from lit_async_rl.runtime.files import OF_POLICY, check_content
 from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
-from lit_async_rl.training.combination_checks import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import (
@@ -50,7 +50,6 @@ from lit_async_rl.training.optimizer import (
     check_constants,
     check_resumable,
     check_saved_groups,
-    check_trained_dtypes,
     gradients,
     make_adamw,
     make_optimizer,
@@ -61,7 +60,7 @@ from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_kinds, check_range
+from lit_async_rl.utils.checks import check_choice, check_kinds, check_range
 from lit_async_rl.utils.object_config import as_config, as_objects
 from lit_async_rl.utils.saving import check_last_is_saved
 
@@ -98,19 +97,12 @@ def load_policies(
     Raises:
         ValueError: weights that are made here, not loaded, would have to be on the meta device.
     """
-    if on_meta_device and (load.get("random_init") or lora):
-        raise ValueError(
-            "model.sharding.meta_device=true goes with neither model.random_init nor model.lora: set it to false"
-        )
-    if on_meta_device and has_adapter(model):
-        raise ValueError(
-            f"model.sharding.meta_device=true reads files, and model.model={model!r} holds an adapter beside them: "
-            "merge it first, or set meta_device to false"
-        )
+    random_init = bool(load.get("random_init"))
+    rules.refuse(rules.of_weights(model, on_meta_device, random_init, lora=lora))
     continued = lora is not None and lora.continue_adapter
     adapter: Any = "leave_out" if continued else "merge"
     lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu", adapter=adapter)
-    if has_adapter(model) and not load.get("random_init"):
+    if has_adapter(model) and not random_init:
         done = "trained further" if continued else "merged into the weights"
         log.warning("model.model=%r holds an adapter, which is %s (model.lora.continue_adapter)", model, done)
     reference = None
@@ -308,7 +300,7 @@ class PolicyModule(pl.LightningModule):
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         check_range("model", "finite", entropy_coefficient=entropy_coefficient)
-        check_estimator(kl_estimator)
+        check_choice("model", get_args(KLEstimator), kl_estimator=kl_estimator)
         self.objective = Objective(
             loss=loss or PPOClip(),
             proximal=proximal or BehaviorProximal(),
@@ -318,7 +310,6 @@ class PolicyModule(pl.LightningModule):
             entropy_coefficient=entropy_coefficient,
             kl_estimator=kl_estimator,
         )
-        check_baseline(self.objective.loss, baseline)
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -377,9 +368,7 @@ class PolicyModule(pl.LightningModule):
         """Refuses rates and lengths that contradict each other, kernels that cannot train and norms that vanish."""
         if stage == "fit":
             self.steps.begin_fit(self.trainer)
-            check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
-            check_norms(self.objective.baseline, str(self.trainer.precision))
-            check_trained_dtypes(self.policy.parameters(), self.trainer)
+            rules.refuse(rules.of_fit(self.trainer, self))
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_async_rl import rules
 from lit_async_rl.baselines.ghost_norms import surrogate_loss
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
@@ -20,7 +21,6 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
-from lit_async_rl.training.combination_checks import check_compatibility
 from lit_async_rl.types import RolloutBatch, known_support, log_mass
 from lit_async_rl.utils.checks import check_token_shape
 
@@ -65,7 +65,7 @@ class Objective:
         kl_estimator: estimator of the KL penalty, see `reference_kl`.
 
     Raises:
-        ValueError: parts are incompatible, see `check_compatibility`.
+        ValueError: parts are incompatible, see `lit_async_rl.rules.of_objective`.
     """
 
     loss: PolicyLoss
@@ -77,7 +77,7 @@ class Objective:
     kl_estimator: KLEstimator = "token"
 
     def __post_init__(self) -> None:
-        check_compatibility(self.loss, self.proximal, self.correction)
+        rules.refuse(rules.of_objective(self.loss, self.proximal, self.correction, baseline=self.baseline))
 
     @property
     def needs_reference(self) -> bool:

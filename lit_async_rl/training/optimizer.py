@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_async_rl import rules
 from lit_async_rl.stabilizers.step_lr import STATE_LAYOUT_SETTINGS, has_plain_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
@@ -96,8 +97,7 @@ class _Decay(RateSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"model.scheduler.final must be between 0 and 1, got {self.final}")
+        check_range("model.scheduler", "in [0, 1]", final=self.final)
 
     def rate(self, peak: float, step: int, num_steps: int) -> float:
         warm = self.warmup_steps(num_steps)
@@ -172,10 +172,8 @@ class OneCycle(RateSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.start <= 1:
-            raise ValueError(f"model.scheduler.start must be in (0, 1], got {self.start}")
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"model.scheduler.final must be between 0 and 1, got {self.final}")
+        check_range("model.scheduler", "in (0, 1]", start=self.start)
+        check_range("model.scheduler", "in [0, 1]", final=self.final)
 
     def rate(self, peak: float, step: int, num_steps: int) -> float:
         start = peak / (1 / self.start)  # rounded like torch's division by `div_factor`
@@ -316,27 +314,6 @@ def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
                 )
 
 
-def check_trained_dtypes(parameters: Iterable[nn.Parameter], trainer: AnyTrainer) -> None:
-    """Checks that no float16 weights train, and that frozen ones come with a loss scaler.
-
-    AdamW's eps of 1e-8 is 0 in float16, so that weights with a vanishing gradient move without bound. Gradients below
-    6e-8 vanish, unless `precision: 16-mixed` scales the loss. DeepSpeed keeps float32 weights of its own.
-
-    Raises:
-        ValueError: there are such weights; names the setting and the alternative.
-    """
-    has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-    if type(trainer.strategy).__name__.startswith("DeepSpeed"):
-        return
-    for parameter in parameters:
-        if parameter.dtype == torch.float16 and (parameter.requires_grad or not has_scaler):
-            raise ValueError(
-                "model.dtype must be float32 or bfloat16 to train, got float16, in which the eps of optimizers and "
-                "small gradients are 0. For products in float16 use model.dtype: float32 with trainer.precision: "
-                "16-mixed, which scales the loss on a GPU"
-            )
-
-
 def check_constants(optimizer: Optimizer) -> None:
     """Checks that the constants of an optimizer survive rounding to the dtype of its weights (and moments).
 
@@ -415,11 +392,6 @@ def warn_of_lost_updates(parameters: Iterable[nn.Parameter], lr: float) -> None:
 # -- Binding of a `RateSchedule` to the rate and length of a run, and checks of torch's schedulers against them -------
 
 
-RUN_SCHEDULES_ADVICE = (
-    "use a schedule that takes rate and length from the run (model.scheduler=OneCycle, Cosine, Linear)"
-)
-
-
 class BoundSchedule(LRScheduler):
     """A `RateSchedule` on one optimizer; beyond the end of the run, the rate of the last step.
 
@@ -481,26 +453,12 @@ def bind_scheduler(
     Raises:
         ValueError: optimizer or scheduler have another rate or length than the run.
     """
-    present = optimizer.param_groups[0]["lr"]
-    if learning_rate is not None and present != learning_rate:
-        raise ValueError(
-            f"model.learning_rate={learning_rate:g}, but model.optimizer={type(optimizer).__name__} has "
-            f"lr={present:g}: leave one of them out"
-        )
+    rules.refuse(rules.of_rate(optimizer, learning_rate))
     if isinstance(scheduler, RateSchedule):
-        if max_steps <= 0 and scheduler.needs_length:
-            name = type(scheduler).__name__
-            raise ValueError(f"trainer.max_steps must be set, got {max_steps}: model.scheduler={name} spans the run")
+        rules.refuse(rules.of_schedule(scheduler, optimizer, learning_rate, max_steps=max_steps))
         return BoundSchedule(optimizer, scheduler, max_steps)
     made = scheduler(optimizer)
-    name = f"model.scheduler={type(made).__name__}"
-    instead = f"make them equal, or {RUN_SCHEDULES_ADVICE}"
-    length = getattr(made, "total_steps", None)
-    if length is not None and max_steps > 0 and length != max_steps:
-        raise ValueError(f"{name} has total_steps={length}, but trainer.max_steps={max_steps}: {instead}")
-    peaks = [group["max_lr"] for group in optimizer.param_groups if "max_lr" in group]
-    if learning_rate is not None and any(peak != learning_rate for peak in peaks):
-        raise ValueError(f"{name} has max_lr={peaks[0]:g}, but model.learning_rate={learning_rate:g}: {instead}")
+    rules.refuse(rules.of_schedule(made, optimizer, learning_rate, max_steps=max_steps))
     return made
 
 
@@ -515,7 +473,7 @@ def check_resumable(scheduler: Any, checkpoint: Mapping[str, Any], max_steps: in
         if 0 < max_steps != length:
             raise ValueError(
                 f"trainer.max_steps={max_steps}, but the checkpoint's model.scheduler has total_steps={length}: "
-                f"{RUN_SCHEDULES_ADVICE}"
+                f"{rules.RUN_SCHEDULES_ADVICE}"
             )
 
 

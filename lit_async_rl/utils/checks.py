@@ -54,6 +54,28 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
             raise ValueError(f"{setting} must be {rule}{also}, got {value}")
 
 
+def check_choice(owner: str, choices: Sequence[str], or_number: bool = False, **settings: object) -> None:
+    """Refuses names that are not among those that a setting takes.
+
+    Example: `check_choice("model", ["a", "b"], kind="c")` raises `model.kind must be a or b, got 'c'`.
+
+    Args:
+        owner: path in the YAML or name of the class that has the settings.
+        choices: names that each of them takes.
+        or_number: whether a finite number does, too.
+        settings: values by name of the setting.
+
+    Raises:
+        ValueError: names setting, choices and value.
+    """
+    *others, last = [*choices, "a number"] if or_number else choices
+    for name, value in settings.items():
+        if or_number and not isinstance(value, str):
+            check_range(owner, "finite", **{name: value})  # type: ignore[arg-type]
+        elif value not in choices:
+            raise ValueError(f"{owner}.{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
 NO_VALUE = "must have a value, got"
 SECTIONS = {  # sections of a configuration file, by which messages name the settings
     "Limits": "data.limits",

@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 import lit_async_rl as rl
-from lit_async_rl.api.trainer import check_loop, defaults_file
+from lit_async_rl.api.trainer import defaults_file
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.rules import of_loop, refuse
 from lit_async_rl.utils.config_files import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def trains(max_steps, micro_batches=1, **settings):
     """The steps at which Lightning's own loop validates."""
     trainer = rl.Trainer(max_steps=max_steps, accumulate_grad_batches=micro_batches, **(OFF | settings))
     module = Counts(max_steps * micro_batches)
-    check_loop(trainer, micro_batches)
+    refuse(of_loop(trainer, micro_batches))
     trainer.fit(module)
     assert trainer.global_step == max_steps
     return module.validated_at
@@ -89,7 +90,7 @@ def test_the_chat_model_of_a_laptop_trains_for_four_steps_from_the_command_line(
     every = ["--trainer.check_val_every_n_epoch", "1", "--trainer.logger.init_args.save_dir", str(tmp_path)]
     trainer = AsyncRLCLI(["--config", "configs/quickstart.yaml", *flags, *every]).trainer
     assert trainer.check_val_every_n_epoch is None
-    check_loop(trainer, 1)
+    refuse(of_loop(trainer, 1))
 
 
 def test_an_interval_counts_the_steps_of_a_run():
@@ -118,7 +119,7 @@ def test_an_interval_counts_the_steps_of_a_run():
 def test_what_fit_would_refuse_is_refused_before_it(settings, said):
     trainer = rl.Trainer(max_steps=2, **(OFF | settings))
     with pytest.raises(ValueError, match=said):
-        check_loop(trainer, micro_batches_per_step=2)
+        refuse(of_loop(trainer, micro_batches_per_step=2))
     trainer.accumulate_grad_batches = 2
     with pytest.raises(Exception, match=r"val_check_interval|limit_train_batches|LearningRateMonitor"):
         trainer.fit(Counts(4))
@@ -138,10 +139,10 @@ def test_what_fit_would_refuse_is_refused_before_it(settings, said):
 )
 def test_what_fit_takes_is_taken(settings):
     trainer = rl.Trainer(max_steps=4, **(OFF | settings))
-    check_loop(trainer, micro_batches_per_step=1)
+    refuse(of_loop(trainer, micro_batches_per_step=1))
     trainer.fit(Counts(4))
 
 
 def test_a_run_that_never_ends_is_refused_before_it_is_validated():
     with pytest.raises(ValueError, match=r"trainer.max_epochs=2 without trainer.max_steps"):
-        check_loop(rl.Trainer(max_steps=-1, max_epochs=2, **OFF), micro_batches_per_step=1)
+        refuse(of_loop(rl.Trainer(max_steps=-1, max_epochs=2, **OFF), micro_batches_per_step=1))

@@ -15,7 +15,7 @@ from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import PPOClip, Reinforce
 from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
-from lit_async_rl.training.combination_checks import check_norms
+from lit_async_rl.rules import of_norms, refuse
 
 floats = st.floats(-3, 3, width=32)
 samples = st.lists(st.tuples(st.floats(-5, 5, width=32), floats), min_size=2, max_size=8)
@@ -187,9 +187,9 @@ def test_norms_of_gradients_that_vanish_in_float16_are_refused(norms):
     said = rf"model\.baseline\.norms={norms.name} with trainer\.precision=16-mixed.*norms=SCORE"
     with pytest.raises(ValueError, match=said):
         fit(settings(norms=norms), make_data(), 1, plugins=[precision])
-    check_norms(OptimalBaseline(Norms.SCORE), "16-mixed")
-    check_norms(OptimalBaseline(norms), "bf16-mixed")
-    check_norms(None, "16-mixed")
+    refuse(of_norms(OptimalBaseline(Norms.SCORE), "16-mixed"))
+    refuse(of_norms(OptimalBaseline(norms), "bf16-mixed"))
+    refuse(of_norms(None, "16-mixed"))
 
 
 def test_weights_in_bfloat16_get_the_update_of_float32():

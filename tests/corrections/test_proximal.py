@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
 from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
-from lit_async_rl.data.setting_checks import check_step
 from lit_async_rl.losses import (
     CISPO,
     GSPO,
@@ -30,7 +29,7 @@ from lit_async_rl.losses import (
 )
 from lit_async_rl.losses.aggregation import FixedLength, PromptMean, SequenceMean, SourceMean, TokenMean
 from lit_async_rl.replay.tape_source import NoEngine
-from lit_async_rl.training.combination_checks import check_compatibility, check_data_compatibility
+from lit_async_rl.rules import of_estimates, of_objective, of_step, refuse
 
 PROXIMALS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
 
@@ -143,7 +142,7 @@ def test_with_the_current_proximal_no_clip_acts_and_only_the_correction_weighs(s
     ],
 )
 def test_methods_are_allowed(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
-    check_compatibility(loss, proximal, correction)
+    refuse(of_objective(loss, proximal, correction))
 
 
 @pytest.mark.parametrize(
@@ -165,19 +164,19 @@ def test_senseless_combinations_are_refused_by_name(
     loss: PolicyLoss, proximal: Proximal, correction: Correction | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_compatibility(loss, proximal, correction)
+        refuse(of_objective(loss, proximal, correction))
 
 
 def test_a_length_weighted_baseline_is_refused_where_length_is_divided_out() -> None:
-    step: dict[str, Any] = dict(stream_groups=False, num_groups=4, num_micro_batches=1)
+    step: dict[str, Any] = dict(stream_groups=False, groups_per_step=4, group_size=2, micro_batches_per_step=1)
     with pytest.raises(ValueError, match=r"LengthWeighted.*SequenceMean"):
-        check_step(LengthWeighted(), SequenceMean(), **step)
+        refuse(of_step(LengthWeighted(), SequenceMean(), **step))
     with pytest.raises(ValueError, match=r"LengthWeighted.*SourceMean: .*SequenceMean divides out"):
-        check_step(LengthWeighted(), SourceMean("task"), **step)  # SequenceMean within each
-    check_step(LengthWeighted(), SourceMean("task", TokenMean()), **step)
+        refuse(of_step(LengthWeighted(), SourceMean("task"), **step))  # SequenceMean within each
+    refuse(of_step(LengthWeighted(), SourceMean("task", TokenMean()), **step))
     for aggregation in (TokenMean(), FixedLength(8)):
-        check_step(LengthWeighted(), aggregation, **step)
-    check_step(GroupMean(), SequenceMean(), **step)
+        refuse(of_step(LengthWeighted(), aggregation, **step))
+    refuse(of_step(GroupMean(), SequenceMean(), **step))
 
 
 @pytest.mark.parametrize(("loss", "advantage"), [(TrajectoryBalance(), GroupMean()), (OAPL(), LogMeanExp())])
@@ -186,5 +185,5 @@ def test_sources_do_not_hide_weights_that_depend_on_the_length(loss: PolicyLoss,
     for inner in (SequenceMean(), PromptMean()):
         said = rf"{type(loss).__name__} with data\.aggregation=SourceMean: .* as {type(inner).__name__}'s do"
         with pytest.raises(ValueError, match=said):
-            check_data_compatibility(loss, advantage, SourceMean("task", inner), *rest)
-    check_data_compatibility(loss, advantage, SourceMean("task", FixedLength(1)), *rest)
+            refuse(of_estimates(loss, advantage, SourceMean("task", inner), *rest))
+    refuse(of_estimates(loss, advantage, SourceMean("task", FixedLength(1)), *rest))

@@ -13,15 +13,14 @@ from tiny_models import save, tiny_qwen3_moe
 
 from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.callbacks import RolloutTape
-from lit_async_rl.data.setting_checks import check_engine
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.replay.tape_source import NoEngine
+from lit_async_rl.rules import of_engine, of_estimates, refuse
 from lit_async_rl.scheduling.admission import Bounded
-from lit_async_rl.training.combination_checks import check_data_compatibility
 from lit_async_rl.types import Prompt
 
 TRUNCATED = SamplingParams(max_tokens=10, top_p=0.9, head=16)
@@ -80,12 +79,12 @@ class Deaf(NoEngine):
 
 def test_an_engine_that_cannot_record_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data\.sampling\.head=4 with data\.engine=Deaf"):
-        check_engine(Deaf(), None, Bounded(), SamplingParams(head=4))
+        refuse(of_engine(Deaf(), None, Bounded(), SamplingParams(head=4)))
     with pytest.raises(ValueError, match=r"data\.sampling\.experts=true with data\.engine=Deaf"):
-        check_engine(Deaf(), None, Bounded(), SamplingParams(experts=True))
-    check_engine(Deaf(), None, Bounded(), SamplingParams())
+        refuse(of_engine(Deaf(), None, Bounded(), SamplingParams(experts=True)))
+    refuse(of_engine(Deaf(), None, Bounded(), SamplingParams()))
     with pytest.raises(ValueError, match=r"model\.loss=ESTR with data\.engine=Deaf: it needs the entropy"):
-        check_data_compatibility(ESTR(), GroupMean(), TokenMean(), 0, Deaf())
+        refuse(of_estimates(ESTR(), GroupMean(), TokenMean(), 0, Deaf()))
 
 
 def test_a_tape_without_what_is_to_be_replayed_is_refused(tmp_path: Path) -> None:

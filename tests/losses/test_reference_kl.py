@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from typing import get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from lit_async_rl.callbacks import RolloutMonitor
 from lit_async_rl.importance import kl_k3
-from lit_async_rl.losses.reference_kl import check_estimator, reference_kl
+from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_choice
 
 V, T, END = 3, 3, 0  # vocabulary, longest completion, and the token that ends one
 
@@ -216,7 +218,7 @@ def test_the_sequence_estimator_keeps_groups_whole_and_other_names_are_refused()
     assert make_module(kl_coefficient=0.1, kl_estimator="sequence").wants_whole_groups
     assert not make_module(kl_estimator="sequence").wants_whole_groups, "no penalty, nothing to compare"
     with pytest.raises(ValueError, match=r"model\.kl_estimator must be token, sequence or k3, got 'k1'"):
-        check_estimator("k1")
+        check_choice("model", get_args(KLEstimator), kl_estimator="k1")
 
 
 class Losses(pl.Callback):

@@ -66,7 +66,7 @@ def test_an_unknown_choice_is_refused() -> None:
     made = object.__new__(Scoring)
     for name, value in dict(workers=1, timeout_s=1.0, tries=None, special_tokens="keep").items():
         object.__setattr__(made, name, value)
-    with pytest.raises(ValueError, match=r"data.scoring.special_tokens must be one of tags, none, all, got 'keep'"):
+    with pytest.raises(ValueError, match=r"data.scoring.special_tokens must be tags, none or all, got 'keep'"):
         made.__post_init__()
 
 

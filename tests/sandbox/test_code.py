@@ -416,9 +416,9 @@ def test_choices_are_named(tmp_path):
     )
     assert done.stdout.splitlines() == [
         "CodeReward.extract must be fence or whole, got 'all'",
-        "CodeReward.tests must be apart or plain or together, got 'x'",
-        "CodeReward.compare must be lines or tokens or exact, got 'x'",
-        "Sandbox.level must be auto, bubblewrap, namespace, limits, got 'jail'",
+        "CodeReward.tests must be apart, plain or together, got 'x'",
+        "CodeReward.compare must be lines, tokens or exact, got 'x'",
+        "Sandbox.level must be auto, bubblewrap, namespace or limits, got 'jail'",
     ]
 
 

@@ -86,7 +86,7 @@ def test_stable_decay_keeps_the_peak_until_its_last_part():
     ("make", "named"),
     [
         (lambda: ConstantRate(warmup=-1), "model.scheduler.warmup must be >= 0, got -1"),
-        (lambda: Cosine(final=2.0), "model.scheduler.final must be between 0 and 1, got 2.0"),
+        (lambda: Cosine(final=2.0), "model.scheduler.final must be in [0, 1], got 2.0"),
         (lambda: StableDecay(decay=2), "model.scheduler.decay must be in [0, 1], got 2"),
         (lambda: OneCycle(start=0.0), "model.scheduler.start must be in"),
     ],

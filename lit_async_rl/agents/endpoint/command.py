@@ -18,6 +18,7 @@ from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.runtime.processes import guarded, kill_group
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_choice
 from lit_async_rl.utils.identity import file_contents
 
 MAX_LINE_BYTES = 2**16
@@ -79,8 +80,7 @@ class CommandAgent:
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise ValueError(f"CommandAgent.command must be a list of program and arguments, got {command!r}")
-        if reward not in ("stdout", "exit_status"):
-            raise ValueError(f"CommandAgent.reward must be stdout or exit_status, got {reward!r}")
+        check_choice("CommandAgent", ("stdout", "exit_status"), reward=reward)
         self.command = list(command)
         self.reward = reward
         self.environment = dict(environment or {})
