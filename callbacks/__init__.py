@@ -3,6 +3,6 @@
 Each is imported on first use, so that a stabilizer in another trainer loads no engine.
 """
 
-import lazy_loader
+from lit_async_rl.utils.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__, moved=("LMEvalValidation", "ReplicaScaling"))

@@ -16,9 +16,7 @@ from .monitors.step_monitor import ThroughputMonitor as ThroughputMonitor
 from .monitors.timeline import Timeline as Timeline
 from .monitors.weight_drift import WeightDriftMonitor as WeightDriftMonitor
 from .run.evaluation import Evaluation as Evaluation
-from .run.lm_eval_validation import LMEvalValidation as LMEvalValidation
 from .run.progress import Progress as Progress
-from .run.replica_scaling import ReplicaScaling as ReplicaScaling
 from .run.rollout_tape import RolloutTape as RolloutTape
 from .run.sample_logger import SampleLogger as SampleLogger
 from .run.save_on_sigterm import LinkedCheckpoint as LinkedCheckpoint

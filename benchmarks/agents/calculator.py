@@ -37,8 +37,8 @@ import lightning.pytorch as pl
 
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.agents.calculator_agent import CalculatorAgent
 from lit_async_rl.runtime.files import replacing
-from lit_async_rl.tasks.calculator_agent import CalculatorAgent
 from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.types import Prompt
 

@@ -40,8 +40,8 @@ from benchmarks.common.process import csv_logger
 from lit_async_rl.agents import AgentEngine, AgentEpisode, CallSampling, EndpointClients
 from lit_async_rl.agents.api.bodies import CHAT
 from lit_async_rl.agents.api.exchange import ApiRequest
+from lit_async_rl.agents.calculator_agent import ADD, CalculatorAgent
 from lit_async_rl.tasks.calculator import Calculator, CalculatorEpisode
-from lit_async_rl.tasks.calculator_agent import ADD, CalculatorAgent
 from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
 
 MEAN_TOOL_S = 0.4

@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.common.measurement import ROOT, measurement, write_measurement
+from lit_async_rl.agents.calculator_agent import ADD, CalculatorParser
 from lit_async_rl.agents.calls import AgentCallError, Reply
 from lit_async_rl.agents.engine import AgentEngine
 from lit_async_rl.agents.episode import AgentEpisode
@@ -55,7 +56,6 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import replacing
-from lit_async_rl.tasks.calculator_agent import ADD, CalculatorParser
 from lit_async_rl.types import Completion, Prompt
 
 MODEL = asset("calculator_policy")

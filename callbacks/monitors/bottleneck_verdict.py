@@ -24,8 +24,6 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
-from lit_async_rl.ray.engine import RayEngine
-from lit_async_rl.ray.reward_pool import RayReward
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import is_async
@@ -159,9 +157,7 @@ def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: i
 def _engine_threads(engine: RolloutEngine) -> int:
     if isinstance(engine, MultiRequestEngine):
         return 1 + _engine_threads(engine.engine)
-    if isinstance(engine, RayEngine):
-        return 0  # Ray counts their processors, perhaps on other machines
-    threads = getattr(engine, "num_threads", 1)  # vLLM's setting is per worker, on a CPU
+    threads = getattr(engine, "num_threads", 1)  # vLLM's setting is per worker, on a CPU; of replicas elsewhere 0
     return torch.get_num_threads() if threads is None else threads
 
 
@@ -173,8 +169,8 @@ def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) 
         prefix = "data.engine.init_args.engine.init_args"
         engine = engine.engine
         needs = ()
-    if isinstance(engine, RayEngine):
-        return Setting(name=f"{prefix}.replicas", present=engine.replicas, suggested=engine.replicas + 1)
+    if engine.num_replicas is not None:
+        return Setting(name=f"{prefix}.replicas", present=engine.num_replicas, suggested=engine.num_replicas + 1)
     slots = getattr(engine, "num_slots", None)  # None for vLLM: memory limits its batch
     if slots is not None and unfinished * data.group_size > slots:  # some rollouts wait for a slot
         return Setting(name=f"{prefix}.num_slots", present=slots, suggested=2 * slots, needs=needs)
@@ -196,9 +192,7 @@ def _engine_arguments(engine: RolloutEngine) -> tuple[str, ...]:
 
 def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -> Setting | None:
     """More workers, unless they would compete: for the GIL if rewards compute, or for cores if processes do."""
-    pools = [part.pool for part in hooks.parts_of(data.reward) if isinstance(part, RayReward)]
-    if pools:
-        actors = pools[0].settings.actors
+    if (actors := hooks.num_actors(data.reward)) is not None:
         return Setting(name="cluster.rewards.actors", present=actors, suggested=2 * actors)
     is_computing = cpu_share > MAX_CPU_SHARE
     if is_computing or (isinstance(data.reward, IsolatedReward) and not is_spare):

@@ -1,4 +1,4 @@
-"""Ranks placed by Ray: input of each rank, and results for the process that started the run."""
+"""Ranks that a cluster places: input of each rank, and results for the process that started the run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lit_async_rl.callbacks import ReplicaScaling
+from lit_async_rl.api.cluster import Place
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
-from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.rank import Place
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -66,28 +63,3 @@ def load_trained(module: pl.LightningModule, folder: str | None) -> None:
 def uses_gpus(accelerator: Any) -> bool:
     """Whether a Trainer with this accelerator may compute on GPUs."""
     return accelerator in (None, "auto", "gpu", "cuda") or (accelerator != "cpu" and not isinstance(accelerator, str))
-
-
-def set_actors(cluster: RayCluster | None, trainer: pl.Trainer, data: RolloutDataModule) -> None:
-    """Has the data module use the cluster's engines, rewards and environments in place of its own.
-
-    A callback may change the number of engines. Rewards and environments are those of the rank that samples: others,
-    which score a part of the held-out completions, would need actors of their own.
-    """
-    if cluster is None:
-        return
-    if trainer.is_global_zero:
-        scoring = data.scoring
-        if cluster.rewards is not None:
-            data.replace_reward(
-                cluster.with_reward_actors(data.reward, workers=scoring.workers, timeout_s=scoring.timeout_s)
-            )
-        if cluster.environments is not None:
-            data.replace_engine(cluster.with_environment_actors(data.engine))
-    if not cluster.has_replicas:
-        return
-    data.replace_engine(cluster.replicate(data.engine))
-    engines = cluster.engines
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if engines.least < engines.most and not any(isinstance(one, ReplicaScaling) for one in callbacks):
-        callbacks.insert(0, ReplicaScaling(min_replicas=engines.least, max_replicas=engines.most))

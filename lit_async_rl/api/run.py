@@ -27,7 +27,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_async_rl.api.arguments import as_groups, as_typed, check_model, in_folder
-from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, set_actors, uses_gpus
+from lit_async_rl.api.cluster import Cluster, Place
+from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_settings, uses_gpus
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
@@ -40,10 +41,6 @@ from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.models import loading
 from lit_async_rl.prompts.sources import Records
-from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.dry_run import connected_with_room, print_dry_run
-from lit_async_rl.ray.rank import Place
-from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
@@ -53,6 +50,7 @@ from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.training.wandb_runs import label_run, sync_command
 from lit_async_rl.utils.checks import check_kinds, meant
 from lit_async_rl.utils.config_files import load_config
+from lit_async_rl.utils.public_names import part
 from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.user_code import explains_itself, user_traceback, wants_traceback, write_traceback
 
@@ -84,7 +82,7 @@ def fit(
     recipe: str | None = "vcpo",
     ckpt_path: str | os.PathLike[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    cluster: RayCluster | None = None,
+    cluster: Cluster | None = None,
     **settings: Unpack[FitSettings],
 ) -> Trainer:
     """Trains a language model and prints a summary.
@@ -116,8 +114,8 @@ def fit(
             completions, the baseline of least variance, and a rate that follows the effective sample size
             (arXiv:2602.17616); None: plain GRPO.
         ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
-        cluster: places trainer ranks, engines, rewards and environments on Ray; None trains in this process. Arguments
-            of a run whose ranks are placed go to them as pickles.
+        cluster: a `RayCluster` places trainer ranks, engines, rewards and environments on Ray; None trains in this
+            process. Arguments of a run whose ranks are placed go to them as pickles.
         tokenizer: in the place of the model's own.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. A dictionary does for
             `sampling`, `scoring`, `validation`, `limits`, `lora` and `sharding`, held-out prompts for
@@ -131,7 +129,7 @@ def fit(
         FileNotFoundError: there is no such checkpoint.
         LastCheckpointError: a full disk did not take the last checkpoint; its `trainer` is what would be returned.
         OSError: another process uses the run's folder.
-        RankError: a rank that Ray has placed failed; what it wrote is shown.
+        RankError: a placed rank failed; what it wrote is shown.
         SetupError: Ray is needed, and is not installed, not reachable or has no room.
         TypeError: none of the three has such an argument.
         ValueError: a setting is out of range, or settings contradict each other.
@@ -181,7 +179,7 @@ def _fit(
     recipe: str | None,
     ckpt_path: str | os.PathLike[str] | None,
     tokenizer: Any,
-    cluster: RayCluster | None,
+    cluster: Cluster | None,
     settings: dict[str, Any],
     folder: list[str],
 ) -> Trainer:
@@ -208,7 +206,7 @@ def _fit(
         ckpt_path = os.path.expanduser(ckpt_path)
         check_checkpoint(ckpt_path)
     if cluster is not None and cluster.dry_run:
-        print_dry_run(cluster, uses_gpus=uses_gpus(settings.get("accelerator")))
+        cluster.print_dry_run(uses_gpus=uses_gpus(settings.get("accelerator")))
         return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
     given = Given(
         model,
@@ -224,7 +222,7 @@ def _fit(
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
         return _fit_in_ranks(given, cluster)
-    with connected_with_room(cluster) if cluster is not None and cluster.has_actors else nullcontext():
+    with nullcontext() if cluster is None else cluster.actors_connected():
         return _fit_here(given, tokenizer=tokenizer, folder=folder)
 
 
@@ -238,7 +236,7 @@ class Given:
     _: KW_ONLY
     max_steps: int
     ckpt_path: str | None
-    cluster: RayCluster | None
+    cluster: Cluster | None
     settings: Mapping[str, Any]
     chosen: str  # line about the learning rate, empty if one was given
 
@@ -262,7 +260,7 @@ def _fit_here(
 
     Args:
         given: to `fit`.
-        place: of this process among ranks that Ray has placed; None elsewhere.
+        place: of this process among ranks that a cluster has placed; None elsewhere.
         tokenizer: in the place of the model's own.
         folder: gets the folder of the run.
     """
@@ -279,7 +277,8 @@ def _fit_here(
         if place is not None:
             trainer.callbacks.insert(0, TellFolder(place))  # type: ignore[attr-defined]
         _label_wandb_runs(trainer, sections)
-        set_actors(given.cluster, trainer, data)
+        if given.cluster is not None:
+            given.cluster.place_actors(trainer, data)
         module = given.make_module()
         limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
         stack.enter_context(CtrlC())
@@ -325,14 +324,12 @@ def _label_wandb_runs(trainer: pl.Trainer, sections: Mapping[str, Mapping[str, A
             label_run(logger, name, settings={**held, "objects": described}, tags=tags)
 
 
-def _fit_in_ranks(given: Given, cluster: RayCluster) -> Trainer:
-    """Trains in processes that Ray places; the Trainer here has run nothing, and gets what they end with."""
-    from lit_async_rl.ray.launcher import launch  # imports ray
-
+def _fit_in_ranks(given: Given, cluster: Cluster) -> Trainer:
+    """Trains in processes that the cluster places; the Trainer here has run nothing, and gets what they end with."""
     name = given.model.model if isinstance(given.model, PolicyModule) else str(given.model)
     loading.load_config(name)  # a wrong path is said before Ray and the ranks start
     with CtrlC():
-        outcome = launch(cluster, partial(_fit_in_rank, given), uses_gpus=uses_gpus(given.settings.get("accelerator")))
+        outcome = cluster.launch(partial(_fit_in_rank, given), uses_gpus=uses_gpus(given.settings.get("accelerator")))
     if outcome.status == CTRL_C_STATUS and is_interactive():
         raise KeyboardInterrupt
     if outcome.status > 128:
@@ -348,7 +345,7 @@ def _fit_in_ranks(given: Given, cluster: RayCluster) -> Trainer:
 
 
 def _fit_in_rank(given: Given, place: Place) -> None:
-    """`fit`, in a process that Ray has placed."""
+    """`fit`, in a process that the cluster has placed."""
     trainer = _fit_here(given, place)
     if trainer.is_global_zero:
         place.give(metrics_of(trainer))
@@ -440,10 +437,11 @@ def upload_report(trainer: pl.Trainer) -> None:
     """
     folder = run_folder(trainer)  # a collective
     loggers = [logger for logger in trainer.loggers if keeps_files(logger)]
-    if folder is None or not trainer.is_global_zero or not loggers:
+    reports = part("report.html")
+    if folder is None or not trainer.is_global_zero or not loggers or reports is None:
         return
     try:
-        path = write_report(folder, out=folder / "report.html")
+        path = reports.write_report(folder, out=folder / "report.html")
         for logger in loggers:
             log_file(logger, path, "report")
     except Exception as error:

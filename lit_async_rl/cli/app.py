@@ -32,7 +32,8 @@ from rich.table import Table
 
 import lit_async_rl
 from lit_async_rl.api import run as api
-from lit_async_rl.api.ranks import TellFolder, placed_flags, set_actors, uses_gpus
+from lit_async_rl.api.cluster import Cluster, Place
+from lit_async_rl.api.ranks import TellFolder, placed_flags, uses_gpus
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
@@ -56,9 +57,6 @@ from lit_async_rl.models.loading import load_config
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
-from lit_async_rl.ray.cluster import RayCluster
-from lit_async_rl.ray.dry_run import connected_with_room, print_dry_run
-from lit_async_rl.ray.rank import Place
 from lit_async_rl.runtime.files import check_writable
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
@@ -67,11 +65,13 @@ from lit_async_rl.training.wandb_runs import label_run
 from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.lightning_types import AnyTrainer
+from lit_async_rl.utils.public_names import public
 from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.secrets import concealed
 
 for _name in lit_async_rl.__all__:
-    getattr(lit_async_rl, _name)  # imports it: jsonargparse finds bare class names among imported subclasses
+    public(_name)  # imports it: jsonargparse finds bare class names among imported subclasses
+CLUSTER = public("RayCluster")
 
 
 class AsyncRLCLI(LightningCLI):
@@ -83,12 +83,12 @@ class AsyncRLCLI(LightningCLI):
         args: of the command line; None is `sys.argv`.
         extra: options of one command, as arguments of `add_argument` by flag. Such a command does not train: its
             settings are not saved, and nothing is logged.
-        place: of this process among ranks that Ray has placed; None elsewhere.
-        starts_ranks: whether settings by which Ray places the ranks are only parsed: nothing is made from them here.
+        place: of this process among ranks that a cluster has placed; None elsewhere.
+        starts_ranks: whether settings by which a cluster places the ranks are only parsed, and nothing is made.
 
     Attributes:
         cluster: of `cluster:`; None without it.
-        places_ranks: whether Ray is to place the ranks; there is no trainer, model or data module then.
+        places_ranks: whether the cluster is to place the ranks; there is no trainer, model or data module then.
         is_dry_run: whether only the placement is shown; there are none, either.
     """
 
@@ -104,7 +104,7 @@ class AsyncRLCLI(LightningCLI):
         self._extra = extra or {}
         self._place = place
         self._starts_ranks = starts_ranks
-        self.cluster: RayCluster | None = None
+        self.cluster: Cluster | None = None
         given = sys.argv[1:] if args is None and place is not None else args
         super().__init__(
             PolicyModule,
@@ -148,7 +148,8 @@ class AsyncRLCLI(LightningCLI):
         for key, callback in defaults_file()["defaults"].items():
             default = callback and {**callback, "class_path": full_path(callback["class_path"])}
             parser.add_argument(f"--defaults.{key}", type=Callback | None, default=default, help="null: without it")
-        parser.add_argument("--cluster", type=RayCluster | None, default=None, help="ranks, engines, rewards on Ray")
+        if CLUSTER is not None:
+            parser.add_argument("--cluster", type=CLUSTER | None, default=None, help="ranks, engines, rewards on Ray")
         parser.link_arguments("model.model", "data.model")
 
     def before_instantiate_classes(self) -> None:
@@ -164,10 +165,12 @@ class AsyncRLCLI(LightningCLI):
         if self.is_dry_run and self._extra:
             raise ValueError("cluster.dry_run=true is for training: this command places nothing")
 
-    def _make_cluster(self) -> RayCluster | None:
+    def _make_cluster(self) -> Cluster | None:
+        if CLUSTER is None:
+            return None
         parser = Parser()
-        parser.add_argument("--cluster", type=RayCluster | None, default=None)
-        made: RayCluster | None = parser.instantiate_classes(Namespace(cluster=self.config["cluster"])).cluster
+        parser.add_argument("--cluster", type=CLUSTER | None, default=None)
+        made: Cluster | None = parser.instantiate_classes(Namespace(cluster=self.config["cluster"])).cluster
         return made
 
     @property
@@ -182,12 +185,13 @@ class AsyncRLCLI(LightningCLI):
         """Makes all objects, unless the ranks do that elsewhere; the cluster's actors take the place of some."""
         if not self.places_ranks and not self.is_dry_run:
             super().instantiate_classes()
-            set_actors(self.cluster, self.trainer, self.datamodule)
+            if self.cluster is not None:
+                self.cluster.place_actors(self.trainer, self.datamodule)
 
     def engines_connected(self) -> AbstractContextManager[Any]:
-        """Context in which the engines of `cluster:` can be set up; the ranks of Ray are connected already."""
-        needed = self.cluster is not None and self.cluster.has_actors and self._place is None
-        return connected_with_room(self.cluster) if self.cluster is not None and needed else nullcontext()
+        """Context in which the actors of `cluster:` can be set up; placed ranks are connected already."""
+        is_placed = self.cluster is None or self._place is not None
+        return nullcontext() if is_placed else self.cluster.actors_connected()  # type: ignore[union-attr]
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A Trainer with the default callbacks as configured, whose loggers write into one folder.
@@ -332,14 +336,12 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
     with command(lambda: _own_folder(run[0].trainer) if run else None), CtrlC():
         cli = AsyncRLCLI(args, place=place, starts_ranks=place is None)
         if cli.cluster is not None and cli.is_dry_run:
-            print_dry_run(cli.cluster, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
+            cli.cluster.print_dry_run(uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
             return
         if cli.places_ranks and cli.cluster is not None:
             load_config(cli.config["model"]["model"])  # reports a wrong path before Ray and the ranks start
-            from lit_async_rl.ray.launcher import launch  # imports ray
-
             job = partial(_train_in_rank, list(sys.argv[1:] if args is None else args))
-            status = launch(cli.cluster, job, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"])).status
+            status = cli.cluster.launch(job, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"])).status
             if status:
                 sys.exit(status)
             return
@@ -358,7 +360,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
 
 
 def _train_in_rank(args: Sequence[str], place: Place) -> None:
-    """The command, in a process that Ray has placed."""
+    """The command, in a process that the cluster has placed."""
     _train(args, place)
 
 

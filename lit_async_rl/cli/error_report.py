@@ -43,6 +43,7 @@ from lit_async_rl.errors import (
 from lit_async_rl.prompts.sources import FILE_SOURCES, Records
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
+from lit_async_rl.utils.public_names import public
 from lit_async_rl.utils.secrets import without_secrets
 from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
 
@@ -503,10 +504,10 @@ def known_names(bases: Sequence[type]) -> list[str]:
     """Allowed class names for a setting with one of some base classes; for rewards, dotted paths."""
     if not bases:
         return [f"lit_async_rl.rewards.{name}" for name in REWARDS]
-    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
+    found = {name: public(name) for name in lit_async_rl.__all__}
     for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
-        public |= vars(module)
-    return [name for name, found in public.items() if inspect.isclass(found) and _is_kind(found, bases[0])]
+        found |= vars(module)
+    return [name for name, one in found.items() if inspect.isclass(one) and _is_kind(one, bases[0])]
 
 
 def _is_kind(found: type, base: type) -> bool:

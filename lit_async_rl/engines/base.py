@@ -42,6 +42,7 @@ class RolloutEngine(ABC):
             gets in `setup`; otherwise the timeline shows the increase of `busy_s` in each `poll`.
         startup_timeout_s: timeout of `setup` in seconds, including downloads; then the engine counts as hanging.
         num_slots: samples decoded together, also by validation.
+        num_replicas: engines behind this one, if a setting `replicas` says how many; None otherwise.
         update_timeout_s: timeout of any other call in seconds, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines without a model; their log-probabilities are meaningless.
         dtype: precision of weights and computation; determines the expected error of log-probabilities.
@@ -67,6 +68,7 @@ class RolloutEngine(ABC):
     records_spans: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64
+    num_replicas: int | None = None
     update_timeout_s: float = 0.0
     has_model: bool = True
     dtype: str = "unknown"

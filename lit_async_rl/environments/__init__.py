@@ -1,5 +1,5 @@
 """Multi-turn environments, and the engine that runs episodes in them."""
 
-import lazy_loader
+from lit_async_rl.utils.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__, moved=("PythonTool",))

@@ -6,4 +6,3 @@ from .gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from .gymnasium import GymnasiumPrompts as GymnasiumPrompts
 from .openenv import OpenEnvEnvironment as OpenEnvEnvironment
 from .openenv import OpenEnvPrompts as OpenEnvPrompts
-from .python_tool import PythonTool as PythonTool

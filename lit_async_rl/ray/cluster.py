@@ -6,137 +6,34 @@ Does not import ray.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
+
+from lit_async_rl.api.cluster import Cluster, Outcome, Place
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
-from lit_async_rl.errors import SetupError
-from lit_async_rl.ray import runtime
-from lit_async_rl.ray.actors import Resources
+from lit_async_rl.ray.cluster_settings import (
+    ClusterSettings,
+    EngineReplicas,
+    EnvironmentActors,
+    RewardActors,
+    check_resources,
+)
+from lit_async_rl.ray.dry_run import connected_with_room, print_dry_run
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:  # a run without pools needs none of it
     from lit_async_rl.ray.pool import PoolSettings
 
-DEFAULT_CPUS = 0.5  # of a rank, a replica and an actor of a pool: two of each fit on a machine with two cores
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineReplicas:
-    """Replicas of the engine: `cluster.engines`.
-
-    Args:
-        replicas: number of engines, each an actor of Ray; 1 leaves the engine in the leading rank.
-        min: fewest of them; None is `replicas`. Where it is less than `max`, `ReplicaScaling` is among the callbacks.
-        max: most of them; None is `replicas`.
-        resources: of one replica, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
-        delta: between nodes only what has changed of the weights travels, see `RayEngine`.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
-
-    replicas: int = 1
-    min: int | None = None
-    max: int | None = None
-    resources: dict[str, int | float] | None = None
-    delta: bool = False
-
-    def __post_init__(self) -> None:
-        owner = "cluster.engines"
-        check_range(owner, "integer >= 1", replicas=self.replicas, min=self.min, max=self.max)
-        if not self.least <= self.replicas <= self.most:
-            raise ValueError(
-                f"{owner}.replicas must be between min and max, got replicas={self.replicas}, min={self.least}, "
-                f"max={self.most}"
-            )
-        _check_resources(f"{owner}.resources", self.resources)
-
-    @property
-    def num_cpus(self) -> float:
-        """CPUs of one replica, as Ray counts them."""
-        return self.needs.num_cpus
-
-    @property
-    def needs(self) -> Resources:
-        """Resources of each replica."""
-        return _as_needs(self.resources)
-
-    @property
-    def least(self) -> int:
-        """Fewest replicas."""
-        return self.replicas if self.min is None else self.min
-
-    @property
-    def most(self) -> int:
-        """Most replicas."""
-        return self.replicas if self.max is None else self.max
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardActors:
-    """Actors that call `data.reward`: `cluster.rewards`.
-
-    Args:
-        actors: processes, each with the reward and all of its parts. A part that counts something for the whole run,
-            such as a judge with its budget, is called in one of them.
-        resources: of one actor, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
-        calls: of plain rewards that one actor makes at a time, in threads: more than one for those that wait, such as
-            for programs in a sandbox. An `async` reward has its own number, or `data.scoring.workers` in all actors
-            together.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
-
-    actors: int = 2
-    resources: dict[str, int | float] | None = None
-    calls: int = 1
-
-    def __post_init__(self) -> None:
-        check_range("cluster.rewards", "integer >= 1", actors=self.actors, calls=self.calls)
-        _check_resources("cluster.rewards.resources", self.resources)
-
-    @property
-    def needs(self) -> Resources:
-        """Resources of each actor."""
-        return _as_needs(self.resources)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentActors:
-    """Actors that play the episodes of an environment: `cluster.environments`.
-
-    Args:
-        actors: processes, each with the environment. An episode stays in the one that has started it.
-        resources: of one actor, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
-
-    actors: int = 2
-    resources: dict[str, int | float] | None = None
-
-    def __post_init__(self) -> None:
-        check_range("cluster.environments", "integer >= 1", actors=self.actors)
-        _check_resources("cluster.environments.resources", self.resources)
-
-    @property
-    def needs(self) -> Resources:
-        """Resources of each actor."""
-        return _as_needs(self.resources)
-
-
-class RayCluster:
+class RayCluster(ClusterSettings, Cluster):
     """Where trainer ranks, engines, rewards and environments run.
 
     That is a Ray cluster, or a Ray that is started on this machine for the run.
@@ -194,7 +91,7 @@ class RayCluster:
         check_range("cluster", "integer >= 1", trainer_ranks=trainer_ranks)
         check_range("cluster", "integer >= -1", max_failures=max_failures)
         check_range("cluster", "positive", start_timeout_s=start_timeout_s)
-        _check_resources("cluster.trainer_resources", trainer_resources)
+        check_resources("cluster.trainer_resources", trainer_resources)
         if address is not None and address != "auto" and ("://" in address or not re.search(r".:\d+$", address)):
             shown = without_secrets(repr(address))
             raise ValueError(
@@ -211,47 +108,47 @@ class RayCluster:
         self.max_failures = max_failures
         self.start_timeout_s = start_timeout_s
 
-    @property
-    def places_ranks(self) -> bool:
-        """Whether Ray starts the trainer's processes; a single rank without needs of its own never does."""
-        return self.trainer_ranks > 1 or self.trainer_resources is not None
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether there are, or can be, several engines."""
-        return self.engines.most > 1
-
-    @property
-    def has_actors(self) -> bool:
-        """Whether the process that samples uses actors: engines, rewards or environments."""
-        return self.has_replicas or self.rewards is not None or self.environments is not None
-
-    def check(self) -> None:
-        """Refuses a cluster where Ray is needed and not installed; does not import it.
+    def actors_connected(self) -> AbstractContextManager[Any]:
+        """Context in which the actors of this process's run can be set up; empty if there are none.
 
         Raises:
-            SetupError: says how to install it.
+            SetupError: as `connected`, or there is no room.
         """
-        if (self.places_ranks or self.has_actors) and importlib.util.find_spec("ray") is None:
-            raise SetupError("cluster is set, and Ray is not installed here: pip install 'lit-async-rl[ray]'")
+        return connected_with_room(self) if self.has_actors else nullcontext()
 
-    @contextmanager
-    def connected(self) -> Iterator[Any]:
-        """Context with the module `ray`, connected to the cluster; what it starts on this machine, it ends.
+    def print_dry_run(self, *, uses_gpus: bool) -> None:
+        """Prints what would be placed where, see `lit_async_rl.ray.dry_run`."""
+        print_dry_run(self, uses_gpus=uses_gpus)
 
-        Raises:
-            SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
+    def launch(self, job: Callable[[Place], None], *, uses_gpus: bool) -> Outcome:
+        """Runs `job` in each trainer rank, see `lit_async_rl.ray.launcher`."""
+        from lit_async_rl.ray.launcher import launch  # imports ray
+
+        return launch(self, job, uses_gpus=uses_gpus)
+
+    def place_actors(self, trainer: pl.Trainer, data: RolloutDataModule) -> None:
+        """Has a data module use the cluster's engines, rewards and environments in place of its own.
+
+        A callback may change the number of engines. Rewards and environments are those of the rank that samples:
+        others, which score a part of the held-out completions, would need actors of their own.
         """
-        self.check()
-        num_ranks = self.trainer_ranks if self.places_ranks else 0
-        num_cpus = num_ranks * self.rank_resources(has_gpus=False).get("CPU", 0.0)
-        num_cpus += self.engines.most * self.engines.num_cpus if self.has_replicas else 0.0
-        num_cpus += sum(pool.actors * pool.needs.num_cpus for pool in (self.rewards, self.environments) if pool)
-        ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
-        try:
-            yield ray
-        finally:
-            runtime.release(self)
+        if trainer.is_global_zero:
+            scoring = data.scoring
+            if self.rewards is not None:
+                data.replace_reward(
+                    self.with_reward_actors(data.reward, workers=scoring.workers, timeout_s=scoring.timeout_s)
+                )
+            if self.environments is not None:
+                data.replace_engine(self.with_environment_actors(data.engine))
+        if not self.has_replicas:
+            return
+        from lit_async_rl.ray.replica_scaling import ReplicaScaling
+
+        data.replace_engine(self.replicate(data.engine))
+        engines = self.engines
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if engines.least < engines.most and not any(isinstance(one, ReplicaScaling) for one in callbacks):
+            callbacks.insert(0, ReplicaScaling(min_replicas=engines.least, max_replicas=engines.most))
 
     def replicate(self, engine: RolloutEngine) -> RolloutEngine:
         """The engine in several replicas that Ray places, or as it is; an environment stays where the engine is."""
@@ -335,33 +232,3 @@ class RayCluster:
             value = getattr(self, name)
             settings[name] = None if value is None else dataclasses.asdict(value)
         return {"class_path": "RayCluster", "init_args": settings}
-
-    def rank_resources(self, has_gpus: bool) -> dict[str, float]:
-        """Resources of one rank.
-
-        Args:
-            has_gpus: whether the trainer may use GPUs, and the cluster has some.
-        """
-        if self.trainer_resources is not None:
-            return {name: float(amount) for name, amount in self.trainer_resources.items()}
-        return {"CPU": DEFAULT_CPUS} | ({"GPU": 1.0} if has_gpus else {})
-
-
-def _as_needs(resources: Mapping[str, int | float] | None) -> Resources:
-    """Resources of an actor, half a CPU where none are given."""
-    given = {"CPU": DEFAULT_CPUS} if resources is None else resources
-    others = {name: float(amount) for name, amount in given.items() if name not in ("CPU", "GPU")}
-    return Resources(
-        num_cpus=float(given.get("CPU", 0.0)),
-        num_gpus=float(given.get("GPU", 0.0)),
-        others=others or None,
-        spread=True,
-    )
-
-
-def _check_resources(setting: str, resources: Mapping[str, int | float] | None) -> None:
-    for name, amount in (resources or {}).items():
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
-            raise ValueError(f"{setting}.{name} must be a number >= 0, got {amount!r}")
-    if resources and (wrong := next((name for name in resources if name in ("cpu", "gpu", "cpus", "gpus")), "")):
-        raise ValueError(f"{setting}.{wrong}: Ray calls it {wrong.rstrip('s').upper()}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.cluster_settings import ClusterSettings
 from lit_async_rl.ray.security import is_loopback
 from lit_async_rl.runtime.waiting import announced
 
@@ -65,7 +65,7 @@ class Node:
         self.held[role.setting] += 1
 
 
-def roles_of(cluster: RayCluster, has_gpus: bool, *, at_least: bool = False) -> list[Role]:
+def roles_of(cluster: ClusterSettings, has_gpus: bool, *, at_least: bool = False) -> list[Role]:
     """Roles that Ray would place.
 
     Args:
@@ -119,14 +119,14 @@ def nodes_of(ray: Any) -> list[Node]:
 
 
 @contextmanager
-def connected_with_room(cluster: RayCluster, *, uses_gpus: bool = False) -> Iterator[Any]:
+def connected_with_room(cluster: ClusterSettings, *, uses_gpus: bool = False) -> Iterator[Any]:
     """Context with the module `ray`, connected to a cluster that has enough for a run to begin, see `await_room`."""
     with cluster.connected() as ray:
         await_room(ray, cluster, uses_gpus=uses_gpus)
         yield ray
 
 
-def await_room(ray: Any, cluster: RayCluster, *, uses_gpus: bool) -> None:
+def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     """Waits until a cluster has enough for a run to begin, which others may use at the moment.
 
     Nobody waits on this machine alone, where no node joins.
@@ -184,7 +184,7 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
             )
 
 
-def described(cluster: RayCluster, roles: Sequence[Role], nodes: Sequence[Node]) -> list[str]:
+def described(cluster: ClusterSettings, roles: Sequence[Role], nodes: Sequence[Node]) -> list[str]:
     """Lines about a placement."""
     rows = [("", "number", "each", "where")]
     if not cluster.places_ranks:
@@ -205,7 +205,7 @@ def described(cluster: RayCluster, roles: Sequence[Role], nodes: Sequence[Node])
     return lines
 
 
-def print_dry_run(cluster: RayCluster, *, uses_gpus: bool) -> None:
+def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     """Prints what would be placed where.
 
     Args:

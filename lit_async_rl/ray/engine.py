@@ -132,6 +132,7 @@ class RayEngine(EngineWrapper):
     """
 
     takes_changes = True
+    num_threads = 0  # in this process: Ray counts the processors of replicas, perhaps on other machines
     records_spans = False
     held_s = 0.0
 
@@ -201,6 +202,10 @@ class RayEngine(EngineWrapper):
         return engine
 
     # -- settings -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        return self.replicas
 
     @property
     def num_slots(self) -> int:  # type: ignore[override]

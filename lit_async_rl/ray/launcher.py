@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_async_rl.api.cluster import Outcome, Place
 from lit_async_rl.errors import RankError, SetupError, StalledError
 from lit_async_rl.ray.actors import kill_actor, last_line
-from lit_async_rl.ray.cluster import RayCluster
+from lit_async_rl.ray.cluster_settings import ClusterSettings
 from lit_async_rl.ray.coordinator import Coordinator
 from lit_async_rl.ray.dry_run import connected_with_room
 from lit_async_rl.ray.process import stop_actors
-from lit_async_rl.ray.rank import Place
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.supervise import (
     ANSWER_S,
@@ -69,22 +69,7 @@ PASSED = (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended.
-
-    Args:
-        status: exit status of rank 0, as a shell counts it; its message, if there is one, has been shown.
-        result: what rank 0 gave; None if it gave nothing.
-        folder: of the run's checkpoints; None before training began.
-    """
-
-    status: int
-    result: Any
-    folder: str | None
-
-
-def launch(cluster: RayCluster, job: Callable[[Place], None], *, uses_gpus: bool) -> Outcome:
+def launch(cluster: ClusterSettings, job: Callable[[Place], None], *, uses_gpus: bool) -> Outcome:
     """Runs `job` in each of the cluster's trainer ranks, until all have ended.
 
     Args:
@@ -143,7 +128,7 @@ class _Run:
         resources: of one rank, as Ray counts them.
     """
 
-    def __init__(self, ray: Any, cluster: RayCluster, resources: Mapping[str, float]) -> None:
+    def __init__(self, ray: Any, cluster: ClusterSettings, resources: Mapping[str, float]) -> None:
         self._ray = ray
         self._cluster = cluster
         self._resources = {name: amount for name, amount in resources.items() if amount}

@@ -6,33 +6,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.api.cluster import Place
 from lit_async_rl.errors import EngineError, RankError, StalledError
 from lit_async_rl.ray.supervise import ADDRESS, ANSWER_S, FINAL_STATUS, NAMESPACE_NAME, RESUME, RUN_ID
 
 PASSING_ERRORS = (RankError, StalledError, EngineError, ConnectionError)  # of other ranks and machines
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is among the others, and how it tells the command what only it knows.
-
-    Args:
-        num_local: ranks on this node: `trainer.devices`.
-        num_nodes: nodes with ranks: `trainer.num_nodes`.
-        resume_from: checkpoint of an earlier start of the same run; None at the first.
-        tell_folder: takes the folder of the run's checkpoints.
-        give: takes what the command gets back: plain data.
-    """
-
-    num_local: int
-    num_nodes: int
-    resume_from: str | None
-    tell_folder: Callable[[str], None]
-    give: Callable[[Any], None]
 
 
 def main() -> None:

@@ -166,6 +166,11 @@ class RayReward(RemoteProxy):
         self._metrics_of: dict[int, dict[str, float]] = {}  # by number of the actor
 
     @property
+    def num_actors(self) -> int:
+        """Actors of the pool."""
+        return self.pool.settings.actors
+
+    @property
     def max_concurrent(self) -> int:
         """Calls under way in all actors together."""
         return self._limit * (1 if self._has_state else self.pool.settings.actors)

@@ -1,4 +1,3 @@
-from .code import CodeReward as CodeReward
 from .combined import CombinedReward as CombinedReward
 from .forms import BatchedReward as BatchedReward
 from .forms import TRLReward as TRLReward

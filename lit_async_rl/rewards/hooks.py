@@ -9,6 +9,7 @@
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
 | `use_policy(producer)` | if `wants_policy` is true: by the producer, at the start of a fit; with None at its end |
 | `concurrency_setting` | by the verdict: name and value of the argument that limits concurrent calls, or None |
+| `num_actors` | by the verdict: how many processes of a cluster call it |
 | `save_state() -> dict`, `restore_state(state)` | for checkpoints; `state` has numbers and texts only |
 """
 
@@ -47,6 +48,11 @@ def num_threads(reward: Any, num_workers: int) -> int:
         plain = [owner for owner in parts_of(reward) if not is_async(owner)]  # others are awaited in one loop
         wanted += [min(MAX_WAITING, getattr(owner, "max_concurrent", None) or 1) for owner in plain]
     return max(wanted)
+
+
+def num_actors(reward: Any) -> int | None:
+    """Number of a cluster's processes that call the reward, or a part of it; None if it is called here."""
+    return next((owner.num_actors for owner in parts_of(reward) if hasattr(owner, "num_actors")), None)
 
 
 def metrics_of(reward: Any) -> dict[str, float]:

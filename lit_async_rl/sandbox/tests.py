@@ -1,6 +1,6 @@
 """Unit tests beside the program, in one process: its objects are theirs, and it can forge what they find.
 
-Tests that are calls with plain values do not come here, see `lit_async_rl.rewards.plain_tests`.
+Tests that are calls with plain values do not come here, see `lit_async_rl.sandbox.plain_tests`.
 """
 
 from __future__ import annotations

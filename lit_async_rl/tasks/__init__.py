@@ -1,20 +1,5 @@
 """Prompt sources with verifiable answers."""
 
-from lit_async_rl.tasks.arithmetic import Addition, MentalArithmetic
-from lit_async_rl.tasks.calculator import Calculator
-from lit_async_rl.tasks.calculator_agent import CalculatorAgent, CalculatorParser
-from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
-from lit_async_rl.tasks.selection import PickNumber
-from lit_async_rl.tasks.sorting import SortDigits
+from lit_async_rl.utils.public_names import attach
 
-__all__ = [
-    "Addition",
-    "Calculator",
-    "CalculatorAgent",
-    "CalculatorParser",
-    "MentalArithmetic",
-    "PickNumber",
-    "ReasoningGym",
-    "ReasoningGymReward",
-    "SortDigits",
-]
+__getattr__, __dir__, __all__ = attach(__name__, __file__, moved=("CalculatorAgent", "CalculatorParser"))

@@ -761,7 +761,7 @@ OWN: dict[str, tuple[str, Own]] = {
     "loss/beta": ("replay", lambda run, k: beta_of(k)),
 }
 NOT_HERE = {
-    "lm_eval/<task>/<metric>": "lm-eval's own numbers; tests/callbacks/test_lm_eval_validation.py",
+    "lm_eval/<task>/<metric>": "lm-eval's own numbers; tests/lab/test_lm_eval_validation.py",
     "perf/replicas": "no replicas here; tests/ray",
     "sample/dropped_token_share": "tests/rollouts/test_dropped_tokens.py accounts for every token",
     "reward/part/<name>": "the rewards of these runs have no parts; tests/rewards/test_combined.py",
@@ -795,7 +795,7 @@ NOT_HERE |= {
     for metric in METRICS[source]
 }
 NOT_HERE |= {metric.name: "tests/agents/test_engine.py counts what agents do" for metric in METRICS["AgentEngine"]}
-NOT_HERE |= {metric.name: "tests/rewards/test_code.py counts what programs do" for metric in METRICS["CodeReward"]}
+NOT_HERE |= {metric.name: "tests/sandbox/test_code.py counts what programs do" for metric in METRICS["CodeReward"]}
 NOT_HERE |= {
     metric.name: "tests/callbacks/test_reward_hacking.py computes them from rollouts and windows"
     for metric in METRICS["RewardHackingMonitor"]

@@ -175,7 +175,13 @@ def test_files_and_modules_that_a_page_names_exist(page: Path):
             assert any((ROOT / place).exists() for place in places), name
 
 
-def test_the_map_names_files_that_exist():
-    rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+def test_the_map_names_every_folder_and_files_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listing = text.partition("| folder of `lit_async_rl` | it |")[2].partition("\n\n")[0]
+    named = {name for row in listing.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
+    package = ROOT / "lit_async_rl"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")} - {"assets"}
+    assert named == folders | {"errors", "types", "importance"}
+    rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", text, re.M)
     assert len(rows) >= 8
     assert all((ROOT / row).is_file() for row in rows)

@@ -154,7 +154,7 @@ def preload() -> None:
     import lit_async_rl.api.run
     import lit_async_rl.cli.app
     import lit_async_rl.cli.chat
-    import lit_async_rl.cli.tape  # noqa: F401
+    import lit_async_rl.lab.tape  # noqa: F401
 
     _parse_once()
     gc.collect()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lit_async_rl.cli.app import main
-from lit_async_rl.cli.tape import main as filter_tape
+from lit_async_rl.lab.tape import main as filter_tape
 from lit_async_rl.replay.tape import Tape
 
 ROOT = Path(__file__).parents[2]

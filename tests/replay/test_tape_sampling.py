@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from test_replay_run import metrics, replay, train
 
-from lit_async_rl.cli.tape import main as filter_tape
+from lit_async_rl.lab.tape import main as filter_tape
 from lit_async_rl.replay.tape import MANIFEST, Tape, TapeWriter, checksum
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import shutil
 import pytest
 from made_runs import make_run, rollout, write_metrics, write_samples, write_timeline
 
-from lit_async_rl.cli.report import main
 from lit_async_rl.report import write_report
+from lit_async_rl.report.commands import main
 
 
 def data_of(path) -> dict:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 from made_runs import make_run, rollout, step_events
 
-from lit_async_rl.cli.report import watch
+from lit_async_rl.report.commands import watch
 from lit_async_rl.report.run_data import RunData
 from lit_async_rl.report.server import ReportServer
 

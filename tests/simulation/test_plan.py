@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lit_async_rl as rl
-from lit_async_rl.callbacks.run.replica_scaling import wanted_replicas
-from lit_async_rl.cli import plan as command
+from lit_async_rl.lab import plan as command
+from lit_async_rl.ray.replica_scaling import wanted_replicas
 from lit_async_rl.simulation.latency import Constant, CutLogNormal
 from lit_async_rl.simulation.plan import (
     DEVICES,

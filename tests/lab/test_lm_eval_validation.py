@@ -85,7 +85,7 @@ def test_tasks_are_scored_as_by_plain_passes_logged_and_leave_training_alone(tas
 
 
 def test_long_prompts_lose_their_beginning(monkeypatch):
-    from lit_async_rl.callbacks.run.lm_eval_validation import answer_logprobs
+    from lit_async_rl.lab.lm_eval_validation import answer_logprobs
 
     data = make_data()
     lm = make_module().policy.causal_lm

@@ -15,7 +15,7 @@ import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.cli.app import main as train
 from lit_async_rl.cli.console import main as console
-from lit_async_rl.cli.convert import convert
+from lit_async_rl.lab.convert import convert
 from lit_async_rl.losses import LossInputs
 from lit_async_rl.losses.reference_kl import reference_kl
 

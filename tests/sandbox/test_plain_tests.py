@@ -11,8 +11,8 @@ from sandboxes import LIMITS, levels
 
 import lit_async_rl as rl
 from lit_async_rl.errors import FinalRewardError
-from lit_async_rl.rewards.code_cases import Cases, read_cases
-from lit_async_rl.rewards.plain_tests import HasFailed, PlainCase, as_calls, passed_cases, split_tests
+from lit_async_rl.sandbox.code_cases import Cases, read_cases
+from lit_async_rl.sandbox.plain_tests import HasFailed, PlainCase, as_calls, passed_cases, split_tests
 from lit_async_rl.sandbox.values import NotPlain, decode, encode
 
 pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")
@@ -356,8 +356,8 @@ def test_a_program_does_not_change_what_is_weak(reward):
 @pytest.mark.parametrize("kind", ["reward", "partial"])
 def test_a_forged_verdict_without_a_test_is_worth_nothing(kind, request, monkeypatch):
     forged = {"mark": "the mark", "passed": [], "failure": None}
-    monkeypatch.setattr("lit_async_rl.rewards.code.secrets.token_hex", lambda size: "the mark")
-    monkeypatch.setattr("lit_async_rl.rewards.code._verdict", lambda text: forged)
+    monkeypatch.setattr("lit_async_rl.sandbox.code.secrets.token_hex", lambda size: "the mark")
+    monkeypatch.setattr("lit_async_rl.sandbox.code._verdict", lambda text: forged)
     asked = prompt(
         tests="def check(candidate):\n    for n in range(3):\n        assert candidate(n) == n\n", entry_point="f"
     )

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lit_async_rl.errors import FinalRewardError, RewardError
-from lit_async_rl.rewards.code_cases import Block, Cases, agrees, last_block, read_cases, solution_of
-from lit_async_rl.rewards.plain_tests import (
+from lit_async_rl.rewards.references import References
+from lit_async_rl.sandbox.code_cases import Block, Cases, agrees, last_block, read_cases, solution_of
+from lit_async_rl.sandbox.plain_tests import (
     HasFailed,
     SplitTests,
     as_calls,
@@ -26,7 +27,6 @@ from lit_async_rl.rewards.plain_tests import (
     room_for_answers,
     split_tests,
 )
-from lit_async_rl.rewards.references import References
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
@@ -63,7 +63,7 @@ class CodeReward(Rebuildable):
 
     The trainer compares standard output, and what functions return to calls with plain values: a program can neither
     read what is expected nor report that it is right. Other unit tests are *weak*: they run beside the program, which
-    can forge what they find, see `lit_async_rl.rewards.plain_tests`.
+    can forge what they find, see `lit_async_rl.sandbox.plain_tests`.
 
     Example:
         ```python

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lit_async_rl.rewards.code_cases import Cases, problem_of_tests
+from lit_async_rl.sandbox.code_cases import Cases, problem_of_tests
 from lit_async_rl.sandbox.tests import library, names_in
 from lit_async_rl.sandbox.values import NotPlain, decode, encode
 

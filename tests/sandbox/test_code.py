@@ -16,9 +16,9 @@ from sandboxes import LIMITS, levels
 
 import lit_async_rl as rl
 from lit_async_rl.errors import FinalRewardError, SetupError
-from lit_async_rl.rewards.code_cases import agrees, last_block, read_cases
 from lit_async_rl.rewards.hooks import metrics_of
 from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.sandbox.code_cases import agrees, last_block, read_cases
 from lit_async_rl.utils.identity import reward_identity
 
 pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")

@@ -8,7 +8,7 @@ import pytest
 from sandboxes import LIMITS, levels
 
 import lit_async_rl as rl
-from lit_async_rl.environments.python_tool import shortened
+from lit_async_rl.sandbox.python_tool import shortened
 
 pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")
 LIMIT = {"limits": LIMITS, "allow_unsandboxed": not levels()}

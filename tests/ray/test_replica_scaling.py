@@ -7,7 +7,7 @@ import pytest
 from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import ReplicaScaling
-from lit_async_rl.callbacks.run.replica_scaling import wanted_replicas
+from lit_async_rl.ray.replica_scaling import wanted_replicas
 from lit_async_rl.scheduling.bottleneck import Intervals
 
 

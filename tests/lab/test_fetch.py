@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_async_rl.cli import fetch
+from lit_async_rl.lab import fetch
 
 gguf = pytest.importorskip("gguf")
 

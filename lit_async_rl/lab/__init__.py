@@ -1,0 +1,1 @@
+"""Tools beside training: a planner, conversion of configurations, downloads, grading, tapes, public benchmarks."""

@@ -1,0 +1,79 @@
+"""The parts beside the core: without any of them the quick start trains to the same parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+NEIGHBOURS = ("agents", "judges", "lab", "ray", "report", "sandbox", "simulation", "vllm")
+LEFT_OUT = {"with all": (), "with none": NEIGHBOURS, **{f"without {name}": (name,) for name in NEIGHBOURS}}
+TRAIN = [
+    *("train", "--config", str(ROOT / "configs/quickstart.yaml"), "--data.max_staleness", "0"),
+    *("--trainer.max_steps", "2", "--data.groups_per_step", "4", "--data.group_size", "4"),
+    *("--data.validation.prompts", "null", "--trainer.enable_progress_bar", "false"),
+]
+RUN_ALL = """
+import os, sys
+import jsonargparse, lightning.pytorch, omegaconf, rich, torch, torchmetrics, transformers, wandb
+from lightning.pytorch import cli, loggers
+
+words = sys.argv[1:]
+for tree in words.pop(0).split(os.pathsep):
+    if (child := os.fork()) == 0:
+        os.chdir(tree)
+        output = os.open("said", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.path.insert(0, tree)
+        from lit_async_rl.cli.console import main
+        main(words)
+        os._exit(0)  # without the exit handlers of the process that this one was forked from
+    os.waitpid(child, 0)
+"""
+
+
+def without(names: tuple[str, ...], tree: Path) -> Path:
+    """The package in a folder of its own, without some of its folders."""
+
+    def left_out(folder: str, entries: list[str]) -> list[str]:
+        is_top = Path(folder) == ROOT / "lit_async_rl"
+        return [entry for entry in entries if is_top and entry in names]
+
+    shutil.copytree(ROOT / "lit_async_rl", tree / "lit_async_rl", ignore=left_out)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory) -> dict[str, Path]:
+    """Folders of the runs, which have ended, by which part was left out."""
+    made = {label: without(names, tmp_path_factory.mktemp("tree")) for label, names in LEFT_OUT.items()}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    command = [sys.executable, "-c", RUN_ALL, os.pathsep.join(map(str, made.values())), *TRAIN]
+    subprocess.run(command, env=environment, check=True, timeout=600)
+    return made
+
+
+def digest(tree: Path) -> str:
+    """SHA-256 of the parameters of the run in a folder."""
+    (path,) = tree.rglob("last.ckpt")
+    state = torch.load(path, weights_only=True)["state_dict"]
+    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("label", list(LEFT_OUT)[1:])
+def test_a_run_needs_no_neighbour(trees, label):
+    tree = trees[label]
+    said = (tree / "said").read_text()
+    assert "Traceback" not in said, said
+    assert digest(tree) == digest(trees["with all"]), said
+    assert not any((tree / "lit_async_rl" / name).exists() for name in LEFT_OUT[label])
