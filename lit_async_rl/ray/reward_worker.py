@@ -60,26 +60,30 @@ class RewardWorker(PoolWorker):
             if (use := getattr(hooks.owner_of(part), "use_folder", None)) is not None:
                 use(Path(folder))
 
-    async def call(
+    async def call(self, *args: Any) -> dict[str, Any]:
+        """Rewards of completions, as plain data; arguments as of `_call` after the first."""
+        return await self._call(None, *args)
+
+    async def _call(
         self,
+        begun: Callable[[], None] | None,
         name: str,
         prompts: Sequence[Mapping[str, Any]],
         completions: Sequence[str],
         token_ids: Sequence[int],
         is_group: bool,
         state: Mapping[str, Any] | None,
-        begun: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Rewards of completions, as plain data.
 
         Args:
+            begun: passed to a part that says when it begins.
             name: of the part.
             prompts: packed; one for each completion, or one for a group.
             completions: one, a batch, or those of a group.
             token_ids: of a single completion.
             is_group: whether they are to be scored together.
             state: that the part is to go on from, before this call; None changes nothing.
-            begun: passed to a part that says when it begins.
         """
         part = self._parts[name]
         owner = hooks.owner_of(part)
@@ -115,7 +119,7 @@ class RewardWorker(PoolWorker):
         def begin() -> None:
             loop.call_soon_threadsafe(begun.set)
 
-        call = loop.create_task(self.call(*args, begin))
+        call = loop.create_task(self._call(begin, *args))
         waiting = loop.create_task(begun.wait())
         try:
             await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
