@@ -7,22 +7,30 @@ An episode lives in the actor that has started it. If that process is lost, the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.errors import EnvironmentFailure, LostEnvironment, SetupError
-from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, fail, pack_prompt
-from lit_async_rl.ray.pool_worker import find_fault
+from lit_async_rl.ray.pool import (
+    ActorPool,
+    CallError,
+    LostProcess,
+    NoActors,
+    PoolSettings,
+    Process,
+    nothing_wrong,
+    pack_prompt,
+)
 from lit_async_rl.rewards.scorer import reward_name
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.elsewhere import RemoteProxy
 
 FIELDS = {"text": str, "reward": float, "done": bool}
+EPISODES = "episodes"  # that a process has
 
 
 class EnvironmentPool(ActorPool):
@@ -37,140 +45,46 @@ class EnvironmentPool(ActorPool):
         super().__init__(settings)
         self._environment = environment
         self._numbers = itertools.count()
-        self._waiting: list[Future[Worker]] = []
-        self._episodes: dict[Worker, set[int]] = {}
-        self._calls: dict[Worker, dict[int, Future[dict[str, Any]]]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def what(self) -> str:
         return f"environment {reward_name(self._environment)}"
 
-    def make_actor(self, number: int) -> tuple[type, tuple[Any, ...]]:
+    def actor(self) -> tuple[type, tuple[Any, ...]]:
         from lit_async_rl.ray.environment_worker import EnvironmentWorker
 
         return EnvironmentWorker, (self._environment,)
 
+    def hand_out(self) -> None:
+        waiting = self._waiting
+        self._waiting = []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    def fail_waiting(self, error: NoActors) -> None:
+        waiting = self._waiting
+        self._waiting = []
+        for one in waiting:
+            if not one.done():
+                one.set_exception(error)
+
     def new_number(self) -> int:
-        """Number of an episode or of a call."""
+        """Number of an episode."""
         return next(self._numbers)
 
-    def claim(self, number: int) -> Future[tuple[Worker, int]]:
-        """The actor with the fewest episodes and the life of its process, as soon as there is one; it has one more.
+    async def find(self) -> Process:
+        """Waits for an actor; the one with the fewest episodes.
 
-        Args:
-            number: of the episode.
+        Raises:
+            NoActors: there will be none.
         """
-        claimed: Future[tuple[Worker, int]] = Future()
-
-        def take(got: Future[Worker]) -> None:  # called with the lock, by whoever sets the result
-            if got.exception() is not None:
-                fail(claimed, got.exception())
-            elif claimed.set_running_or_notify_cancel():
-                worker = got.result()
-                self._episodes[worker].add(number)
-                claimed.set_result((worker, worker.life))
-
-        waiting: Future[Worker] = Future()
-        waiting.add_done_callback(take)
-        with self._lock:
+        while (process := self.least_loaded(EPISODES)) is None:
+            waiting = asyncio.get_running_loop().create_future()
             self._waiting.append(waiting)
-            self._hand_out()
-        return claimed
-
-    def _hand_out(self) -> None:
-        """Gives those who wait for an actor the one with the fewest episodes. The lock is held."""
-        while self._waiting and (ready := self.ready):
-            self._waiting.pop(0).set_result(min(ready, key=lambda worker: len(self._episodes[worker])))
-
-    def release(self, worker: Worker, number: int) -> None:
-        """An episode has ended, or its process has."""
-        with self._lock:
-            self._episodes.get(worker, set()).discard(number)
-
-    def ask(
-        self, worker: Worker, life: int, method: str, *args: Any, check: Callable[[dict[str, Any]], str]
-    ) -> Future[dict[str, Any]]:
-        """Answer of an actor.
-
-        Args:
-            worker: that has the episode.
-            life: the process that it lives in.
-            method: of the actor.
-            args: of the method.
-            check: says what is wrong with an answer; empty if nothing.
-        """
-        answered: Future[dict[str, Any]] = Future()
-        key = self.new_number()
-
-        def handle(answer: dict[str, Any]) -> str | None:
-            error = answer.get("error")
-            if wrong := check(answer) if error is None else find_fault(error):
-                return wrong
-            with self._lock:
-                is_late = self._calls.get(worker, {}).pop(key, None) is None
-            if not is_late and answered.set_running_or_notify_cancel():
-                answered.set_result(answer)
-            return None
-
-        with self._lock:
-            if worker.life != life or not worker.is_ready:
-                answered.set_exception(LostEnvironment(f"was lost with its process ({worker.where})"))
-                return answered
-            self._calls[worker][key] = answered
-            try:
-                self.call(worker, method, args, handle=handle)
-            except Exception as error:  # of pickle, of many kinds: metadata of a prompt
-                del self._calls[worker][key]
-                answered.set_exception(
-                    EnvironmentFailure(f"cannot be sent to another process: {type(error).__name__}: {error}")
-                )
-        return answered
-
-    def begin_end(self, worker: Worker, life: int, number: int) -> None:
-        """Has an actor close an episode, without waiting for it; its process may be gone, and the episode with it."""
-        self._order(worker, life, "end", number=number)
-        self.release(worker, number)
-
-    def cancel(self, worker: Worker, life: int, number: int) -> None:
-        """Has an actor cancel the call of an episode."""
-        self._order(worker, life, "cancel", number=number)
-
-    def _order(self, worker: Worker, life: int, method: str, *, number: int) -> None:
-        """Says something because a call was cancelled, and looks whether that blocks the actor."""
-        with self._lock:
-            if worker.life == life and worker.is_ready:
-                self.call(worker, method, (number,), handle=lambda answer: None)
-                self.suspect(worker)
-
-    # -- what the pool says -------------------------------------------------------------------------------------------
-
-    def on_ready(self, worker: Worker) -> None:
-        self._episodes[worker] = set()
-        self._calls[worker] = {}
-        self._hand_out()
-
-    def on_lost(self, worker: Worker) -> Callable[[str], None]:
-        self._episodes.pop(worker, None)
-        calls = list(self._calls.pop(worker, {}).values())
-
-        def fail_all(why: str) -> None:
-            for call in calls:
-                fail(call, LostEnvironment(f"was lost with its process: {why}"))
-
-        return fail_all
-
-    def on_failed(self, reason: str) -> None:
-        with self._lock:
-            waiting = self._waiting
-            self._waiting = []
-        for one in waiting:
-            failure = EnvironmentFailure(reason)
-            failure.ends_run = True
-            fail(one, failure)
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+            await waiting
+        return process
 
 
 class RayEnvironment(RemoteProxy, Environment):
@@ -193,12 +107,10 @@ class RayEnvironment(RemoteProxy, Environment):
             SetupError: Ray cannot be reached, the environment cannot be sent, or there is no room for an actor.
         """
         self.pool.open()
-        number = self.pool.new_number()
         try:
-            worker, _ = self.pool.claim(number).result()  # the pool fails it after `cluster.start_timeout_s`
-        except EnvironmentFailure as error:
+            self.pool.begin(self.pool.find()).result()  # the pool fails it after `cluster.start_timeout_s`
+        except CallError as error:
             raise SetupError(str(error)) from error
-        self.pool.release(worker, number)
 
     async def start(self, prompt: Prompt) -> RayEpisode:
         """Starts an episode in the actor with the fewest.
@@ -206,28 +118,14 @@ class RayEnvironment(RemoteProxy, Environment):
         Raises:
             EnvironmentFailure: the environment raised, or there is no actor.
         """
-        pool = self.pool
-        pool.open()
-        number = pool.new_number()
-        claim = pool.claim(number)
+        self.pool.open()
+        episode = RayEpisode(self.pool)
         try:
-            worker, life = await asyncio.wrap_future(claim)
-        except asyncio.CancelledError:
-            if claim.done() and not claim.cancelled() and claim.exception() is None:
-                pool.release(claim.result()[0], number)
+            await episode.begin(prompt)
+        except BaseException:
+            episode.begin_end()  # it may have begun, with nobody there to hear of it
             raise
-        try:
-            answer = await asyncio.wrap_future(
-                pool.ask(worker, life, "begin", number, pack_prompt(prompt), check=lambda answer: "")
-            )
-            _raise(answer, worker)
-        except asyncio.CancelledError:
-            pool.begin_end(worker, life, number)  # also of one that has begun meanwhile
-            raise
-        except EnvironmentFailure:
-            pool.release(worker, number)
-            raise
-        return RayEpisode(pool, worker, life, number=number)
+        return episode
 
     async def close(self) -> None:
         """Closes the environment in each actor, and ends them; a later `start` has new ones."""
@@ -239,16 +137,17 @@ class RayEpisode(Episode):
 
     Args:
         pool: of the actor.
-        worker: that plays it.
-        life: of its process.
-        number: of the episode.
     """
 
-    def __init__(self, pool: EnvironmentPool, worker: Worker, life: int, *, number: int) -> None:
+    def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
-        self._worker = worker
-        self._life = life
-        self._number = number
+        self._number = pool.new_number()
+        self._process: Any = None  # the `Process` that plays it
+        self._turn = asyncio.Lock()  # of the pool's loop: a call waits until one that was cancelled has ended
+
+    async def begin(self, prompt: Prompt) -> None:
+        """Starts it. Errors as of `RayEnvironment.start`."""
+        await self._run(self._begin(prompt))
 
     async def step(self, completion: str) -> Observation:
         """Responds to a turn.
@@ -263,13 +162,7 @@ class RayEpisode(Episode):
         return await self._step(completion, is_cut=True)
 
     async def _step(self, completion: str, is_cut: bool) -> Observation:
-        ask = partial(self._pool.ask, self._worker, self._life)
-        try:
-            answer = await asyncio.wrap_future(ask("step", self._number, completion, is_cut, check=_find_wrong))
-        except asyncio.CancelledError:
-            self._pool.cancel(self._worker, self._life, self._number)
-            raise
-        _raise(answer, self._worker)
+        answer = await self._run(self._ask("step", completion, is_cut, check=_find_wrong))
         return Observation(text=answer["text"], reward=answer["reward"], done=answer["done"], state=answer["state"])
 
     async def close(self) -> None:
@@ -278,24 +171,53 @@ class RayEpisode(Episode):
         Raises:
             EnvironmentFailure: its `close` raised.
         """
+        with contextlib.suppress(LostEnvironment):
+            await self._run(self._end())
+
+    def begin_end(self) -> None:
+        """Closes it without waiting for that; its process may be gone, and the episode with it."""
+        with contextlib.suppress(LostProcess):
+            self._pool.begin(self._end())
+
+    async def _run(self, coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Answer of the actor to one of the coroutines below, which run in the pool's loop."""
         try:
-            ended = self._pool.ask(self._worker, self._life, "end", self._number, check=lambda answer: "")
-            _raise(await asyncio.wrap_future(ended), self._worker)
-        except LostEnvironment:
-            pass
+            answer = await self._pool.run(coroutine)
+        except LostProcess as error:
+            raise LostEnvironment(f"was lost with its process: {error}") from error
+        except CallError as error:
+            failure = EnvironmentFailure(str(error))
+            failure.ends_run = isinstance(error, NoActors)
+            raise failure from error
+        if (raised := answer.get("error")) is not None:
+            where = ", ".join(part for part in (raised["at"], self._process.where) if part)
+            raise EnvironmentFailure(f"raised {raised['type']}: {raised['message']} ({where})")
+        return answer
+
+    async def _begin(self, prompt: Prompt) -> dict[str, Any]:
+        self._process = await self._pool.find()
+        self._process.load[EPISODES] += 1
+        return await self._ask("begin", pack_prompt(prompt))
+
+    async def _ask(
+        self, method: str, *args: Any, check: Callable[[dict[str, Any]], str] = nothing_wrong
+    ) -> dict[str, Any]:
+        async with self._turn:
+            return await self._pool.ask(self._process, method, self._number, *args, check=check)
+
+    async def _end(self) -> dict[str, Any]:
+        if self._process is None:
+            return {}
+        try:
+            return await self._ask("end")
         finally:
-            self._pool.release(self._worker, self._number)
-
-
-def _raise(answer: dict[str, Any], worker: Worker) -> None:
-    """Raises the error of an answer, if it has one."""
-    if (error := answer.get("error")) is not None:
-        where = ", ".join(part for part in (error["at"], worker.where) if part)
-        raise EnvironmentFailure(f"raised {error['type']}: {error['message']} ({where})")
+            self._process.load[EPISODES] -= 1
 
 
 def _find_wrong(answer: dict[str, Any]) -> str:
-    """Fault in an observation, in words; empty if valid."""
+    """Fault in an observation, in words; empty if valid, or if there is an error in its place."""
+    if answer.get("error") is not None:
+        return ""
     for name, kind in FIELDS.items():
         if type(answer.get(name)) is not kind:
             return f"an observation whose {name} is {answer.get(name)!r:.100}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -12,11 +11,9 @@ from lit_async_rl.ray.pool import unpack_prompt
 from lit_async_rl.ray.pool_worker import PoolWorker, described
 from lit_async_rl.utils.checks import as_reward
 
-NUM_CLOSED = 10_000  # remembered: a close may overtake the start of its episode
-
 
 class EnvironmentWorker(PoolWorker):
-    """Plays episodes.
+    """Plays episodes; the pool has one call of each under way at a time.
 
     Args:
         environment: pickled when this actor is made, in the trainer's process.
@@ -26,20 +23,16 @@ class EnvironmentWorker(PoolWorker):
         super().__init__()
         self._environment = environment
         self._episodes: dict[int, Any] = {}
-        self._running: dict[int, asyncio.Task[Any]] = {}  # one call of each episode at a time
-        self._closed: deque[int] = deque(maxlen=NUM_CLOSED)
+        self._running: set[asyncio.Task[Any]] = set()
 
     async def begin(self, number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
         """Starts an episode of this number."""
 
         async def begin() -> dict[str, Any]:
-            episode = await self._environment.start(unpack_prompt(prompt))
-            self._episodes[number] = episode
+            self._episodes[number] = await self._environment.start(unpack_prompt(prompt))
             return {}
 
-        if number in self._closed:
-            return {}
-        return await self._run(number, begin())
+        return await self._run(begin())
 
     async def step(self, number: int, completion: str, is_cut: bool) -> dict[str, Any]:
         """Responds to a turn."""
@@ -49,31 +42,20 @@ class EnvironmentWorker(PoolWorker):
             call = getattr(episode, "step_cut", episode.step) if is_cut else episode.step
             return _packed(await call(completion))
 
-        return await self._run(number, step())
+        return await self._run(step())
 
-    async def _run(self, number: int, coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._running[number] = task
+    async def _run(self, coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        task = asyncio.current_task()
+        self._running.add(task)  # type: ignore[arg-type]  # there is one
         try:
-            await asyncio.wait({task})
-            return task.result()
+            return await coroutine
         except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             return {"error": described(error)}
         finally:
-            self._running.pop(number, None)
-
-    async def cancel(self, number: int) -> dict[str, Any]:
-        """Cancels the call of an episode that is under way."""
-        if (task := self._running.get(number)) is not None:
-            task.cancel()
-        return {}
+            self._running.discard(task)  # type: ignore[arg-type]
 
     async def end(self, number: int) -> dict[str, Any]:
-        """Closes an episode once its call, which is cancelled, has ended; also one that was never asked for."""
-        self._closed.append(number)
-        if (task := self._running.get(number)) is not None:
-            task.cancel()
-            await asyncio.wait({task})
+        """Closes an episode; nothing if it was never begun."""
         episode = self._episodes.pop(number, None)
         if episode is None or episode is self._environment:  # that one is closed at the end of the run
             return {}
@@ -81,7 +63,12 @@ class EnvironmentWorker(PoolWorker):
 
     async def stop(self) -> dict[str, Any]:
         """Closes the environment, after the episodes that are left; then the actor may be killed."""
-        for number in list({*self._episodes, *self._running}):
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        for number in list(self._episodes):
             await self.end(number)
         return await _close(self._environment)
 

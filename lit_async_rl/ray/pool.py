@@ -1,11 +1,11 @@
 """A pool of Ray actors for rewards or environments: how they start, end, come back, and are found to hang.
 
-The life of a worker:
+The life of an actor is one coroutine, `_live`:
 
     STARTING   its process makes the reward or environment; nothing else is asked of it
         |  `start` has answered
         v
-    READY      calls go to it
+    READY      a `Process`: calls go to it
         |  it died, did not return in time, or answered what cannot be right: `lose`, which fails all its calls
         v
     STARTING   in a new process, which Ray makes
@@ -13,72 +13,102 @@ The life of a worker:
         v
     GIVEN UP   the others go on; without any the pool has failed, with the last reason
 
+All of it runs in one event loop, in a thread of the pool, which alone changes its state.
+
 | who | waits for | woken by |
 |---|---|---|
-| a coroutine that calls | a future, until `TryPolicy` cancels it | the pool's thread |
-| the pool's thread | the answer of any call, at most `TICK_S` | Ray |
+| a coroutine that calls, in any loop | one in the pool's loop, until `TryPolicy` cancels it | the pool's loop |
+| a coroutine in the pool's loop | the answer of a call, or the loss of its process | Ray, `lose` |
+| `close` | actors that close what they have made, at most `STOP_S` | Ray |
 
 Nothing is tried again here: a lost call fails, and who has made it tries again by his `TryPolicy`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-import queue
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from lit_async_rl.errors import SetupError
+from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import REFUSED_S, RETRY_S, Resources, first_line, kill_actor, last_line, log_of
+from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.types import Prompt
 
-TICK_S = 0.2  # between two looks at the time
+TICK_S = 0.2  # between two looks whether an actor is there
 PING_S = 5.0  # for a process to answer while none of its calls blocks it
+CANCEL_S = 1.0  # between two tries to cancel a call: Ray loses one that overtakes its call
 STOP_S = 3.0  # for all processes together to close what they have made
 MAX_STARTS = 4  # in which a process may end while it starts
 MAX_CALLS = 2000  # of one actor under way, from Ray's point of view
+CLOSED = "the pool was closed"
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class CallError(Exception):
+    """A call of an actor without an answer."""
+
+
+class LostProcess(CallError):
+    """The process is gone; the message says which, why, and ends with its log."""
+
+
+class NotSent(CallError):
+    """The arguments of a call cannot be pickled."""
+
+
+class NoActors(CallError):
+    """There is no actor, and there will be none."""
+
+
+def nothing_wrong(answer: Any) -> str:
+    """Finds no fault in an answer that nobody reads."""
+    return ""
+
+
+def new_future() -> asyncio.Future[Any]:
+    """A future of the loop that calls."""
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(eq=False)
-class Worker:
-    """State of one actor of the pool.
+class Process:
+    """A process of an actor that has started.
 
     Attributes:
-        number: in the pool.
+        number: of the actor in the pool.
         actor: handle.
-        life: number of its process, from 0; answers to calls of an earlier one are ignored.
         place: answer of `start`: `pid`, `host`, `node`, `logs`.
-        is_ready: whether calls go to it.
-        is_given_up: whether it will not come back.
-        suspected: when it was asked whether it still answers; None if it was not.
-        retry_at: when its start is asked for again; None if it need not be.
-        num_failed: starts in a row in which its process has ended.
+        load: calls or episodes that it has, by the limit that they share.
+        lost: done when no more calls go to it.
+        reason: of its loss, with the end of its log.
+        ping: whether it still answers.
     """
 
     number: int
     actor: Any
-    life: int = 0
-    place: Mapping[str, Any] = field(default_factory=dict)
-    is_ready: bool = False
-    is_given_up: bool = False
-    suspected: float | None = None
-    retry_at: float | None = None
-    num_failed: int = 0
+    place: Mapping[str, Any]
+    load: Counter[str] = field(default_factory=Counter)
+    lost: asyncio.Future[None] = field(default_factory=new_future)
+    reason: asyncio.Future[str] = field(default_factory=new_future)
+    ping: asyncio.Task[None] | None = None
 
     @property
     def where(self) -> str:
         """For messages."""
-        if not self.place:
-            return f"actor {self.number}"
         return f"pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]}"
 
 
@@ -102,60 +132,66 @@ class PoolSettings:
 
 
 class ActorPool(ABC):
-    """Actors that all do the same. Thread-safe; opened by the first call, and again by one after `close`.
+    """Actors that all do the same. Opened by the first call, and again by one after `close`.
+
+    `open`, `close`, `begin` and `run` may be called from any thread, all else from the pool's loop.
 
     Args:
         settings: of the pool.
+
+    Attributes:
+        ready: processes that take calls.
+        num_lost: processes that were lost.
     """
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
-        self._lock = threading.RLock()  # guards all below; held for a moment only
+        self.ready: list[Process] = []
+        self.num_lost = 0
+        self._lock = threading.Lock()  # of `open` and `close`
+        self._loop: LoopThread | None = None
         self._ray: Any = None
-        self._workers: list[Worker] = []
-        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._none_since: float | None = None  # since when no worker is ready
+        self._actors: list[Any] = []
+        self._tasks: set[asyncio.Task[Any]] = set()  # a loop forgets those that nobody keeps
+        self._lives: list[asyncio.Task[None]] = []
+        self._num_given_up = 0
+        self._none_since: float | None = None  # since when no process is ready
         self._why = ""  # the last failure of a start
         self._warnings = LimitedLog(log)
-        self.num_lost = 0
 
     # -- what a pool is for -------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def make_actor(self, number: int) -> tuple[type, tuple[Any, ...]]:
-        """Class and arguments of an actor; imports ray."""
-
-    @abstractmethod
-    def on_ready(self, worker: Worker) -> None:
-        """A worker takes calls now. The lock is held."""
-
-    @abstractmethod
-    def on_lost(self, worker: Worker) -> Callable[[str], None]:
-        """Forgets the calls of a worker whose process is lost; returns what fails them, with the reason.
-
-        The lock is held now, and not when the calls are failed.
-        """
-
-    @abstractmethod
-    def on_failed(self, reason: str) -> None:
-        """Fails everything that waits for a worker: there is none. The lock is not held."""
-
     @property
     @abstractmethod
-    def has_waiting(self) -> bool:
-        """Whether something waits for a worker."""
+    def what(self) -> str:
+        """Task of the actors, for messages: `reward my_rewards.judge`."""
 
-    def on_tick(self) -> None:  # noqa: B027  (a pool whose calls have limits of their own has nothing to look at)
-        """Called every `TICK_S`, without the lock."""
+    @abstractmethod
+    def actor(self) -> tuple[type, tuple[Any, ...]]:
+        """Class and arguments of an actor; imports ray."""
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Arguments of each start."""
+        return ()
+
+    @abstractmethod
+    def hand_out(self) -> None:
+        """Gives what waits to processes that are ready, as far as they have room."""
+
+    @abstractmethod
+    def fail_waiting(self, error: NoActors) -> None:
+        """Fails all that waits for a process."""
+
+    def on_lost(self, process: Process) -> None:  # noqa: B027  (most of what a pool knows of it is in the process)
+        """Forgets a process; its calls fail by themselves."""
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
     @property
     def pids(self) -> list[int]:
-        """Processes of the workers that are ready."""
-        with self._lock:
-            return [int(worker.place["pid"]) for worker in self._workers if worker.is_ready]
+        """Processes that are ready."""
+        return [int(process.place["pid"]) for process in list(self.ready)]
 
     def open(self) -> None:
         """Has Ray make the actors, unless it has done so; waits for none of them.
@@ -164,274 +200,278 @@ class ActorPool(ABC):
             SetupError: Ray cannot be reached, or what the actors need cannot be sent to them.
         """
         with self._lock:
-            if self._workers:
+            if self._loop is not None:
                 return
             settings = self.settings
             num_cpus = settings.actors * settings.resources.num_cpus
-            ray = self._ray = runtime.connect(settings.address, num_cpus=num_cpus, what=settings.name, user=self)
+            self._ray = runtime.connect(settings.address, num_cpus=num_cpus, what=settings.name, user=self)
             run = uuid.uuid4().hex[:8]
             try:
-                made = [self._make(ray, number, run) for number in range(settings.actors)]
+                self._actors = [
+                    self._make_actor(f"lit_async_rl.{run}.{settings.name}{n}") for n in range(settings.actors)
+                ]
             except (TypeError, AttributeError, ValueError) as error:  # of pickle, of many kinds
                 runtime.release(self)
                 raise SetupError(f"{settings.name}: {self.what} cannot be sent to another process: {error}") from error
-            self._workers = made
+            self._num_given_up = 0
             self._none_since = time.monotonic()
             self._why = ""
-            self._events = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._serve, args=(self._events,), name="ray-pool", daemon=True)
-            self._thread.start()
-            for worker in made:
-                self._start(worker)
+            self._loop = LoopThread("ray-pool")
+            self._loop.begin(self._serve())
 
-    def _make(self, ray: Any, number: int, run: str) -> Worker:
-        kind, arguments = self.make_actor(number)
-        resources = self.settings.resources
-        options = ray.remote(kind).options(
-            name=f"lit_async_rl.{run}.{self.settings.name}{number}",
+    def _make_actor(self, name: str) -> Any:
+        kind, arguments = self.actor()
+        options = self._ray.remote(kind).options(
+            name=name,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=MAX_CALLS,
-            **resources.options,
+            **self.settings.resources.options,
         )
-        return Worker(number, options.remote(*arguments))
+        return options.remote(*arguments)
 
-    @property
-    @abstractmethod
-    def what(self) -> str:
-        """Task of the actors, for messages: `reward my_rewards.judge`."""
+    async def _serve(self) -> None:
+        self._lives = [self.spawn(self._live(number, actor)) for number, actor in enumerate(self._actors)]
+        self._lives.append(self.spawn(self._look()))
 
     def close(self) -> None:
         """Has the actors close what they have made, and ends them. Safe to call twice."""
         with self._lock:
-            workers = self._workers
-            self._workers = []
-            thread = self._thread
-            self._thread = None
-            ready = [worker for worker in workers if worker.is_ready]
-            lost = [self.on_lost(worker) for worker in ready]
-            for worker in workers:
-                worker.life += 1
-                worker.is_ready = False
-        if not workers:
-            return
-        for fail in lost:
-            fail("the pool was closed")
-        self.on_failed(f"{self.settings.name}: the pool was closed")
-        ray = self._ray
-        if ray.is_initialized():
-            stops = [worker.actor.stop.remote() for worker in ready]
-            if stops:
-                done, _ = ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
-                self._finish(ray, done)
-            for worker in workers:
-                kill_actor(ray, worker.actor, is_for_good=True)
-        self._events.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(STOP_S)
-        runtime.release(self)
-
-    def _finish(self, ray: Any, stopped: list[Any]) -> None:
-        """Reads what the actors say when they have closed what they have made."""
-        for reference in stopped:
+            if self._loop is None:
+                return
             try:
-                said = ray.get(reference, timeout=STOP_S)
-            except Exception as error:  # it died meanwhile
+                with contextlib.suppress(StalledError):
+                    self._loop.call(self._end(), 3 * STOP_S, "the end of a pool")
+            finally:
+                self._loop.close()
+                self._loop = None
+                runtime.release(self)
+
+    async def _end(self) -> None:
+        for life in self._lives:
+            life.cancel()
+        processes = self.ready
+        self.ready = []
+        for process in processes:
+            process.lost.set_result(None)
+            process.reason.set_result(CLOSED)
+            self.on_lost(process)
+        self.fail_waiting(NoActors(f"{self.settings.name}: {CLOSED}"))
+        if self._ray.is_initialized():
+            stops = [asyncio.wrap_future(process.actor.stop.remote().future()) for process in processes]
+            if stops:
+                done, late = await asyncio.wait(stops, timeout=STOP_S)
+                self._read_last(done)
+                for stop in late:
+                    _discard(stop)
+            for actor in self._actors:
+                kill_actor(self._ray, actor, is_for_good=True)
+        if self._tasks:  # until the calls have told those who wait for them
+            await asyncio.wait(self._tasks, timeout=STOP_S)
+
+    def _read_last(self, stopped: Iterable[asyncio.Future[Any]]) -> None:
+        """Reads what the actors say when they have closed what they have made."""
+        for stop in stopped:
+            if (error := stop.exception()) is not None:  # it died meanwhile
                 log.debug("closing an actor: %s", error)
                 continue
+            said = stop.result()
             if isinstance(said, dict) and isinstance(said.get("warning"), str):
                 self._warnings.warning("%s: close %s", self.what, said["warning"][:1000])
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def call(
-        self, worker: Worker, method: str, args: tuple[Any, ...], *, handle: Callable[[dict[str, Any]], str | None]
-    ) -> None:
-        """Calls a method of a worker. The lock is held.
-
-        Args:
-            worker: ready, or starting.
-            method: of its actor.
-            args: plain data.
-            handle: called in the pool's thread, without the lock, with the answer; returns what is wrong with it,
-                which loses the worker. Not called if the process is lost before: `on_lost` is.
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the loop of the pool, which is open; from any thread.
 
         Raises:
-            Exception: the arguments cannot be pickled.
+            LostProcess: the pool was closed meanwhile.
         """
-        life = worker.life
-        reference = getattr(worker.actor, method).remote(*args)
-        events = self._events
-        future = reference.future()
+        loop = self._loop
+        future = None if loop is None else loop.begin(coroutine)
+        if future is None:
+            coroutine.close()
+            raise LostProcess(CLOSED)
+        return future
 
-        def handle_in_thread(kept: Any = reference) -> None:  # the reference must live until then
-            self._handle(worker, life, future=future, handle=handle)
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Result of a coroutine in the loop of the pool; from any loop. Errors as of `begin`."""
+        return await asyncio.wrap_future(self.begin(coroutine))
 
-        future.add_done_callback(lambda _: events.put(handle_in_thread))
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs a coroutine beside the others in the loop of the pool."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
 
-    def _handle(
-        self, worker: Worker, life: int, *, future: Any, handle: Callable[[dict[str, Any]], str | None]
-    ) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, CallError):  # of Ray, which ends
+            log.warning("%s: %s", self.settings.name, first_line(error))
+            log.debug("in the loop of a pool", exc_info=error)
+
+    def least_loaded(self, kind: str, limit: int | None = None) -> Process | None:
+        """The ready process with the fewest calls of a kind; None if each has as many as the limit."""
+        free = [process for process in self.ready if limit is None or process.load[kind] < limit]
+        return min(free, key=lambda process: process.load[kind], default=None)
+
+    async def ask(
+        self,
+        process: Process,
+        method: str,
+        *args: Any,
+        check: Callable[[dict[str, Any]], str] = nothing_wrong,
+        begun: asyncio.Future[None] | None = None,
+    ) -> dict[str, Any]:
+        """Answer of a process. When it is cancelled, it ends with the call there.
+
+        Args:
+            process: that has started.
+            method: of its actor.
+            args: plain data.
+            check: says what is wrong with an answer, which loses the process; empty if nothing.
+            begun: set when the work begins, of a method that yields before its answer; None for all others.
+
+        Raises:
+            LostProcess: the process is gone.
+            NotSent: the arguments cannot be pickled.
+        """
+        if process.lost.done():  # its actor may have another process already
+            raise await self._loss(process)
+        call = getattr(process.actor, method)
         try:
-            answer = future.result()
-        except Exception as error:  # of many kinds: the actor died, or is not reached, or its node
-            self.lose(worker, life, f"has ended ({first_line(error)})")
-            return
-        if worker.life != life:
-            return
-        wrong = handle(answer) if isinstance(answer, dict) else f"is {type(answer).__name__}"
-        if wrong:
-            self.lose(worker, life, f"has answered what cannot be right: {wrong[:400]}", is_running=True)
-
-    def _start(self, worker: Worker) -> None:
-        """Has a worker make what it works with. The lock is held."""
-        life = worker.life
-        worker.retry_at = None
-        called = time.monotonic()
-        reference = worker.actor.start.remote()
-        future = reference.future()
-        events = self._events
-
-        def handle(kept: Any = reference) -> None:
-            self._started(worker, life, called=called, future=future)
-
-        future.add_done_callback(lambda _: events.put(handle))
-
-    def _started(self, worker: Worker, life: int, *, called: float, future: Any) -> None:
+            sent = call.remote(*args) if begun is None else call.options(num_returns="streaming").remote(*args)
+        except Exception as error:  # of pickle, of many kinds
+            raise NotSent(f"cannot be sent to another process: {type(error).__name__}: {error}") from error
+        answer = asyncio.ensure_future(_received(sent, begun))
         try:
-            answer = future.result()
-        except Exception as error:
-            if worker.life != life or self._will_come_back(worker, error, time.monotonic() - called):
-                return
-            was_made = "creation task" not in str(error)  # what Ray says of that ends with the cause
-            cause = f"its process has ended while it started ({first_line(error)})" if was_made else last_line(error)
-            answer = {"error": cause}
-        with self._lock:
-            if worker.life != life:
-                return
+            await first_of(answer, process.lost)
+            if not process.lost.done():
+                if (ended := answer.exception()) is not None:
+                    self.lose(process, f"has ended ({first_line(ended)})")
+                elif wrong := _find_wrong(answer.result(), check):
+                    self.lose(process, f"has answered what cannot be right: {wrong[:400]}", is_running=True)
+                else:
+                    return answer.result()
+        except asyncio.CancelledError:
+            self._suspect(process)
+            while not answer.done() and not process.lost.done():
+                self._ray.cancel(sent)
+                await first_of(answer, process.lost, timeout_s=CANCEL_S)
+            raise
+        finally:
+            _discard(answer)
+        raise await self._loss(process)
+
+    async def _loss(self, process: Process) -> LostProcess:
+        """The error of the calls of a process that is lost, as soon as its log was read."""
+        await asyncio.wait({process.reason})
+        return LostProcess(process.reason.result())
+
+    def _suspect(self, process: Process) -> None:
+        """Asks a process whether a call that was cancelled blocks it; it is killed if it does not answer."""
+        if process.ping is None or process.ping.done():
+            process.ping = self.spawn(self._ping(process))
+
+    async def _ping(self, process: Process) -> None:
+        asked = self.spawn(self.ask(process, "ping"))
+        await asyncio.wait({asked}, timeout=PING_S)
+        if not asked.done():
+            self.lose(process, f"is blocked: it has not answered for {PING_S:g} s", is_running=True)
+
+    # -- the life of an actor -----------------------------------------------------------------------------------------
+
+    async def _live(self, number: int, actor: Any) -> None:
+        """Starts an actor, and again whenever its process is lost, until it is given up."""
+        where = f"actor {number}"
+        while (place := await self._start(actor, where)) is not None:
+            process = Process(number, actor, place)
+            where = process.where
+            self._none_since = None
+            self.ready.append(process)
+            self.spawn(self.ask(process, "wait"))  # by its end a process that idles is missed
+            self.hand_out()
+            await asyncio.wait({process.lost})
+
+    async def _start(self, actor: Any, where: str) -> Mapping[str, Any] | None:
+        """Has the next process of an actor start, and says where it is; None if that has failed for good.
+
+        Args:
+            actor: of the pool.
+            where: it was before, for messages.
+        """
+        num_ended = 0
+        cause = ""
+        while not cause:
+            called = time.monotonic()
+            try:
+                answer = await actor.start.remote(*self.given)
+            except Exception as error:
+                # Ray refuses calls of an actor that it brings back; where it has not, the process has ended
+                num_ended += time.monotonic() - called >= REFUSED_S
+                if num_ended < MAX_STARTS and not isinstance(error, self._ray.exceptions.ActorDiedError):
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                was_made = "creation task" not in str(error)  # what Ray says of that ends with the cause
+                cause = (
+                    f"its process has ended while it started ({first_line(error)})" if was_made else last_line(error)
+                )
+                continue
             if isinstance(answer, dict) and _is_place(answer):
-                worker.place = answer
-                worker.is_ready = True
-                worker.num_failed = 0
-                self._none_since = None
-                self.call(worker, "wait", (), handle=lambda answer: None)  # by its end a process that idles is missed
-                self.on_ready(worker)
-                return
-            worker.is_given_up = True
+                return answer
             said = answer.get("error") if isinstance(answer, dict) else None
-            self._why = f"{worker.where}: {str(said or 'its start was not answered')[:2000]}"
+            cause = str(said or "its start was not answered")[:2000]
+        self._num_given_up += 1
+        self._why = f"{where}: {cause}"
         log.warning("%s: an actor is given up, %s", self.settings.name, self._why)
-        kill_actor(self._ray, worker.actor, is_for_good=True)
+        kill_actor(self._ray, actor, is_for_good=True)
+        return None
 
-    def _will_come_back(self, worker: Worker, error: Exception, seconds: float) -> bool:
-        """Whether a start that has failed is to be asked for again: Ray refuses calls of an actor that it brings back.
-
-        Args:
-            worker: that was to start.
-            error: of Ray.
-            seconds: that the call took; where it was not refused, the process has ended.
-        """
-        if isinstance(error, self._ray.exceptions.ActorDiedError):
-            return False
-        with self._lock:
-            worker.num_failed += seconds >= REFUSED_S
-            if worker.num_failed >= MAX_STARTS:
-                return False
-            worker.retry_at = time.monotonic() + RETRY_S
-        return True
-
-    def lose(self, worker: Worker, life: int, why: str, is_running: bool = False) -> None:
-        """Fails the calls of a worker, and begins to start it again; nothing if that process is gone already.
+    def lose(self, process: Process, why: str, is_running: bool = False) -> None:
+        """Ends the calls of a process, and has its actor start again. Safe to call twice.
 
         Args:
-            worker: that was lost.
-            life: the process that the caller means.
+            process: that was lost.
             why: in words that follow where it is.
-            is_running: whether its process is there, and has to be killed.
+            is_running: whether it is there still, and has to be killed.
         """
-        with self._lock:
-            if worker.life != life:
-                return
-            worker.life += 1
-            worker.is_ready = False
-            worker.suspected = None
-            self.num_lost += 1
-            place = worker.place
-            where = worker.where
-            fail = self.on_lost(worker)
-            if not any(one.is_ready for one in self._workers):
-                self._none_since = time.monotonic()
+        if process.lost.done():
+            return
+        process.lost.set_result(None)
+        self.num_lost += 1
+        self.ready.remove(process)
+        if not self.ready:
+            self._none_since = time.monotonic()
+        self.on_lost(process)
         if is_running:
-            kill_actor(self._ray, worker.actor, is_for_good=False)
-        with self._lock:
-            self._start(worker)
-        # in a thread of its own: the log of a process on a node that is gone takes a while
-        tell = threading.Thread(target=self._tell, args=(place, f"{where} {why}", fail), name="ray-pool-log")
-        tell.daemon = True
-        tell.start()
+            kill_actor(self._ray, process.actor, is_for_good=False)
+        self.spawn(self._tell(process, f"{process.where} {why}"))
 
-    def _tell(self, place: Mapping[str, Any], what: str, fail: Callable[[str], None]) -> None:
+    async def _tell(self, process: Process, reason: str) -> None:
         try:
-            what += log_of(self._ray, place)
+            reason += await asyncio.to_thread(
+                log_of, self._ray, process.place
+            )  # on a node that is gone it takes a while
         except Exception as error:
             log.debug("log of an actor: %s", error)
-        self._warnings.warning("%s: an actor is started again: %s", self.settings.name, what)
-        fail(what)
+        self._warnings.warning("%s: an actor is started again: %s", self.settings.name, reason)
+        process.reason.set_result(reason)
 
-    def suspect(self, worker: Worker) -> None:
-        """Asks a worker whether a call that is late blocks it; it is killed if it does not answer. The lock is held."""
-        if worker.suspected is not None or not worker.is_ready:
-            return
-        worker.suspected = time.monotonic()
-
-        def answered(answer: dict[str, Any]) -> None:
-            worker.suspected = None
-
-        self.call(worker, "ping", (), handle=answered)
-
-    # -- the pool's thread --------------------------------------------------------------------------------------------
-
-    def _serve(self, events: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        looked = time.monotonic()
+    async def _look(self) -> None:
+        """Fails what waits once there is no actor for it."""
         while True:
-            try:
-                event = events.get(timeout=TICK_S)
-            except queue.Empty:
-                event = lambda: None  # noqa: E731
-            if event is None:
-                return
-            try:
-                event()
-                if time.monotonic() - looked >= TICK_S:
-                    looked = time.monotonic()
-                    self._look()
-            except Exception as error:  # of Ray, which ends: nothing else may end this thread
-                log.warning("%s: %s", self.settings.name, first_line(error))
-                log.debug("in the thread of a pool", exc_info=True)
+            await asyncio.sleep(TICK_S)
+            if reason := self._why_none():
+                self.fail_waiting(NoActors(reason))
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            hung = [one for one in self._workers if one.suspected is not None and now - one.suspected > PING_S]
-            lives = [one.life for one in hung]
-            reason = self._no_worker(now)
-            for worker in self._workers:
-                if worker.retry_at is not None and now >= worker.retry_at:
-                    self._start(worker)
-        for worker, life in zip(hung, lives, strict=True):
-            self.lose(worker, life, f"is blocked: it has not answered for {PING_S:g} s", is_running=True)
-        if reason and self.has_waiting:
-            self.on_failed(reason)
-        self.on_tick()
-
-    def _no_worker(self, now: float) -> str:
-        """Why nothing can be done, and will not be; empty if it can. The lock is held."""
-        if not self._workers:
-            return ""
+    def _why_none(self) -> str:
+        """Why nothing can be done, and will not be; empty if it can."""
         settings = self.settings
-        if all(worker.is_given_up for worker in self._workers):
+        if self._num_given_up == settings.actors:
             return f"{settings.name}: none of {settings.actors} actors could be started; {self._why}"
-        if self._none_since is None or now - self._none_since <= settings.start_timeout_s:
+        if self._none_since is None or time.monotonic() - self._none_since <= settings.start_timeout_s:
             return ""
         return (
             f"{settings.name}: none of {settings.actors} actors was there within "
@@ -439,16 +479,34 @@ class ActorPool(ABC):
             f"must have room for it (--cluster.dry_run true shows what it has)"
         )
 
-    @property
-    def ready(self) -> list[Worker]:
-        """Workers that take calls. The lock is held."""
-        return [worker for worker in self._workers if worker.is_ready]
+
+async def _received(sent: Any, begun: asyncio.Future[None] | None) -> Any:
+    """Answer of a call, or of one that yields when its work begins."""
+    if begun is None:
+        return await sent
+    await (await anext(sent))
+    if not begun.done():
+        begun.set_result(None)
+    return await (await anext(sent))
 
 
-def fail(future: Future[Any], error: BaseException | None) -> None:
-    """Fails what waits, unless it has its result or is not awaited any more."""
-    if not future.done() and future.set_running_or_notify_cancel():
-        future.set_exception(error)
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Waits until one of some futures is done, which it neither cancels nor reads."""
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _discard(answer: asyncio.Future[Any]) -> None:
+    """Ends the wait for an answer; asyncio warns of errors that nobody reads."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    answer.cancel()
+
+
+def _find_wrong(answer: Any, check: Callable[[dict[str, Any]], str]) -> str:
+    """Fault in an answer, in words; empty if valid."""
+    if not isinstance(answer, dict):
+        return f"is {type(answer).__name__}"
+    error = answer.get("error")
+    return (error is not None and find_fault(error)) or check(answer)
 
 
 def _is_place(answer: Mapping[str, Any]) -> bool:

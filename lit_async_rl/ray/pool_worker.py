@@ -25,13 +25,13 @@ class PoolWorker:
         faulthandler.enable()
         self._was_started = False
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self, *given: Any) -> dict[str, Any]:
         """Makes what this process works with, and says where it is; or `error`."""
         if self._was_started:  # the trainer has lost this process, and may not know what still runs in it
             os._exit(1)
         self._was_started = True
         try:
-            await self.prepare()
+            await self.prepare(*given)
         except Exception as error:
             traceback.print_exc()  # into the log of this process
             return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
@@ -39,8 +39,8 @@ class PoolWorker:
 
         return where_it_is(ray)
 
-    async def prepare(self) -> None:
-        """Makes what this process works with."""
+    async def prepare(self, *given: Any) -> None:
+        """Makes what this process works with, from what each start is given."""
 
     async def wait(self) -> dict[str, Any]:
         """Never answers: the call fails when this process is gone."""

@@ -8,19 +8,27 @@ its time begin. What an actor answers is validated; a wrong answer costs it its 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lit_async_rl.errors import FinalRewardError, LostRewardError, RewardError, RewardSetupError
-from lit_async_rl.ray.pool import ActorPool, PoolSettings, Worker, fail, pack_prompt
-from lit_async_rl.ray.pool_worker import find_fault
+from lit_async_rl.ray.pool import (
+    ActorPool,
+    CallError,
+    LostProcess,
+    NoActors,
+    NotSent,
+    PoolSettings,
+    Process,
+    first_of,
+    new_future,
+    pack_prompt,
+)
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward, wants
@@ -36,70 +44,33 @@ OF_THE_OWNER = ("metrics", "use_folder", "save_state", "restore_state")
 
 @dataclass(eq=False)
 class Call:
-    """A completion, or the completions of a group, to be scored."""
+    """A completion, or the completions of a group, to be scored.
 
-    part: Part
+    Attributes:
+        values: their rewards.
+        task: that has an actor make it.
+    """
+
     prompt: Prompt
     completions: tuple[str, ...]
     token_ids: Sequence[int]
     is_group: bool
     begun: Callable[[], None]
-    future: Future[list[Any]] = field(default_factory=Future)
+    values: asyncio.Future[list[Any]] = field(init=False)
+    task: asyncio.Task[None] | None = None
 
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, unless nobody awaits it any more."""
+        if not self.values.done():
+            self.values.set_exception(error)
 
-@dataclass(eq=False)
-class Batch:
-    """Calls of one part that an actor has; several where the part scores batches."""
-
-    number: int
-    calls: list[Call]
-    where: str  # the process, for messages
-    began: float | None  # None while its time does not count
-
-
-@dataclass(eq=False)
-class Part:
-    """A part of the run's reward.
-
-    Attributes:
-        name: among the parts.
-        reward: as it was configured, in its form for single completions.
-        limit: calls under way in one actor.
-        owner: what the user wrote: of a batched reward its function.
-        waiting: calls for which no actor has had room.
-        state: that it has last told, or is to go on from.
-        base: metrics of processes that are gone.
-        metrics: by actor, with the life of its process.
-        informed: number and life of the actor that goes on from `state`.
-    """
-
-    name: str
-    reward: Any
-    limit: int
-    owner: Any = None
-    waiting: deque[Call] = field(default_factory=deque)
-    state: dict[str, Any] | None = None
-    base: dict[str, float] = field(default_factory=dict)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    informed: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        self.owner = hooks.owner_of(self.reward)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its calls take threads of an actor."""
-        return not is_async(self.reward)
-
-    @property
-    def has_state(self) -> bool:
-        """Whether it counts something, such as what a budget allows: it is called in one actor only."""
-        return hasattr(self.owner, "save_state")
-
-    @property
-    def batch_size(self) -> int:
-        """Completions of one call."""
-        return int(self.reward.max_batch_size) if isinstance(self.reward, BatchedReward) else 1
+    def succeed(self, values: list[Any]) -> None:
+        """Ends it with its rewards, unless nobody awaits it any more."""
+        wrong = next((value["wrong"] for value in values if isinstance(value, dict)), None)
+        if wrong is not None:
+            self.fail(RewardError(f"returned {wrong}"))
+        elif not self.values.done():
+            self.values.set_result(values)
 
 
 class RewardPool(ActorPool):
@@ -111,20 +82,22 @@ class RewardPool(ActorPool):
         calls: of plain rewards under way in one actor.
         workers: `data.scoring.workers`: calls of an `async` reward under way, in all actors together.
         timeout_s: `data.scoring.timeout_s`, of each call of an actor.
+
+    Attributes:
+        parts: what stands for the rewards here, by name.
     """
 
     def __init__(
         self, settings: PoolSettings, parts: Mapping[str, Any], *, calls: int, workers: int, timeout_s: float
     ) -> None:
         super().__init__(settings)
+        self.timeout_s = timeout_s
         self._calls = calls
-        self._timeout_s = timeout_s
         of_async = -(-workers // settings.actors)
-        self.parts = {name: Part(name, reward, self._limit(reward, of_async)) for name, reward in parts.items()}
+        self.parts = {
+            name: RayReward(self, name, reward, limit=self._limit(reward, of_async)) for name, reward in parts.items()
+        }
         self._folder: str | None = None
-        self._numbers = itertools.count()
-        self._under_way: dict[Worker, dict[int, Batch]] = {}
-        self._asks_begun: set[Worker] = set()
 
     def _limit(self, reward: Any, of_async: int) -> int:
         """Calls of a part that one actor has under way."""
@@ -132,253 +105,40 @@ class RewardPool(ActorPool):
 
     @property
     def what(self) -> str:
-        return f"reward {', '.join(reward_name(part.reward) for part in self.parts.values())}"
+        return f"reward {', '.join(reward_name(part) for part in self.parts.values())}"
 
-    def make_actor(self, number: int) -> tuple[type, tuple[Any, ...]]:
+    def actor(self) -> tuple[type, tuple[Any, ...]]:
         from lit_async_rl.ray.reward_worker import RewardWorker
 
-        rewards = {name: part.reward for name, part in self.parts.items()}
-        return RewardWorker, (rewards, self._calls, self._folder)
-
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    def submit(self, call: Call) -> None:
-        """Has a call made as soon as an actor has room; its future gets the rewards.
-
-        Raises:
-            RewardSetupError: the pool cannot be opened.
-        """
-        try:
-            self.open()
-        except Exception as error:
-            raise RewardSetupError(str(error)) from error
-        with self._lock:
-            call.part.waiting.append(call)
-            self._place()
-
-    def drop(self, call: Call) -> None:
-        """Forgets a call whose answer nobody awaits any more; one of an `async` part is cancelled."""
-        with self._lock:
-            if call in call.part.waiting:
-                call.part.waiting.remove(call)
-                return
-            for worker, batches in self._under_way.items():
-                for batch in batches.values():
-                    if call in batch.calls and len(batch.calls) == 1 and not call.part.is_plain:
-                        self._cancel(worker, batch.number)
-                        return
-
-    def _cancel(self, worker: Worker, number: int) -> None:
-        self.call(worker, "cancel", (number,), handle=lambda answer: None)
-        self.suspect(worker)
-
-    def _place(self) -> None:
-        """Gives waiting calls to actors, as many as there is room for. The lock is held."""
-        for part in self.parts.values():
-            while part.waiting and (worker := self._free(part)) is not None:
-                size = 1 if part.waiting[0].is_group else part.batch_size
-                calls = [part.waiting.popleft() for _ in range(min(size, len(part.waiting)))]
-                self._send(worker, part, calls)
-
-    def _free(self, part: Part) -> Worker | None:
-        """The actor with the fewest calls that has room for another one."""
-        ready = self.ready
-        if part.has_state:
-            ready = [one for one in ready if part.informed == (one.number, one.life)] or ready[:1]
-        load = {worker: self._load(worker, part) for worker in ready}
-        free = [worker for worker in ready if load[worker] < part.limit]
-        return min(free, key=load.__getitem__, default=None)
-
-    def _load(self, worker: Worker, part: Part) -> int:
-        batches = self._under_way.get(worker, {}).values()
-        if part.is_plain:  # these share the threads
-            return sum(batch.calls[0].part.is_plain for batch in batches)
-        return sum(batch.calls[0].part is part for batch in batches)
-
-    def _send(self, worker: Worker, part: Part, calls: list[Call]) -> None:
-        now = time.monotonic()
-        counts_now = not wants(part.reward, "begun")
-        batch = Batch(next(self._numbers), calls, where=worker.where, began=now if counts_now else None)
-        first = calls[0]
-        completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
-        is_new = part.has_state and part.informed != (worker.number, worker.life)
-        arguments = (
-            batch.number,
-            part.name,
-            [pack_prompt(call.prompt) for call in calls],
-            list(completions),
-            list(first.token_ids),
-            first.is_group,
-            part.state if is_new else None,
-        )
-        try:
-            self.call(worker, "call", arguments, handle=partial(self._file, worker, worker.life, batch=batch))
-        except Exception as error:  # of pickle, of many kinds: metadata of a prompt
-            problem = FinalRewardError(f"its prompt cannot be sent to another process: {type(error).__name__}: {error}")
-            for call in calls:
-                fail(call.future, problem)
-            return
-        if part.has_state:
-            part.informed = (worker.number, worker.life)
-        self._under_way.setdefault(worker, {})[batch.number] = batch
-        if counts_now:
-            for call in calls:
-                call.begun()
-        else:
-            self._ask_begun(worker)
-
-    def _ask_begun(self, worker: Worker) -> None:
-        """Has an actor say which calls have begun, of those with a queue of their own. The lock is held."""
-        if worker in self._asks_begun:
-            return
-        self._asks_begun.add(worker)
-        self.call(worker, "begun", (), handle=partial(self._note_begun, worker))
-
-    def _note_begun(self, worker: Worker, answer: dict[str, Any]) -> str | None:
-        numbers = answer.get("begun")
-        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-            return f"calls that have begun are {numbers!r:.100}"
-        now = time.monotonic()
-        with self._lock:
-            batches = self._under_way.get(worker, {})
-            begun = [batches[number] for number in numbers if number in batches]
-            for batch in begun:
-                batch.began = batch.began or now
-            self._asks_begun.discard(worker)
-            if any(batch.began is None for batch in batches.values()):
-                self._ask_begun(worker)
-        for batch in begun:
-            for call in batch.calls:
-                call.begun()
-        return None
-
-    def _file(self, worker: Worker, life: int, answer: dict[str, Any], *, batch: Batch) -> str | None:
-        """Takes an answer; returns what is wrong with it."""
-        part = batch.calls[0].part
-        number = len(batch.calls[0].completions) if batch.calls[0].is_group else len(batch.calls)
-        error = answer.get("error")
-        values: list[Any] = []
-        if wrong := (find_fault(error) if error is not None else _find_wrong(answer.get("values"), number)):
-            return wrong
-        if wrong := _find_wrong_notes(answer):
-            return wrong
-        if error is None:
-            values = [Score(one["value"], one["parts"]) if _is_score(one) else one for one in answer["values"]]
-        with self._lock:
-            if worker.life != life or self._under_way.get(worker, {}).pop(batch.number, None) is None:
-                return None
-            is_counted = batch.began is not None
-            if isinstance(answer.get("state"), dict):
-                part.state = dict(answer["state"])
-            if isinstance(answer.get("metrics"), dict):
-                part.metrics[worker.number] = dict(answer["metrics"])
-            self._place()
-        for call in batch.calls:
-            if not is_counted:  # it was quicker than what says that it has begun
-                call.begun()
-        if error is not None:
-            problem = _as_error(error, worker.where)
-            for call in batch.calls:
-                fail(call.future, problem)
-        elif batch.calls[0].is_group:
-            _succeed(batch.calls[0], values)
-        else:
-            for call, value in zip(batch.calls, values, strict=True):
-                _succeed(call, [value])
-        return None
-
-    # -- what the pool says -------------------------------------------------------------------------------------------
-
-    def on_ready(self, worker: Worker) -> None:
-        self._under_way[worker] = {}
-        self._place()
-
-    def on_lost(self, worker: Worker) -> Callable[[str], None]:
-        batches = self._under_way.pop(worker, {})
-        self._asks_begun.discard(worker)
-        for part in self.parts.values():
-            if part.informed is not None and part.informed[0] == worker.number:
-                part.informed = None
-            for name, value in part.metrics.pop(worker.number, {}).items():
-                part.base[name] = value if name.endswith("_s") else part.base.get(name, 0.0) + value
-        calls = [call for batch in batches.values() for call in batch.calls]
-
-        def fail_all(why: str) -> None:
-            for call in calls:
-                fail(call.future, LostRewardError(f"its process was lost: {why}"))
-
-        return fail_all
-
-    def on_failed(self, reason: str) -> None:
-        with self._lock:
-            calls = [call for part in self.parts.values() for call in part.waiting]
-            for part in self.parts.values():
-                part.waiting.clear()
-        for call in calls:
-            fail(call.future, RewardSetupError(reason))
+        return RewardWorker, ({name: part.original for name, part in self.parts.items()}, self._calls)
 
     @property
-    def has_waiting(self) -> bool:
-        return any(part.waiting for part in self.parts.values())
+    def given(self) -> tuple[Any, ...]:
+        return (self._folder,)
 
-    def on_tick(self) -> None:
-        """Ends calls that take too long: a process with a plain reward is killed, an `async` one is cancelled."""
-        now = time.monotonic()
-        problem = f"did not return within data.scoring.timeout_s={self._timeout_s:g}"
-        late: list[tuple[Worker, int, Batch]] = []
-        with self._lock:
-            for worker, batches in self._under_way.items():
-                for batch in batches.values():
-                    if batch.began is not None and now - batch.began > self._timeout_s:
-                        late.append((worker, worker.life, batch))
-            for worker, _, batch in late:
-                self._under_way[worker].pop(batch.number, None)
-            # before the calls fail, and with the lock: whoever has waited for them may make others, and a process that
-            # is about to be killed must not get these
-            for worker, life, batch in late:
-                if batch.calls[0].part.is_plain:
-                    self.lose(worker, life, f"was killed: a reward {problem}", is_running=True)
-                elif worker.life == life:
-                    self._cancel(worker, batch.number)
-            self._place()
-        for _, _, batch in late:
-            for call in batch.calls:
-                fail(call.future, RewardError(f"{problem} ({batch.where})"))
+    def hand_out(self) -> None:
+        for part in self.parts.values():
+            part.hand_out()
 
-    # -- hooks of rewards ---------------------------------------------------------------------------------------------
+    def on_lost(self, process: Process) -> None:
+        for part in self.parts.values():
+            part.on_lost(process)
 
-    def metrics(self, part: Part) -> dict[str, float]:
-        """Totals over the processes of a part, and means of seconds and other names that end with `_s`."""
-        with self._lock:
-            found: dict[str, list[float]] = {}
-            for one in part.metrics.values():
-                for name, value in one.items():
-                    found.setdefault(name, []).append(value)
-            base = dict(part.base)
-        names = found.keys() | base.keys()
-        totals = {name: base.get(name, 0.0) + sum(found.get(name, [])) for name in names if not name.endswith("_s")}
-        means = {name: sum(values) / len(values) for name, values in found.items() if name.endswith("_s")}
-        return {name: base[name] for name in names if name.endswith("_s") and name in base} | means | totals
+    def fail_waiting(self, error: NoActors) -> None:
+        for part in self.parts.values():
+            part.fail_waiting(error)
 
     def use_folder(self, folder: Path) -> None:
         """Tells the rewards the run's folder, now or when their processes start."""
-        with self._lock:
-            if self._folder == str(folder):
-                return
-            self._folder = str(folder)
-            for worker in self.ready:
-                self.call(worker, "use_folder", (self._folder,), handle=lambda answer: None)
+        if self._folder == str(folder):
+            return
+        self._folder = str(folder)
+        with contextlib.suppress(LostProcess):  # the pool is not open
+            self.begin(self._tell_folder())
 
-    def save_state(self, part: Part) -> dict[str, Any]:
-        """Last reported state of a part."""
-        with self._lock:
-            return dict(part.state) if part.state is not None else dict(part.owner.save_state())
-
-    def restore_state(self, part: Part, state: Mapping[str, Any]) -> None:
-        """Has the next call of a part go on from a state."""
-        with self._lock:
-            part.state = dict(state)
-            part.informed = None
+    async def _tell_folder(self) -> None:
+        for process in self.ready:
+            self.spawn(self.ask(process, "use_folder", self._folder))
 
 
 class RayReward(RemoteProxy):
@@ -386,13 +146,24 @@ class RayReward(RemoteProxy):
 
     Args:
         pool: the actors.
-        part: that this stands for.
+        part: name among the parts.
+        reward: as it was configured, in its form for single completions.
+        limit: calls under way in one actor.
     """
 
-    def __init__(self, pool: RewardPool, part: Part) -> None:
+    def __init__(self, pool: RewardPool, part: str, reward: Any, limit: int) -> None:
         self.pool = pool
-        self.original = part.reward
-        self._part = part
+        self.original = reward
+        self._name = part
+        self._limit = limit
+        self._owner = hooks.owner_of(reward)  # what the user wrote: of a batched reward its function
+        self._is_plain = not is_async(reward)  # its calls take threads of an actor
+        self._kind = "" if self._is_plain else part  # by which its calls count for an actor: the plain ones together
+        self._waiting: deque[Call] = deque()  # for which no actor has had room
+        self._state: dict[str, Any] | None = None  # last reported, or to go on from
+        self._home: Process | None = None  # that goes on from it
+        self._base: dict[str, float] = {}  # metrics of processes that are gone
+        self._metrics_of: dict[int, dict[str, float]] = {}  # by number of the actor
 
     @property
     def num_actors(self) -> int:
@@ -402,19 +173,23 @@ class RayReward(RemoteProxy):
     @property
     def max_concurrent(self) -> int:
         """Calls under way in all actors together."""
-        return self._part.limit * (1 if self._part.has_state else self.pool.settings.actors)
+        return self._limit * (1 if self._has_state else self.pool.settings.actors)
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether it counts something, such as what a budget allows: it is called in one actor only."""
+        return hasattr(self._owner, "save_state")
 
     def __getattr__(self, name: str) -> Any:
         """Optional attributes for scorer, monitors and `hooks`, if the reward has them."""
-        part = self.__dict__.get("_part")
-        if part is None:
+        if "_metrics_of" not in self.__dict__:  # it is being made
             raise AttributeError(name)
-        if name in OF_THE_OWNER and hasattr(part.owner, name):
+        if name in OF_THE_OWNER and hasattr(self._owner, name):
             return getattr(self, f"_{name}")
-        if name == "score_group" and callable(getattr(part.reward, "score_group", None)):
+        if name == "score_group" and callable(getattr(self.original, "score_group", None)):
             return self._score_group
         if name in FORWARDED:
-            return getattr(part.reward, name)
+            return getattr(self.original, name)
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     async def __call__(
@@ -433,45 +208,180 @@ class RayReward(RemoteProxy):
             LostRewardError: the process or its node is gone.
             RewardSetupError: no actor can be had.
         """
-        return (await self._make(prompt, (completion,), token_ids, begun=begun))[0]
+        return (await self._call(Call(prompt, (completion,), token_ids, is_group=False, begun=begun)))[0]
 
     async def _score_group(
         self, prompt: Prompt, completions: Sequence[str], begun: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        return await self._make(prompt, tuple(completions), (), is_group=True, begun=begun)
+        return await self._call(Call(prompt, tuple(completions), (), is_group=True, begun=begun))
 
-    async def _make(
-        self,
-        prompt: Prompt,
-        completions: tuple[str, ...],
-        token_ids: Sequence[int],
-        *,
-        begun: Callable[[], None],
-        is_group: bool = False,
-    ) -> list[Any]:
-        call = Call(self._part, prompt, completions, token_ids=token_ids, is_group=is_group, begun=begun)
-        self.pool.submit(call)
+    async def _call(self, call: Call) -> list[Any]:
         try:
-            return await asyncio.wrap_future(call.future)
+            self.pool.open()
+        except Exception as error:
+            raise RewardSetupError(str(error)) from error
+        try:
+            return await self.pool.run(self._score(call))
+        except LostProcess as error:
+            raise LostRewardError(f"its process was lost: {error}") from error
+        except NotSent as error:
+            raise FinalRewardError(f"its prompt {error}") from error
+        except NoActors as error:
+            raise RewardSetupError(str(error)) from error
+
+    # -- in the pool's loop -------------------------------------------------------------------------------------------
+
+    async def _score(self, call: Call) -> list[Any]:
+        """Rewards of a call, which is made as soon as an actor has room."""
+        call.values = new_future()
+        self._waiting.append(call)
+        self.hand_out()
+        try:
+            return await call.values
         except asyncio.CancelledError:
-            self.pool.drop(call)
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif call.task is not None and not self._is_plain:
+                call.task.cancel()
             raise
+
+    def hand_out(self) -> None:
+        """Gives waiting calls to processes, as many as there is room for."""
+        while self._waiting and (process := self._find()) is not None:
+            size = self.original.max_batch_size if isinstance(self.original, BatchedReward) else 1
+            if self._waiting[0].is_group:
+                size = 1
+            calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+            state = None
+            if self._has_state and self._home is not process:
+                self._home = process
+                state = self._state
+            process.load[self._kind] += 1
+            task = self.pool.spawn(self._make(process, calls, state))
+            for call in calls:
+                call.task = task
+
+    def _find(self) -> Process | None:
+        """The process for the next call, if one has room."""
+        if not self._has_state:
+            return self.pool.least_loaded(self._kind, self._limit)
+        home = self._home or next(iter(self.pool.ready), None)
+        return home if home is not None and home.load[self._kind] < self._limit else None
+
+    async def _make(self, process: Process, calls: Sequence[Call], state: Mapping[str, Any] | None) -> None:
+        """Has a process make calls; several where the reward scores batches.
+
+        Args:
+            process: that has room.
+            calls: that have waited.
+            state: that the reward is to go on from, before them.
+        """
+        try:
+            await self._ask(process, calls, state)
+        except CallError as error:
+            for call in calls:
+                call.fail(error)
+        finally:
+            process.load[self._kind] -= 1
+            self.pool.hand_out()
+
+    async def _ask(self, process: Process, calls: Sequence[Call], state: Mapping[str, Any] | None) -> None:
+        first = calls[0]
+        completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
+        begun = new_future() if wants(self.original, "begun") else None  # the reward has a queue of its own
+        asking = self.pool.ask(
+            process,
+            "call" if begun is None else "call_in_turn",
+            self._name,
+            [pack_prompt(call.prompt) for call in calls],
+            list(completions),
+            list(first.token_ids),
+            first.is_group,
+            state,
+            check=partial(_find_fault, number=len(completions)),
+            begun=begun,
+        )
+        asked = self.pool.spawn(asking)
+        timeout_s = self.pool.timeout_s
+        try:
+            if begun is not None:
+                await first_of(asked, begun, process.lost)
+            for call in calls:
+                call.begun()
+            await first_of(asked, process.lost, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            asked.cancel()
+            raise
+        if asked.done() or process.lost.done():
+            self._file(await asked, process, calls)
+            return
+        problem = f"did not return within data.scoring.timeout_s={timeout_s:g}"
+        if self._is_plain:
+            # before the calls fail: whoever has waited for them may make others, which this process must not get
+            self.pool.lose(process, f"was killed: a reward {problem}", is_running=True)
+        else:
+            asked.cancel()
+        for call in calls:
+            call.fail(RewardError(f"{problem} ({process.where})"))
+
+    def _file(self, answer: Mapping[str, Any], process: Process, calls: Sequence[Call]) -> None:
+        """Takes a valid answer."""
+        if "state" in answer:
+            self._state = dict(answer["state"])
+        if "metrics" in answer:
+            self._metrics_of[process.number] = dict(answer["metrics"])
+        if (error := answer.get("error")) is not None:
+            for call in calls:
+                call.fail(_as_error(error, process.where))
+            return
+        values = [Score(one["value"], one["parts"]) if _is_score(one) else one for one in answer["values"]]
+        if calls[0].is_group:
+            calls[0].succeed(values)
+            return
+        for call, value in zip(calls, values, strict=True):
+            call.succeed([value])
+
+    def on_lost(self, process: Process) -> None:
+        """Keeps the metrics of a process that is lost; another one goes on from the state."""
+        if self._home is process:
+            self._home = None
+        for name, value in self._metrics_of.pop(process.number, {}).items():
+            self._base[name] = value if name.endswith("_s") else self._base.get(name, 0.0) + value
+
+    def fail_waiting(self, error: NoActors) -> None:
+        """Fails all calls that wait."""
+        while self._waiting:
+            self._waiting.popleft().fail(error)
+
+    # -- hooks of rewards, in the trainer's thread --------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the actors; a later call starts new ones."""
         self.pool.close()
 
     def _metrics(self) -> dict[str, float]:
-        return self.pool.metrics(self._part)
+        """Totals over the processes, and means of seconds and other names that end with `_s`."""
+        found: dict[str, list[float]] = {}
+        for one in list(self._metrics_of.values()):
+            for name, value in one.items():
+                found.setdefault(name, []).append(value)
+        base = dict(self._base)
+        names = found.keys() | base.keys()
+        totals = {name: base.get(name, 0.0) + sum(found.get(name, [])) for name in names if not name.endswith("_s")}
+        means = {name: sum(values) / len(values) for name, values in found.items() if name.endswith("_s")}
+        return {name: base[name] for name in names if name.endswith("_s") and name in base} | means | totals
 
     def _use_folder(self, folder: Path) -> None:
         self.pool.use_folder(folder)
 
     def _save_state(self) -> dict[str, Any]:
-        return self.pool.save_state(self._part)
+        """Last reported state."""
+        return dict(self._owner.save_state() if self._state is None else self._state)
 
     def _restore_state(self, state: Mapping[str, Any]) -> None:
-        self.pool.restore_state(self._part, state)
+        """Has the next call go on from a state."""
+        self._state = dict(state)
+        self._home = None
 
 
 def in_pool(reward: Any, make_pool: Callable[[Mapping[str, Any]], RewardPool]) -> Any:
@@ -482,25 +392,14 @@ def in_pool(reward: Any, make_pool: Callable[[Mapping[str, Any]], RewardPool]) -
         make_pool: makes the pool of the rewards of single completions, by name.
     """
     if not isinstance(reward, CombinedReward):
-        pool = make_pool({ONLY: reward})
-        return RayReward(pool, pool.parts[ONLY])
-    pool = make_pool(reward.rewards)
+        return make_pool({ONLY: reward}).parts[ONLY]
     return CombinedReward(
-        {name: RayReward(pool, part) for name, part in pool.parts.items()},
+        make_pool(reward.rewards).parts,
         weights=reward.weights,
         combine=reward.combine,  # type: ignore[arg-type]
         gates=reward.gates,
         success=reward.success,
     )
-
-
-def _succeed(call: Call, values: list[Any]) -> None:
-    if not call.future.done() and call.future.set_running_or_notify_cancel():
-        for value in values:
-            if isinstance(value, dict):
-                call.future.set_exception(RewardError(f"returned {value['wrong']}"))
-                return
-        call.future.set_result(values)
 
 
 def _as_error(error: Mapping[str, Any], where: str) -> RewardError:
@@ -512,6 +411,12 @@ def _as_error(error: Mapping[str, Any], where: str) -> RewardError:
 
 def _is_score(value: Any) -> bool:
     return isinstance(value, dict) and "value" in value
+
+
+def _find_fault(answer: Mapping[str, Any], number: int) -> str:
+    """Fault in an answer to a call for so many completions, in words; empty if valid."""
+    wrong = "" if answer.get("error") is not None else _find_wrong(answer.get("values"), number)
+    return wrong or _find_wrong_notes(answer)
 
 
 def _find_wrong(values: Any, number: int) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,6 @@ from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
 
 METRICS_S = 0.5  # between two answers with metrics, if calls of the part are under way
-BEGUN_S = 5.0  # for which `begun` waits
-NUM_CANCELLED = 10_000  # remembered: a cancellation may overtake its call
 
 
 class RewardWorker(PoolWorker):
@@ -38,25 +36,19 @@ class RewardWorker(PoolWorker):
     Args:
         parts: by name: pickled when this actor is made, in the trainer's process.
         num_threads: calls of plain parts at a time.
-        folder: of the run; None without one.
     """
 
-    def __init__(self, parts: Mapping[str, Any], num_threads: int, folder: str | None) -> None:
+    def __init__(self, parts: Mapping[str, Any], num_threads: int) -> None:
         super().__init__()
         self._parts = parts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
-        self._folder = folder
-        self._running: dict[int, asyncio.Task[Any]] = {}
         self._num_running: Counter[str] = Counter()  # by part
-        self._cancelled: deque[int] = deque(maxlen=NUM_CANCELLED)
         self._told: dict[str, float] = {}  # when metrics were last sent, by part
-        self._begun: list[int] = []  # calls, not reported yet
-        self._has_begun = asyncio.Event()
 
-    async def prepare(self) -> None:
-        """Tells the rewards the run's folder."""
-        if self._folder is not None:
-            self._use(self._folder)
+    async def prepare(self, folder: str | None) -> None:
+        """Tells the rewards the run's folder, if there is one."""
+        if folder is not None:
+            self._use(folder)
 
     async def use_folder(self, folder: str) -> dict[str, Any]:
         """Tells the rewards the folder of the next run."""
@@ -68,9 +60,13 @@ class RewardWorker(PoolWorker):
             if (use := getattr(hooks.owner_of(part), "use_folder", None)) is not None:
                 use(Path(folder))
 
-    async def call(
+    async def call(self, *args: Any) -> dict[str, Any]:
+        """Rewards of completions, as plain data; arguments as of `_call` after the first."""
+        return await self._call(None, *args)
+
+    async def _call(
         self,
-        number: int,
+        begun: Callable[[], None] | None,
         name: str,
         prompts: Sequence[Mapping[str, Any]],
         completions: Sequence[str],
@@ -81,7 +77,7 @@ class RewardWorker(PoolWorker):
         """Rewards of completions, as plain data.
 
         Args:
-            number: of the call.
+            begun: passed to a part that says when it begins.
             name: of the part.
             prompts: packed; one for each completion, or one for a group.
             completions: one, a batch, or those of a group.
@@ -89,32 +85,21 @@ class RewardWorker(PoolWorker):
             is_group: whether they are to be scored together.
             state: that the part is to go on from, before this call; None changes nothing.
         """
-        if number in self._cancelled:
-            return {"error": described(asyncio.CancelledError("it was cancelled before it began"))}
         part = self._parts[name]
         owner = hooks.owner_of(part)
         if state is not None:
             owner.restore_state(state)
-        task = asyncio.get_running_loop().create_task(
-            self._values(
-                part,
-                number,
-                [unpack_prompt(one) for one in prompts],
-                completions=completions,
-                token_ids=token_ids,
-                is_group=is_group,
-            )
-        )
-        self._running[number] = task
         self._num_running[name] += 1
         answer: dict[str, Any]
         try:
-            await asyncio.wait({task})
-            answer = {"values": [_packed(value) for value in task.result()]}
+            unpacked = [unpack_prompt(one) for one in prompts]
+            values = await self._values(
+                part, unpacked, completions, token_ids=token_ids, is_group=is_group, begun=begun
+            )
+            answer = {"values": [_packed(value) for value in values]}
         except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             answer = {"error": described(error)}
         finally:
-            self._running.pop(number, None)
             self._num_running[name] -= 1
         if hasattr(owner, "save_state"):
             answer["state"] = dict(owner.save_state())
@@ -126,28 +111,44 @@ class RewardWorker(PoolWorker):
             answer["metrics"] = {str(key): float(value) for key, value in owner.metrics().items()}
         return answer
 
+    async def call_in_turn(self, *args: Any) -> AsyncIterator[dict[str, Any]]:
+        """As `call`, of a part with a queue of its own: yields once when the work begins, and then the answer."""
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def begin() -> None:
+            loop.call_soon_threadsafe(begun.set)
+
+        call = loop.create_task(self._call(begin, *args))
+        waiting = loop.create_task(begun.wait())
+        try:
+            await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            yield {}
+            yield await call
+        finally:
+            waiting.cancel()
+            call.cancel()
+
     async def _values(
         self,
         part: Any,
-        number: int,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         completions: Sequence[str],
+        *,
         token_ids: Sequence[int],
         is_group: bool,
+        begun: Callable[[], None] | None,
     ) -> list[Any]:
-        begun: dict[str, Any] = {}
-        if wants(part.score_group if is_group else part, "begun"):
-            loop = asyncio.get_running_loop()
-            begun = {"begun": lambda: loop.call_soon_threadsafe(self._note_begun, number)}
-        call: Callable[[], Any]
         if isinstance(part, BatchedReward):
-            return await self._in_thread(partial(part.values, prompts, list(completions)))
+            return await self._in_thread(partial(part.values, list(prompts), list(completions)))
+        call: Callable[[], Any]
+        tells = {"begun": begun} if begun is not None and wants(part.score_group if is_group else part, "begun") else {}
         if is_group:
-            call = partial(part.score_group, prompts[0], tuple(completions), **begun)
+            call = partial(part.score_group, prompts[0], tuple(completions), **tells)
             found = call() if is_async(part) else await self._in_thread(call)
             return list(await found if inspect.isawaitable(found) else found)
         ids = {"token_ids": tuple(token_ids)} if wants_token_ids(part) else {}
-        call = partial(part, prompts[0], completions[0], **ids, **begun)
+        call = partial(part, prompts[0], completions[0], **ids, **tells)
         if is_async(part):
             return [await call()]
         value = await self._in_thread(call)
@@ -155,28 +156,6 @@ class RewardWorker(PoolWorker):
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await in_thread(self._threads, call)
-
-    def _note_begun(self, number: int) -> None:
-        self._begun.append(number)
-        self._has_begun.set()
-
-    async def begun(self) -> dict[str, Any]:
-        """Calls whose work has begun since the last time; waits at most `BEGUN_S` for the first."""
-        try:
-            await asyncio.wait_for(self._has_begun.wait(), BEGUN_S)
-        except asyncio.TimeoutError:
-            return {"begun": []}
-        found = self._begun
-        self._begun = []
-        self._has_begun.clear()
-        return {"begun": found}
-
-    async def cancel(self, number: int) -> dict[str, Any]:
-        """Cancels a call of an `async` part."""
-        self._cancelled.append(number)
-        if (task := self._running.get(number)) is not None:
-            task.cancel()
-        return {}
 
     async def stop(self) -> dict[str, Any]:
         """Closes the rewards; then the actor may be killed."""

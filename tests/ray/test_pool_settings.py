@@ -1,7 +1,9 @@
 """Settings of pools, their answers when these are wrong, and the dry run; without Ray, but for the last test."""
 
+import asyncio
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pool_parts
 import pytest
@@ -10,6 +12,7 @@ import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI, main
 from lit_async_rl.environments.episode_engine import name_of
 from lit_async_rl.errors import LostRewardError, RewardError, SetupError
+from lit_async_rl.ray import pool
 from lit_async_rl.ray.dry_run import Node, described, find_lack, place, roles_of
 from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observation
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
@@ -18,6 +21,7 @@ from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_not
 from lit_async_rl.rewards.forms import BatchedReward, TRLReward
 from lit_async_rl.rewards.scorer import reward_name
 from lit_async_rl.runtime.retries import LOST_TRIES, Retries, TryPolicy
+from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
@@ -110,6 +114,34 @@ def test_a_prompt_arrives_as_it_was():
         there = unpack_prompt(pack_prompt(prompt))
         assert (there.text, there.answers, there.metadata) == (prompt.text, prompt.answers, prompt.metadata)
         assert there.messages == prompt.messages
+
+
+# -- starts -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_actor_whose_process_ends_four_times_while_it_starts_is_given_up(monkeypatch):
+    """Calls that Ray refuses, because it is bringing the actor back, do not count."""
+    now = [0.0]
+    lengths = [0.3, 0.3, 20.0, 0.3, 20.0, 20.0, 20.0, 20.0]
+    killed = []
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(pool, "RETRY_S", 0.0)
+
+    async def start():
+        now[0] += lengths.pop(0)
+        raise OSError("the process is gone")
+
+    actor = SimpleNamespace(start=SimpleNamespace(remote=start))
+    cluster = rl.RayCluster(environments=rl.EnvironmentActors(actors=1))
+    actors = cluster.with_environment_actors(rl.EpisodeEngine(rl.EmbeddedEngine(), Calculator())).environment.pool
+    actors._ray = SimpleNamespace(
+        exceptions=SimpleNamespace(ActorDiedError=KeyError), kill=lambda actor, no_restart: killed.append(no_restart)
+    )
+    assert asyncio.run(actors._start(actor, "actor 0")) is None
+    assert lengths == [20.0], "four of them"
+    assert killed == [True]
+    reason = "actor 0: its process has ended while it started (OSError: the process is gone)"
+    assert actors._why_none() == f"cluster.environments: none of 1 actors could be started; {reason}"
 
 
 # -- tries ------------------------------------------------------------------------------------------------------------
