@@ -144,7 +144,8 @@ def test_turns_are_the_rendering_and_only_answers_train(name: str) -> None:
     answer_end = whole_text.index(ANSWER) + len(ANSWER)
     end_text = codec.tokenizer.convert_ids_to_tokens(whole.ids[end])
     observed = whole_text[whole_text.index(end_text, answer_end) + len(end_text) :]
-    following = talk.next_request(1, codec.encode_continuation(observed))
+    talk.add_observation(codec.encode_continuation(observed))
+    following = talk.next_request()
     assert following.prompt_ids == tuple(whole.ids)
     mask = [False] * len(prompt_ids) + talk.loss_mask
     assert mask == [len(prompt_ids) <= n <= end for n in range(len(whole.ids))]
