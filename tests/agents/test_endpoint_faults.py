@@ -199,6 +199,7 @@ class FailsServers(pl.Callback):
         if endpoint is not None and endpoint not in self.failed:
             fail_server(endpoint)
             self.failed.append(endpoint)
+        trainer.should_stop = len(self.failed) == 3  # some steps have all of their data before the next one is there
 
 
 def calculator_data(**changes):
@@ -225,13 +226,12 @@ def test_a_run_goes_on_when_its_server_dies_again_and_again(caplog):
     """Nothing is lost, and nothing is sampled twice."""
     engine, data = calculator_data()
     ends = FailsServers(engine)
-    trainer = fit(make_module(model=data.model), data, 4, callbacks=[ends])
-    assert trainer.global_step == 4
-    assert len(ends.failed) >= 3
+    trainer = fit(make_module(model=data.model), data, 40, callbacks=[ends])
+    assert len(ends.failed) == 3
     assert "the engine was restarted (1 of data.limits.engine_restarts=" in caplog.text
     stats = engine.stats
     assert stats.num_lost == 0
-    assert stats.num_episodes >= 4 * 4 * 4
+    assert stats.num_episodes >= 4 * 4 * trainer.global_step
     assert stats.num_orphans == 0
     assert stats.drift.total == 0
 
