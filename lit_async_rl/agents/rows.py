@@ -131,7 +131,7 @@ def completion_of(
     """
     rows = rows_of(turns)
     if not rows:
-        raise EnvironmentFailure("no call of the agent had a reply that it read")
+        raise EnvironmentFailure("the agent did not read the reply to any of its calls")
     credits = [float(value) for value in credit(tuple(_info(row, number) for number, row in enumerate(rows)))]
     if len(credits) != len(rows) or not all(map(math.isfinite, credits)):
         raise ValueError(f"{type(credit).__name__} must return {len(rows)} finite numbers, got {credits}")

@@ -209,7 +209,7 @@ def _warn_of_early_overlays(files: Sequence[Path]) -> None:
             lost = [name for name, value in own.items() if name in others and others[name] != value]
             if "model.model" in others and "model.model" not in own and lost:
                 some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-                log.warning("%s sets %s again, behind %s: the last file wins, overlays come last", later, some, file)
+                log.warning("%s comes after %s and overrides its %s: put overlays last", later, file, some)
 
 
 def places_of_callback(name: str, args: Sequence[str]) -> str:

@@ -158,7 +158,7 @@ def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> Samp
     recorded = sampling.recorded
     if recorded != sampling:
         log.warning(
-            "%s: of each distribution the %s likeliest tokens are recorded (data.sampling.head=%s)%s",
+            "%s: the %s likeliest tokens of each distribution are recorded (data.sampling.head=%s)%s",
             rules.truncations(sampling),
             recorded.head,
             recorded.head,

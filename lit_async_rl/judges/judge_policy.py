@@ -143,13 +143,13 @@ class PolicyQuestions:
                 self._listener.submit([request])  # an engine that has failed is replaced, and `again` asks the next one
             except ValueError as error:
                 del self._open[request.id]
-                raise FinalRewardError(f"the policy cannot be asked as a judge: {error}") from error
+                raise FinalRewardError(f"the policy cannot act as the judge: {error}") from error
 
     def _request(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> GenerationRequest:
         try:
             ids = self._codec.encode(Prompt(messages=messages))
         except ValueError as error:
-            raise FinalRewardError(f"the policy cannot be asked as a judge: {error}") from error
+            raise FinalRewardError(f"the policy cannot act as the judge: {error}") from error
         length = self._listener.engine.max_model_len
         if (room := length - len(ids)) < 1:
             raise FinalRewardError(

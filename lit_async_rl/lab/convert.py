@@ -553,9 +553,7 @@ class Conversion:
             return "REWARD"
         paths = {_part(name): REWARDS.get(name, name) for name in weights}
         if len(paths) < len(weights):
-            raise ValueError(
-                f"reward_funcs: the names {', '.join(weights)} end in the same word; give one another name"
-            )
+            raise ValueError(f"reward_funcs: the names {', '.join(weights)} end in the same word; rename one of them")
         for name in weights:
             if "." not in REWARDS.get(name, name):
                 self.note(f"look at: data.reward ({name} is of TRL's own, and has no counterpart of this name)")

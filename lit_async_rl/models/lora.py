@@ -104,8 +104,8 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
             base: Any = module.get_base_layer()  # type: ignore[operator]
             if not isinstance(getattr(base, "weight", None), nn.Parameter):
                 raise ValueError(
-                    f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, whose experts "
-                    "are fused into weights of other names; adapt the attention's layers instead, for example "
+                    f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, which stores "
+                    "its experts as fused weights under other parameter names; adapt the attention layers, for example "
                     '["q_proj", "k_proj", "v_proj", "o_proj"]'
                 )
             if len(names := owners.get(id(base.weight), [])) > 1:

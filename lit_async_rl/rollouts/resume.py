@@ -188,8 +188,8 @@ def _restore_random_state(listener: EngineListener, saved: Tensor) -> None:
     own = listener.random_state()
     if listener.engine_error is None and (own is None or own.shape != saved.shape):
         log.warning(
-            "resume: data.engine=%s cannot go on with the random numbers of the checkpoint's engine, which was another "
-            "one or on another device: it begins with its own",
+            "resume: data.engine=%s cannot restore the random state in the checkpoint, which comes from a different "
+            "engine or kind of device; the engine starts from a fresh random state",
             type(listener.engine).__name__,
         )
         return

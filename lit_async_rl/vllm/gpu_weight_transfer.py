@@ -135,7 +135,7 @@ class IpcTransfer(_VLLMBackend):
         """
         if len(gpus) != 1:
             raise ValueError(
-                f"data.engine.transfer=IpcTransfer is for an engine with one GPU, the trainer's own; this one has "
+                f"data.engine.transfer=IpcTransfer needs an engine on one GPU, the trainer's; this engine has "
                 f"{len(gpus)}: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
             )
         if trainer_gpu is not None and gpus[0] != trainer_gpu:

@@ -61,7 +61,7 @@ class OnGPU(EmbeddedEngine):
 def test_a_run_goes_on_with_another_engine_or_device_and_its_random_numbers(saved, kind, caplog):
     assert torch.load(saved, weights_only=True)["RolloutDataModule"]["random_state"]
     assert fit(make_module(), make_data(engine=kind()), 2, ckpt_path=str(saved)).global_step == 2
-    assert f"resume: data.engine={kind.__name__} cannot go on with the random numbers" in caplog.text
+    assert f"resume: data.engine={kind.__name__} cannot restore the random state in the checkpoint" in caplog.text
 
 
 @pytest.mark.slow

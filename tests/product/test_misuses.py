@@ -175,9 +175,9 @@ def test_an_overlay_before_its_base_is_said(process, folder):
     first = "train --config configs/stabilizers/vcpo.yaml --config configs/quickstart.yaml"
     done = process.run(words_of(OVERLAY | dict(command=first, flags="--model.learning_rate 0"), folder), folder)
     assert done.said.splitlines()[0] == (
-        "configs/quickstart.yaml sets model.baseline, model.packing again, behind configs/stabilizers/vcpo.yaml: the "
-        "last file wins, overlays come last"
+        "configs/quickstart.yaml comes after configs/stabilizers/vcpo.yaml and overrides its model.baseline, "
+        "model.packing: put overlays last"
     )
     last = "train --config configs/quickstart.yaml --config mine.yaml"
     done = process.run(words_of(OVERLAY | dict(command=last, flags="--model.learning_rate 0"), folder), folder)
-    assert "again" not in done.said
+    assert "overrides" not in done.said
