@@ -29,7 +29,12 @@ from lit_async_rl.utils.elsewhere import Rebuildable, original_of
 
 LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size", "max_concurrent")
 OWN_PACKAGE = __name__.partition(".")[0]
-JUDGES = f"{OWN_PACKAGE}.judges."  # in identities under `rewards`, where it was when the first of them were saved
+MOVED = {  # modules by the names that they had when the first identities were saved
+    "agents.calculator_agent": "tasks.calculator_agent",
+    **{f"judges.{name}": f"rewards.{name}" for name in ("judge", "judge_models", "judge_policy", "model")},
+    "sandbox.code": "rewards.code",
+    "sandbox.python_tool": "environments.python_tool",
+}
 UNKNOWN = ", and cannot be compared: "
 PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
 # Without influence on results: locks, and state of threads, event loops and connections.
@@ -83,8 +88,9 @@ def name_of(value: Any) -> str:
     """Dotted name of a function or class, or of the class of another object."""
     owner = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
     module = str(getattr(owner, "__module__", None))
-    if module.startswith(JUDGES):
-        module = f"{OWN_PACKAGE}.rewards.{module.removeprefix(JUDGES)}"
+    package, _, rest = module.partition(".")
+    if package == OWN_PACKAGE:
+        module = f"{package}.{MOVED.get(rest, rest)}"
     return f"{'__main__' if module == '__mp_main__' else module}.{owner.__qualname__}"
 
 

@@ -46,7 +46,8 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "VerifiersPrompts": dict(taskset={"id": "none"}),
     "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
 }
-VALUES = {
+VALUES = {  # and what engines make
+    "AgentEpisode",
     "Completion",
     "GenerationRequest",
     "Program",

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from lit_async_rl.utils.identity import UNKNOWN, file_contents, is_comparable, reward_identity
+import lit_async_rl as rl
+from lit_async_rl.utils.identity import UNKNOWN, file_contents, is_comparable, name_of, reward_identity
 
 REWARDS = """
 import collections, dataclasses, functools, random, re, threading
@@ -202,6 +203,19 @@ def test_a_value_that_contains_itself_has_an_identity():
         return reward_identity(Holds(held))
 
     assert of(1) == of(1) != of(2)
+
+
+def test_what_has_moved_has_the_identity_that_checkpoints_know():
+    for moved, was in {
+        "CodeReward": "lit_async_rl.rewards.code",
+        "JudgeReward": "lit_async_rl.rewards.judge",
+        "JudgeLimits": "lit_async_rl.rewards.judge_models",
+        "RewardModel": "lit_async_rl.rewards.model",
+        "PythonTool": "lit_async_rl.environments.python_tool",
+        "CalculatorAgent": "lit_async_rl.tasks.calculator_agent",
+        "exact_match": "lit_async_rl.rewards.functions",
+    }.items():
+        assert name_of(getattr(rl, moved)) == f"{was}.{moved}"
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):
