@@ -4,7 +4,8 @@
     prompts   engines    rollouts        data            losses           training     WeightSync
 
 Nothing downstream calls upstream, except `WeightSync`, which closes the circle: it hands the engine the new weights and
-gives the producer its slots back. All public names are attributes of this package, imported when they are first used.
+gives the producer its slots back. All public names (`NAMES`) are attributes of this package, imported when they are
+first used; `__all__` and `dir` show those that most runs begin with, the documentation shows all.
 """
 
 import sys
@@ -15,7 +16,22 @@ import lazy_loader
 
 __version__ = "0.1.0"
 _NEED_ALL = ("fit", "Trainer", "PolicyModule", "RolloutDataModule")
-_found, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_found, _, NAMES = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [  # in the order of a run
+    *("fit", "Trainer", "PolicyModule", "RolloutDataModule", "Limits", "Scoring", "Validation"),
+    *("InMemoryPrompts", "JsonlPrompts", "HuggingFacePrompts", "PromptSource", "Prompt", "Curriculum"),
+    *("Addition", "Calculator", "MentalArithmetic", "ReasoningGym"),
+    *("EmbeddedEngine", "VLLMEngine", "RayEngine", "RayCluster", "RolloutEngine", "SamplingParams"),
+    *("Environment", "AgentEpisode", "ProcessAgent", "CommandAgent", "McpAgent"),
+    *("exact_match", "last_number", "MathVerify", "CodeReward", "JudgeReward", "RewardModel", "CombinedReward"),
+    *("FixedLag", "Bounded", "Drop", "DynamicSampling", "RecencyReplay"),
+    *("Rollout", "RolloutGroup", "RolloutBatch"),
+    *("GroupMean", "GroupMeanStd", "LeaveOneOut", "OptimalBaseline"),
+    *("Reinforce", "PPOClip", "CISPO", "GSPO", "PolicyLoss", "TokenMean", "SequenceMean"),
+    *("TokenTruncatedIS", "SequenceTruncatedIS", "IcePop", "Correction"),
+    *("ESSLearningRate", "GradientAlignmentControl", "StalenessController", "CollapseAlarm", "StalenessMonitor"),
+    *("LoRA", "SharedPromptPacking", "FSDPStrategy", "ModelParallelStrategy"),
+]
 warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here
 
 
@@ -36,3 +52,7 @@ def _strict(found: Any) -> Any:
 
         refuse_none(found)
     return found
+
+
+def __dir__() -> list[str]:
+    return __all__

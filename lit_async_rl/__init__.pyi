@@ -278,3 +278,5 @@ from .vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
 from .vllm.weight_transfer import WeightTransfer as WeightTransfer
+
+NAMES: list[str]

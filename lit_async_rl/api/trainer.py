@@ -211,7 +211,7 @@ def full_path(name: str) -> str:
     """Dotted path of a class that may be named without one."""
     if "." in name:
         return name
-    return f"{'lit_async_rl' if name in lit_async_rl.__all__ else 'lightning.pytorch.callbacks'}.{name}"
+    return f"{'lit_async_rl' if name in lit_async_rl.NAMES else 'lightning.pytorch.callbacks'}.{name}"
 
 
 def default_callbacks(

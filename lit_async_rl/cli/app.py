@@ -69,7 +69,7 @@ from lit_async_rl.utils.public_names import public
 from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.secrets import concealed
 
-for _name in lit_async_rl.__all__:
+for _name in lit_async_rl.NAMES:
     public(_name)  # imports it: jsonargparse finds bare class names among imported subclasses
 CLUSTER = public("RayCluster")
 

@@ -504,7 +504,7 @@ def known_names(bases: Sequence[type]) -> list[str]:
     """Allowed class names for a setting with one of some base classes; for rewards, dotted paths."""
     if not bases:
         return [f"lit_async_rl.rewards.{name}" for name in REWARDS]
-    found = {name: public(name) for name in lit_async_rl.__all__}
+    found = {name: public(name) for name in lit_async_rl.NAMES}
     for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
         found |= vars(module)
     return [name for name, one in found.items() if inspect.isclass(one) and _is_kind(one, bases[0])]

@@ -125,7 +125,7 @@ def _classes(action: argparse.Action, width: int) -> Iterator[str]:
     names = all_settings()[action.dest].get("choices", [])
     if not names:
         return
-    public = [name for name in names if name in lit_async_rl.__all__]
+    public = [name for name in names if name in lit_async_rl.NAMES]
     others = [name for name in names if name not in public]
     yield ""
     if others:

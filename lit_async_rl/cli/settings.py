@@ -90,7 +90,7 @@ def choices(hint: Any) -> list[str]:
     import lit_async_rl
     from lit_async_rl.cli.error_report import classes_in, known_names
 
-    public = {*lit_async_rl.__all__, *lightning.pytorch.loggers.__all__}  # torch's differ between its releases
+    public = {*lit_async_rl.NAMES, *lightning.pytorch.loggers.__all__}  # torch's differ between its releases
     names = dict.fromkeys(_literals(hint))
     for base in classes_in(hint):
         names |= dict.fromkeys(name for name in known_names([base]) if name in public)

@@ -105,7 +105,7 @@ def test_objects_of_python_are_named_in_the_file_and_in_trackers(tmp_path):
 
 
 def public_objects():
-    for name in rl.__all__:
+    for name in rl.NAMES:
         kind = getattr(rl, name)
         if not isinstance(kind, type) or issubclass(kind, BaseException) or kind is rl.Trainer:
             continue

@@ -83,7 +83,7 @@ RUNS = {
 def test_wrong_completions_are_named_and_another_engine_goes_on_with_right_ones(run, caplog):
     names = RUNS[run]
     engine = hostile([FAMILY[name][0] for name in names], scores=run == "rewards")
-    _, data = attack(engine, steps=len(names) + 4, engine_restarts=9)
+    _, data = attack(engine, steps=len(names) + 4, engine_restarts=len(names))
     assert engine.corruptions == [], "it did its worst"
     assert data.engine is not engine
     lines = said(caplog, "the engine was restarted (")

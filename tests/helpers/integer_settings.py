@@ -72,7 +72,7 @@ LIGHTNING = {"CSVLog", "FSDPStrategy", "LinkedCheckpoint", "ModelParallelStrateg
 def integers() -> list[tuple[str, str]]:
     """Public class or function, and its parameter."""
     found = []
-    for name in rl.__all__:
+    for name in rl.NAMES:
         kind = getattr(rl, name)
         is_error = inspect.isclass(kind) and issubclass(kind, Exception)
         if name in VALUES | FILES | LIGHTNING or is_error or not callable(kind):
@@ -88,7 +88,7 @@ def integers() -> list[tuple[str, str]]:
 def required_numbers() -> list[tuple[str, str]]:
     """Public class, and its parameter that is a number, and not optional; of values, too."""
     found = []
-    for name in rl.__all__:
+    for name in rl.NAMES:
         kind = getattr(rl, name)
         if name in LIGHTNING or not inspect.isclass(kind) or issubclass(kind, Exception) or inspect.isabstract(kind):
             continue
