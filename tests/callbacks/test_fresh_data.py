@@ -204,6 +204,6 @@ def try_combination(chosen, num_tokens=1500, steps=4):
 
 @pytest.mark.slow
 def test_the_identities_hold_in_random_combinations_or_the_run_is_refused():
-    results = [try_combination(chosen) for chosen in combinations(16)]
-    assert results.count("held") >= 7, results
+    results = [try_combination(chosen) for chosen in combinations(9)]
+    assert results.count("held") >= 4, results
     assert set(results) <= {"held", "refused", "too few fresh tokens"}

@@ -6,12 +6,13 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -146,6 +147,22 @@ UNBUILDABLE = {  # not from a configuration alone, or not without another packag
     "musicgen_melody": "its configuration needs those of two other models",
 }
 PARTS = ("trainer", "packing", "engine")
+
+# One type or two of each mechanism: what `.ci/run` looks at. `make test-sweep` looks at all, when transformers changes.
+SAMPLED = {
+    *("qwen2", "qwen3", "phi3", "olmo2", "smollm3", "starcoder2", "opt", "gptj", "gpt_neox", "xglm", "stablelm"),
+    *("gemma3_text", "gemma4_text", "cohere2", "gpt_oss", "granite", "vaultgemma", "mllama"),  # windows, caps, sinks
+    *("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "hunyuan_v1_moe", "phimoe"),  # experts, latent attention
+    *("qwen3_next", "jamba", "lfm2", "kimi_linear", "falcon_h1", "zamba2", "minimax", "recurrent_gemma"),  # refused
+    *("llama4_text", "deepseek_v4", "whisper", "xlnet"),  # refused in part, or altogether
+    *("youtu", "emu3"),  # exported otherwise
+}
+
+
+def params(names: Iterable[str], usual: Set[str], sampled: Any, rest: Any) -> list[Any]:
+    """The types as parameters: unmarked if usual, with the mark `sampled` if in `SAMPLED`, else with `rest`."""
+    marks = {name: () if name in usual else sampled if name in SAMPLED else rest for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in sorted(names)]
 
 
 def load(config: PreTrainedConfig, folder: Path, seed: int = 0) -> PreTrainedModel:

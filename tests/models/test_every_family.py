@@ -4,16 +4,14 @@ import json
 
 import pytest
 import transformers
-from every_family import PARTS, TABLE, UNBUILDABLE, examine, model_types, reason
+from every_family import PARTS, TABLE, UNBUILDABLE, examine, model_types, params, reason
 
 USUAL = {"llama", "gpt2", "gemma2", "hyperclovax", "gpt_neo", "bloom", "falcon", "mamba2", "rwkv", "bert"}
 STORED = json.loads(TABLE.read_text())
 KINDS = {name: kind for name, kind in model_types().items() if name not in UNBUILDABLE}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in sorted(KINDS)]
-)
+@pytest.mark.parametrize("name", params(KINDS, usual=USUAL, sampled=pytest.mark.slow, rest=pytest.mark.sweep))
 def test_a_model_type_is_right_or_refused_and_the_documentation_says_which(name, tmp_path):
     found = {part: reason(message) for part, message in examine(KINDS[name], tmp_path).items()}
     if transformers.__version__ == STORED["transformers"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_family import UNBUILDABLE, load, model_types, tiny_config
+from every_family import UNBUILDABLE, load, model_types, params, tiny_config
 from tiny_models import tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -49,9 +49,7 @@ def exported(family: str, lm: PreTrainedModel, policy: CausalPolicy, folder: Pat
     return weights
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in sorted(FAMILIES)]
-)
+@pytest.mark.parametrize("name", params(FAMILIES, usual=USUAL, sampled=pytest.mark.slow, rest=pytest.mark.sweep))
 def test_an_export_is_read_again_with_every_weight_in_its_place(name: str, tmp_path: Path) -> None:
     try:
         lm = load(tiny_config(FAMILIES[name]), tmp_path / "config")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from every_family import UNBUILDABLE, model_types, tiny_config
+from every_family import UNBUILDABLE, model_types, params, tiny_config
 from flow import fit, make_data, make_module
 from tiny_models import save, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -70,9 +70,7 @@ USUAL = {"qwen2", "gpt2", "gpt_neox", "opt", "phi", "starcoder2", "llama", "gemm
 FAMILIES = {name: kind for name, kind in model_types().items() if name not in UNBUILDABLE}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in sorted(FAMILIES)]
-)
+@pytest.mark.parametrize("name", params(FAMILIES, usual=USUAL, sampled=pytest.mark.slow, rest=pytest.mark.sweep))
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "factors"])
 def test_weights_of_adapted_layers_travel_under_the_names_of_the_plain_model(name, adapters):
     """In the first publication and in later ones, where weights that have not changed are only named."""

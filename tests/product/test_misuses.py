@@ -154,8 +154,13 @@ IN_A_PROCESS = [
 ]
 
 
-@pytest.mark.parametrize("misuse", IN_A_PROCESS, ids=lambda one: one["flags"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        pytest.param(one, marks=pytest.mark.sweep if number else pytest.mark.slow, id=one["flags"])
+        for number, one in enumerate(IN_A_PROCESS)
+    ],
+)
 def test_a_process_of_its_own_says_the_same(misuse, process, folder):
     words = words_of(misuse, folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
