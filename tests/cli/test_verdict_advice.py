@@ -58,11 +58,10 @@ def train(folder, arguments):
 
 
 def some(kind):
-    """Each is two runs or more; `make test` has two of them."""
-    return pytest.param(kind, marks=[] if kind in ("slots", "reward") else pytest.mark.slow)
+    """Each is two runs or more; `make test-slow` has two of them."""
+    return pytest.param(kind, marks=pytest.mark.slow if kind in ("slots", "reward") else pytest.mark.sweep)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", map(some, PROVOKED))
 def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(advice, "MIN_STEPS_FOR_VERDICT", 0)

@@ -174,7 +174,7 @@ def test_shipped_configurations_that_have_changed_since_can_be_built(commit, che
     assert not {name: said for name, said in complaints.items() if said}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("suites", [staleness_suites, time_suites], ids=["staleness", "time_to_accuracy"])
 @pytest.mark.parametrize("commit", FROZEN, ids=lambda path: path.name)
 def test_suites_of_the_benchmarks_can_be_read_and_their_runs_are_accepted(commit, suites, check, unpacked, monkeypatch):

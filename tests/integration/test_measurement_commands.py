@@ -1,4 +1,4 @@
-"""Commands that measure timeline, report and an engine's own process write what the pages show."""
+"""Commands that measure timeline, report and an engine's own process write what the pages show: `make test-sweep`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measured(out: Path, *call: str) -> dict:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1300)
 def test_the_cost_of_the_timeline(tmp_path):
     """Three times what the page says is allowed: a busy machine has cold caches."""
@@ -35,7 +35,7 @@ def test_the_cost_of_the_timeline(tmp_path):
     print(json.dumps(found, indent=2))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1300)
 def test_the_cost_of_watching_stale_data(tmp_path):
     command = ("benchmarks/performance/stale_data_monitors.py", "--steps", "3", "--seeds", "0")
@@ -46,7 +46,7 @@ def test_the_cost_of_watching_stale_data(tmp_path):
     assert 0 < found["value"] < 5
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1300)
 def test_the_cost_of_the_report(tmp_path):
     browser = pytest.importorskip("browser", reason="selenium is not installed")
@@ -61,7 +61,7 @@ def test_the_cost_of_the_report(tmp_path):
     print(json.dumps(found, indent=2))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1300)
 def test_what_a_process_of_its_own_saves(tmp_path):
     flags = ("--rounds", "1", "--num_steps", "7")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from terminal import ROOT, Terminals, type_command
 
+WIDE = pytest.param(160, marks=pytest.mark.sweep)
 SCREENS = Path(__file__).parent / "screens"
 SMALL = ["--data.groups_per_step", "4", "--data.validation.prompts.init_args.size", "16"]
 SMALL += ["--trainer.val_check_interval", "10", "--defaults.verdict.init_args.every_n_steps", "3"]
@@ -96,9 +97,8 @@ def is_a_box(lines):
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.slow), WIDE])
 def test_quick_start_and_resume(columns, folder, terminals):
     seen = terminals.type([*QUICK_START, "--trainer.max_steps", "10"], columns, folder)
     assert seen.status == 0, seen.text
@@ -114,9 +114,10 @@ def test_quick_start_and_resume(columns, folder, terminals):
     assert any("│ resumed" in line for line in resumed.text)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize(
+    "columns", [pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.sweep), WIDE]
+)
 def test_python_block(columns, folder, terminals):
     seen = terminals.type([], columns, folder, code=python_block())
     assert seen.status == 0, seen.text
