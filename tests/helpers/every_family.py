@@ -154,8 +154,8 @@ SAMPLED = {
     *("gemma3_text", "gemma4_text", "cohere2", "gpt_oss", "granite", "vaultgemma", "mllama"),  # windows, caps, sinks
     *("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "hunyuan_v1_moe", "phimoe"),  # experts, latent attention
     *("qwen3_next", "jamba", "lfm2", "kimi_linear", "falcon_h1", "zamba2", "minimax", "recurrent_gemma"),  # refused
-    *("llama4_text", "deepseek_v4", "whisper", "xlnet"),  # refused in part, or altogether
-    *("youtu", "emu3"),  # exported otherwise
+    *("llama4_text", "deepseek_v4", "whisper", "xlnet", "bert", "rwkv", "bloom"),  # refused in part, or altogether
+    *("youtu", "emu3", "hyperclovax", "falcon"),  # exported otherwise
 }
 
 
