@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.errors import EnvironmentFailure
-from lit_async_rl.runtime.processes import guarded, kill_group
+from lit_async_rl.runtime.lifetime import guarded, kill_group
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_choice
 from lit_async_rl.utils.identity import file_contents

@@ -32,7 +32,7 @@ from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
-from lit_async_rl.runtime.processes import guarded
+from lit_async_rl.runtime.lifetime import guarded
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
