@@ -345,6 +345,11 @@ class Child:
             time.sleep(0.01)
         return status
 
+    def terminate(self) -> None:
+        """Sends SIGTERM, at which a guard ends all that it guards; `end` waits for that."""
+        if _status(self._process) is None:
+            self._process.terminate()
+
     def end(self, patience_s: float = 0.0) -> None:
         """Ends the process, and its group unless it ends by itself, and reaps it. Safe to call twice.
 
