@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from benchmarks.common.grid import Grid
 from benchmarks.common.process import RESULT, csv_logger, recorded
-from lit_async_rl.runtime.processes import die_with_parent
+from lit_async_rl.runtime.lifetime import die_with_parent
 
 CONFIGS = Path("configs")
 HELD_OUT = 512  # problems of the quick start's validation

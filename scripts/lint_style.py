@@ -9,6 +9,7 @@
 | positional-arguments | `f(1, 2, 3, 4)`, where `f` is defined in the folders | `f(1, 2, 3, x=4)` |
 | docstring-opener | a docstring that begins with What, Whose or Whoever | a noun or an imperative verb |
 | event-loop | `asyncio.run(f())`, in the package outside of `runtime` | a class of `lit_async_rl.runtime.loop` |
+| runtime | a thread, process, socket or `struct.pack(...)`, likewise | a function of `lit_async_rl.runtime` |
 
 (Two statements in one line are ruff's E701 and E702.) Calls are traced to definitions through imports, base classes,
 `self`, `cls` and `super()`, without running anything; calls that cannot be traced are not examined, nor are functions
@@ -279,6 +280,104 @@ def event_loops(tree: ast.Module, module: str) -> Iterator[ast.Call]:
                 yield node
 
 
+# -- threads, processes, sockets and frames ---------------------------------------------------------------------------
+
+
+STARTERS = {
+    "thread": (
+        *("threading.Thread", "threading.Timer", "_thread.start_new_thread"),
+        "concurrent.futures.ThreadPoolExecutor",
+    ),
+    "process": (
+        *("subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
+        *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.fork", "os.system", "os.popen"),
+        *("os.posix_spawn", "os.posix_spawnp", "multiprocessing.Process", "multiprocessing.Pool"),
+        *("multiprocessing.get_context", "concurrent.futures.ProcessPoolExecutor"),
+    ),
+    "socket": (
+        *("socket.socket", "socket.socketpair", "socket.create_connection", "socket.create_server", "os.pipe"),
+        *("asyncio.start_server", "asyncio.open_unix_connection", "http.server.HTTPServer"),
+        "http.server.ThreadingHTTPServer",
+    ),
+    "frame": ("struct.pack", "struct.pack_into", "struct.unpack", "struct.unpack_from", "struct.Struct"),
+}
+RUNTIME = ("lit_async_rl", "callbacks")  # packages that start and frame in one place
+RUNTIME_PLACE = "lit_async_rl.runtime"
+STARTING_MODULES = {  # what each of them starts all the same, and the reason
+    # in the process of somebody else
+    "lit_async_rl.agents.endpoint.player": ("thread", "an agent's process reads its trainer's messages"),
+    "lit_async_rl.engines.embedded.child": ("thread", "the engine's process executes its trainer's commands"),
+    "lit_async_rl.ray.rank": ("thread", "a rank ends with the actor that has started it"),
+    "lit_async_rl.ray.replica": ("thread", "an actor of Ray generates"),
+    "lit_async_rl.ray.reward_worker": ("thread", "an actor of Ray scores in threads"),
+    "lit_async_rl.ray.supervise": ("process", "an actor of Ray starts a rank, whose output its event loop reads"),
+    "lit_async_rl.sandbox.kernel": ("frame", "structures of system calls"),
+    "lit_async_rl.sandbox.processes": ("thread process socket", "the bare interpreter of a warden imports no runtime"),
+    "lit_async_rl.sandbox.programs": ("socket", "a program of a sandbox answers its warden"),
+    "lit_async_rl.sandbox.room": ("process socket", "a warden builds its room"),
+    "lit_async_rl.sandbox.warden": ("process socket", "a warden forks for each program"),
+    "lit_async_rl.vllm.gpu_weight_transfer": ("thread", "both sides of a transfer begin at the same time"),
+    "lit_async_rl.vllm.worker": ("thread", "a worker of vLLM loads weights beside those in use"),
+    # a thread that owns one thing as long as that lives, or that may be left behind
+    "lit_async_rl.api.run": ("thread", "a signal handler must not write to the terminal itself"),
+    "lit_async_rl.distributed.liveness": ("thread", "ranks watch each other, whatever their main threads do"),
+    "lit_async_rl.environments.gymnasium": ("thread", "environments block"),
+    "lit_async_rl.judges.judge_models": ("thread", "owns a local judge's model"),
+    "lit_async_rl.judges.model": ("thread", "owns a reward model"),
+    "lit_async_rl.ray.actors": ("thread", "nobody waits for the log of a node that may be gone"),
+    "lit_async_rl.ray.engine": ("thread", "nobody waits for the end of a replica"),
+    "lit_async_rl.rewards.async_calls": ("thread", "files answers in the order of their questions"),
+    "lit_async_rl.rewards.references": ("thread", "checks reference answers beside the first steps"),
+    "lit_async_rl.rewards.scorer": ("thread", "rewards may block"),
+    "lit_async_rl.rollouts.engine_listener": ("thread", "owns the engine"),
+    "lit_async_rl.sandbox.python_tool": ("thread", "a run of a program blocks"),
+    "lit_async_rl.training.checkpoint_io": ("thread", "checkpoints are written beside the next steps"),
+    # to the world outside
+    "lit_async_rl.agents.endpoint.server": ("socket", "uvicorn takes a socket that listens"),
+    "lit_async_rl.cli.env": ("process", "asks nvidia-smi"),
+    "lit_async_rl.lab.fetch": ("process", "calls pip"),
+    "lit_async_rl.ray.runtime": ("socket", "looks whether a cluster of Ray listens"),
+    "lit_async_rl.report.server": ("socket", "serves a page, with the standard library alone"),
+    "lit_async_rl.training.wandb_runs": ("frame", "reads a file of W&B"),
+    "lit_async_rl.utils.hub": (
+        "thread socket",
+        "resolving a name has no time limit; in all of `utils` nothing is above",
+    ),
+}
+
+
+def starts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Lines at which a thread or process is started, a socket opened or a message framed: kind, and full name."""
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                name = one.asname or one.name.split(".")[0]
+                imported[name] = one.name if one.asname else name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    kinds = {name: kind for kind, names in STARTERS.items() for name in names}
+    for node in ast.walk(tree):
+        uses = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+        for use in uses:
+            first, _, rest = ast.unparse(use).partition(".")
+            name = f"{imported.get(first, first)}.{rest}".rstrip(".")
+            if name in kinds:
+                yield use.lineno, kinds[name], name
+
+
+def starts_elsewhere(tree: ast.Module, module: str) -> Iterator[tuple[int, str]]:
+    """Lines of a module that start what it has no reason to, and the reasons that hold no longer."""
+    if module.split(".")[0] not in RUNTIME or f"{module}.".startswith(f"{RUNTIME_PLACE}."):
+        return
+    allowed = set(STARTING_MODULES.get(module, ("", ""))[0].split())
+    for line, kind, name in starts(tree):
+        if kind not in allowed:
+            yield line, f"use lit_async_rl.runtime, not {name}(...), or give {module} a reason in STARTING_MODULES"
+    for kind in sorted(allowed - {kind for _, kind, _ in starts(tree)}):
+        yield 1, f"{module} needs no reason in STARTING_MODULES for a {kind} any more"
+
+
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +401,8 @@ def problems(folders: list[Path]) -> list[str]:
         for call in event_loops(tree, names[path]):
             what = f"event-loop: use lit_async_rl.runtime.loop, not {ast.unparse(call.func)}(...)"
             found.append((place, call.lineno, what))
+        for line, what in starts_elsewhere(tree, names[path]):
+            found.append((place, line, f"runtime: {what}"))
         for call in long_calls(definitions, definitions.modules[path], tree, scope={}):
             what = (
                 f"{ast.unparse(call.func)}(...) has {len(call.args)} arguments by position; name those after the third"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,41 @@ def test_event_loops_are_made_in_one_module(tmp_path: Path, code: str) -> None:
         (tmp_path / folder / "loop.py").write_text(code)
     (found,) = lint_style.problems([tmp_path / "lit_async_rl", tmp_path / "scripts"])
     assert "lit_async_rl/loop.py:1: event-loop: use lit_async_rl.runtime.loop, not " in found
+
+
+STARTS = [
+    "import threading\nthreading.Thread(target=f).start()",
+    "from concurrent.futures import ThreadPoolExecutor as Pool\npool = Pool(1)",
+    "import subprocess as s\ns.Popen(['true'])",
+    "import asyncio\nasync def f():\n    await asyncio.create_subprocess_exec('true')",
+    "import socket\nours, theirs = socket.socketpair()",
+    "import http.server\nclass Page(http.server.HTTPServer):\n    pass",
+    "import struct\nstruct.pack('>Q', 1)",
+]
+
+
+@pytest.mark.parametrize("code", STARTS)
+def test_threads_processes_sockets_and_frames_are_made_in_one_folder(tmp_path: Path, code: str) -> None:
+    for folder in ("lit_async_rl", "lit_async_rl/runtime", "scripts"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("")
+        (tmp_path / folder / "some.py").write_text(code)
+    (found,) = lint_style.problems([tmp_path / "lit_async_rl", tmp_path / "scripts"])
+    assert re.search(
+        r"lit_async_rl/some\.py:\d: runtime: use lit_async_rl\.runtime, not [\w.]+\(\.\.\.\), or give", found
+    )
+
+
+def test_a_reason_that_holds_no_longer_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "lit_async_rl/cli").mkdir(parents=True)
+    for folder in ("lit_async_rl", "lit_async_rl/cli"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "lit_async_rl/cli/env.py").write_text("import subprocess\nsubprocess.run(['true'])")
+    assert lint_style.problems([tmp_path / "lit_async_rl"]) == []
+    (tmp_path / "lit_async_rl/cli/env.py").write_text("import threading\nthreading.Timer(1.0, print)")
+    unused, new = sorted(lint_style.problems([tmp_path / "lit_async_rl"]))
+    assert "runtime: lit_async_rl.cli.env needs no reason in STARTING_MODULES for a process any more" in unused
+    assert "runtime: use lit_async_rl.runtime, not threading.Timer(...)" in new
 
 
 def test_the_command_fails_with_the_places(package: Path) -> None:

@@ -27,7 +27,7 @@ from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.rewards import exact_match
-from lit_async_rl.runtime.processes import die_with_parent
+from lit_async_rl.runtime.lifetime import die_with_parent
 from lit_async_rl.training.module import PolicyModule
 
 PYTHON = os.environ.get("TRL_PYTHON", "/tmp/trl/bin/python")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import IO, Literal
 
 from lit_async_rl.ray.security import CLUSTERS, auth_mode, is_loopback, refusal
 from lit_async_rl.runtime.ports import free_port
+from lit_async_rl.runtime.process import end_reason
 
 Stream = Literal["stdout", "stderr"]
 Said = tuple[int, Stream, str]  # rank, stream, text
@@ -212,11 +212,11 @@ def describe_end(ended: Ended, has_lines: bool = True) -> str:
     if ended.status is None:
         return f"{start} was lost, with its machine or its process of Ray"
     if ended.status < 0:
-        how = f"was killed by {signal.Signals(-ended.status).name}"
+        how = f"was killed by {end_reason(ended.status)}"
     elif ended.status == 0:
         how = "was saved, because its node or another's is taken away"
     else:
-        how = f"ended with status {ended.status}"
+        how = f"ended with {end_reason(ended.status)}"
     lines = f"; its last lines:\n{ended.last_lines}" if ended.last_lines else "; it wrote nothing to stderr"
     return f"{start} {how}{lines if has_lines else ''}"
 

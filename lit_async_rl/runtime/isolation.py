@@ -2,9 +2,9 @@
 
 A thread cannot be stopped, and a single big-integer power inside a library can hold the GIL, which stops every other
 thread, timers included. The parent does not trust the child: it waits for a reply until a deadline, never for the end
-of a pipe (a process forked by the child may keep it open), then kills the child's process group. Replies are lines of
-JSON with the number of their request. Pebble and loky, which also kill workers, unpickle their results: a crafted
-return value would run code in the parent.
+of a connection (a process forked by the child may keep it open), then kills the child's process group. Replies are JSON
+with the number of their request, see `process.py`. Pebble and loky, which also kill workers, unpickle their results: a
+crafted return value would run code in the parent.
 
 Requests are pickled, because rewards get arbitrary values in `Prompt.metadata`; only the child unpickles them, and they
 come from its parent.
@@ -14,28 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import pickle
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from lit_async_rl.runtime.processes import die_with_parent, kill_group
+from lit_async_rl.runtime.lifetime import die_with_parent
+from lit_async_rl.runtime.process import Channel, Child, ChildEnded, InvalidMessage, end_reason
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
 
 START_TIMEOUT_S = 300.0  # imports of the child
-POLL_INTERVAL_S = 0.1  # longest time until a dead child is noticed while another process holds its pipe open
-EXIT_TIMEOUT_S = 1.0  # from the end of the child's pipe to the end of the child
-REAP_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 1.0  # from the end of the child's connection to the end of the child
 MAX_REPLY_BYTES = 2**24
 MAX_MESSAGE_CHARS = 1000
 _MODULE = __name__
@@ -75,128 +70,52 @@ class IsolatedFunction(Rebuildable):
             RuntimeError: the child could not be started, exited, or sent an invalid reply.
         """
         request = pickle.dumps(args)
-        child: _Child | None = getattr(self._local, "child", None)
+        child: Child | None = getattr(self._local, "child", None)
         if child is None:
-            child = self._local.child = _Child(self._command)
-        try:
-            reply = child.call(request, self.timeout_s)
-        except (TimeoutError, RuntimeError):
-            del self._local.child
-            raise
+            child = self._start()
+        self._local.child = None  # one that fails is not asked again
+        with _killed_on_error(child, self.timeout_s):
+            reply, _ = child.ask("call", time.monotonic() + self.timeout_s, blob=request)
+        self._local.child = child
         if "error" in reply:
             raise IsolatedCallError(f"{child.name}: {str(reply['error'])[:MAX_MESSAGE_CHARS]}")
         return reply.get("value")
 
-
-class _Child:
-    def __init__(self, command: list[str]) -> None:
-        self.name = command[-1] if len(command) > 3 else command[0]
-        self._process = subprocess.Popen(
+    def _start(self) -> Child:
+        command = self._command
+        child = Child(
             [sys.executable, "-m", _MODULE, str(os.getpid()), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
+            name=command[-1] if len(command) > 3 else command[0],
+            max_bytes=MAX_REPLY_BYTES,
         )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError(f"{self.name}: no pipe to the child")
-        self._requests = self._process.stdin.fileno()
-        self._replies = self._process.stdout.fileno()
-        os.set_blocking(self._requests, False)
-        os.set_blocking(self._replies, False)
-        self._numbers = itertools.count(1)
-        self._end = weakref.finalize(self, _kill, self._process)
-        self._receive(0, time.monotonic() + START_TIMEOUT_S, START_TIMEOUT_S)
-
-    def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        number = next(self._numbers)
-        deadline = time.monotonic() + timeout_s
-        rest = memoryview(number.to_bytes(8, "big") + len(request).to_bytes(8, "big") + request)
-        with contextlib.suppress(BrokenPipeError):  # the child has died: `_receive` raises the reason
-            while rest:
-                self._wait(self._requests, select.POLLOUT, deadline, timeout_s=timeout_s)
-                with contextlib.suppress(BlockingIOError):
-                    rest = rest[os.write(self._requests, rest) :]
-        return self._receive(number, deadline, timeout_s)
-
-    def _receive(self, number: int, deadline: float, timeout_s: float) -> dict[str, Any]:
-        """The reply to request `number`.
-
-        Raises:
-            TimeoutError, RuntimeError: no valid reply; the child was killed.
-        """
-        data = bytearray()
-        while not data.endswith(b"\n"):
-            self._wait(self._replies, select.POLLIN, deadline, timeout_s=timeout_s)
-            with contextlib.suppress(BlockingIOError):
-                data += (chunk := os.read(self._replies, 65536))
-                if not chunk:
-                    self._fail()
-            if len(data) > MAX_REPLY_BYTES:
-                break
-        try:
-            reply = json.loads(data)
-            is_reply = isinstance(reply, dict) and type(reply.get("id")) is int and reply["id"] == number
-        except (ValueError, RecursionError):
-            is_reply = False
-        if not is_reply:
-            self._end()
-            raise RuntimeError(f"{self.name}: the process sent an invalid reply to request {number}")
-        return dict(reply)
-
-    def _wait(self, pipe: int, event: int, deadline: float, timeout_s: float) -> None:
-        """Waits until the pipe is ready.
-
-        Not a `Wait`: its end kills the child, whose time goes on while this process is stopped.
-
-        Raises:
-            TimeoutError, RuntimeError: the deadline passed, or the child died.
-        """
-        poll = select.poll()
-        poll.register(pipe, event)
-        while True:
-            is_dead = _is_dead(self._process)  # before the last poll of the pipe, which may still have its reply
-            left = deadline - time.monotonic()
-            if poll.poll(1000 * max(0.0, 0.0 if is_dead else min(left, POLL_INTERVAL_S))):
-                return
-            if is_dead:
-                self._fail()
-            if left <= 0:
-                self._end()
-                raise TimeoutError(f"{self.name} did not return within {timeout_s:g} s; its process was killed")
-
-    def _fail(self) -> NoReturn:
-        """Raises the reason why the child's pipe was closed."""
-        deadline = time.monotonic() + EXIT_TIMEOUT_S
-        while not (is_dead := _is_dead(self._process)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._end()
-        code = self._process.returncode
-        if not is_dead or code is None:
-            raise RuntimeError(f"{self.name}: the process closed its pipe, and was killed")
-        if code < 0:
-            raise TimeoutError(f"{self.name}: the process was ended by {signal.Signals(-code).name}")
-        raise RuntimeError(f"{self.name}: the process ended with exit code {code}; its message is above")
+        with _killed_on_error(child, START_TIMEOUT_S):
+            child.answer(0, time.monotonic() + START_TIMEOUT_S)
+        return child
 
 
-def _is_dead(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended; does not reap it where possible, so that its group id is not reused."""
-    if not hasattr(os, "waitid"):  # macOS
-        return process.poll() is not None
+@contextlib.contextmanager
+def _killed_on_error(child: Child, timeout_s: float) -> Iterator[None]:
+    """Context of a call, without whose answer the child is killed.
+
+    Raises:
+        TimeoutError, RuntimeError: why there is none.
+    """
     try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a child with its process group; does not wait for processes that left the group."""
-    kill_group(process.pid)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(REAP_TIMEOUT_S)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+        yield
+    except TimeoutError:
+        child.end()
+        raise TimeoutError(f"{child.name} did not return within {timeout_s:g} s; its process was killed") from None
+    except InvalidMessage as error:
+        child.end()
+        raise RuntimeError(f"{child.name}: the process sent {error}") from None
+    except ChildEnded:
+        status = child.status(EXIT_TIMEOUT_S)
+        child.end()
+        if status is None:
+            raise RuntimeError(f"{child.name}: the process closed its pipe, and was killed") from None
+        if status < 0:
+            raise TimeoutError(f"{child.name}: the process was ended by {end_reason(status)}") from None
+        raise RuntimeError(f"{child.name}: the process ended with exit code {status}; its message is above") from None
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
@@ -207,32 +126,24 @@ def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments
     if not die_with_parent(parent):  # the parent may be killed while a call hangs
         return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # output of libraries goes to stderr: stdout is for replies
+    trainer = Channel.of_parent()
     module, _, name = make.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)(*arguments)
     if max_memory:
         _limit_memory(max_memory)
-    _reply(replies, dict(id=0, value=None))
-    while header := requests.read(16):
-        number = int.from_bytes(header[:8], "big")
-        length = int.from_bytes(header[8:], "big")
-        args = pickle.loads(requests.read(length))
+    trainer.send({"call": 0, "value": None})
+    while (message := trainer.receive()) is not None:
+        fields, request = message
+        number = fields["call"]
+        args = pickle.loads(request)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)  # in case the parent no longer kills this process
         try:
-            reply = dict(id=number, value=function(*args))
+            reply = {"call": number, "value": function(*args)}
             json.dumps(reply)
         except Exception as error:
-            reply = dict(id=number, error=f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS])
+            reply = {"call": number, "error": f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _reply(replies, reply)
-
-
-def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
+        trainer.send(reply)
 
 
 def _limit_memory(num_bytes: int) -> None:

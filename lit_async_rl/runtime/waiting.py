@@ -6,8 +6,9 @@ limit, or with an error as soon as who is waited for is known to have ended:
     wait = Wait(limit_s, f"no answer within data.engine.update_timeout_s={limit_s:g}", check=raise_if_it_ended)
     wait.until(answered.wait)
 
-Waits with another need say so where they are: the heartbeats of ranks (`distributed/liveness.py`), pipes of processes
-that are killed in the end (`runtime/isolation.py`), the joins of threads that may be left behind (`close` everywhere).
+Waits with another need say so where they are: the heartbeats of ranks (`distributed/liveness.py`), connections to
+processes that are killed in the end (`runtime/process.py`), the joins of threads that may be left behind (`close`
+everywhere).
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
 from lit_async_rl.runtime.loop import LoopThread
+from lit_async_rl.runtime.process import end_reason
 from lit_async_rl.vllm.engine_arguments import (
     CPU_VARIABLES,
     DIE_WITH_PARENT,
@@ -92,7 +92,7 @@ class VLLMProcess(EngineControl):
     def death(self) -> str:
         """Description of how its processes ended, with signal or status if known."""
         codes = {child.exitcode for child in self._children} - {None, 0}
-        ends = ", ".join(signal.Signals(-code).name if code < 0 else f"status {code}" for code in sorted(codes))
+        ends = ", ".join(end_reason(code) for code in sorted(codes))
         return f"its processes died{f' ({ends})' if ends else ''}; their own messages are above"
 
     def call(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_async_rl.engines.weight_deltas import IncomingWeights, LoadedWeights
-from lit_async_rl.runtime.processes import die_with_parent
+from lit_async_rl.runtime.lifetime import die_with_parent
 from lit_async_rl.utils.device_memory import PinnedArena
 
 # -- Double buffering of a vLLM model's layers: weights are loaded into a second set while the first generates --------

@@ -16,6 +16,7 @@ from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, AgentProcessEnded, _Worker
 from lit_async_rl.agents.engine import load_agent
+from lit_async_rl.runtime.process import Child
 from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(240)
@@ -249,21 +250,25 @@ def test_an_answer_that_comes_as_its_client_goes_is_lost():
 # -- what a process says that is no reply ------------------------------------------------------------------------------
 
 
-def reason_of_the_end(*said: bytes) -> str:
+def framed(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "big") + bytes(8) + text
+
+
+def reason_of_the_end(said: bytes) -> str:
     """Why a process that says this was killed."""
 
     async def play():
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-        process = await asyncio.create_subprocess_exec("cat", **pipes, limit=MAX_REPLY_BYTES, start_new_session=True)
-        worker = _Worker("agent", process)
+        child = Child(["sh", "-c", "exec cat >&0"], name="agent")  # says what it is told
+        replies, messages = await asyncio.open_connection(sock=child.socket)
+        worker = _Worker("agent", child, replies, messages=messages)
         worker._waiting[1] = asyncio.get_running_loop().create_future()
-        process.stdin.write(b"".join(said))
-        process.stdin.close()
+        messages.write(said)
+        messages.write_eof()
         await worker._read()
-        await process.wait()
-        process._transport.close()
+        reason = worker._reason
+        await worker.end()
         assert isinstance(worker._waiting[1].exception(), AgentProcessEnded)
-        return worker._reason
+        return reason
 
     return asyncio.run(play())
 
@@ -271,20 +276,20 @@ def reason_of_the_end(*said: bytes) -> str:
 @pytest.mark.parametrize(
     "said",
     [
-        b'{"id": "1"}\n',
-        b'{"id": 1}\n',
-        b'{"id": 1, "reward": NaN, "parts": {}}\n',
-        b'{"id": 1, "reward": 1.0, "parts": [1]}\n',
-        b"[1]\n",
-        b"\xff\n",
-        b"[" * 10_000 + b"\n",
-        b"1" * (MAX_REPLY_BYTES + 10),
+        framed(b'{"call": "1"}'),
+        framed(b'{"call": 1}'),
+        framed(b'{"call": 1, "reward": NaN, "parts": {}}'),
+        framed(b'{"call": 1, "reward": 1.0, "parts": [1]}'),
+        framed(b"[1]"),
+        framed(b"\xff"),
+        framed(b"[" * 10_000),
+        (MAX_REPLY_BYTES + 1).to_bytes(8, "big") + bytes(8),
     ],
-    ids=lambda said: repr(said[:24]),
+    ids=lambda said: repr(said[16:40]),
 )
 def test_a_process_that_says_what_is_no_reply_is_killed(said):
     assert reason_of_the_end(said).startswith("sent what is no reply (")
 
 
 def test_a_process_that_ends_in_the_middle_has_ended():
-    assert reason_of_the_end(b'{"id": 7}\n') == ""
+    assert reason_of_the_end(framed(b'{"call": 7}') + b"half") == ""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -30,21 +31,23 @@ def spin() -> None:
         pass
 
 
-def reply_pipes() -> list[int]:
-    """Those of the child's open files that are pipes to the parent."""
-    return [fd for fd in range(3, 20) if os.path.exists(f"/proc/self/fd/{fd}") and _is_pipe(fd)]
+def connections() -> list[int]:
+    """Those of the child's open files that are sockets: the one to the parent."""
+    return [fd for fd in range(3, 20) if os.path.exists(f"/proc/self/fd/{fd}") and _is_socket(fd)]
 
 
-def _is_pipe(fd: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")
+def _is_socket(fd: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
 
 
 def send(data: bytes) -> None:
-    for fd in reply_pipes():
-        try:
-            os.write(fd, data)
-        except OSError:  # the one to read from
-            continue
+    for fd in connections():
+        os.write(fd, data)
+
+
+def send_message(text: bytes) -> None:
+    """Sends a text that may be no JSON, behind its length."""
+    send(struct.pack(">QQ", len(text), 0) + text)
 
 
 def start_sleeper(leave_group: bool) -> int:
@@ -86,25 +89,25 @@ def judge(prompt, completion):
         send(pickle.dumps((Crafted(os.environ["HOSTILE_COMMAND"]), None)))
         spin()
     if what == "old reply":
-        send(json.dumps(dict(id=0, value=1.0)).encode() + b"\n")
+        send_message(json.dumps(dict(call=0, value=1.0)).encode())
         spin()
     if what == "two replies":
-        send(json.dumps(dict(id=2, value=77.0)).encode() + b"\n")  # for the next request
+        send_message(json.dumps(dict(call=2, value=77.0)).encode())  # for the next request
     if what == "garbage":
         print("garbage on stdout", flush=True)
         os.write(1, b"more of it\n")
         subprocess.run([sys.executable, "-c", "print('and from a child')"], check=True)
     if what == "garbage in the pipe":
-        send(b"\xff\x00[" * 10 + b"\n")
+        send_message(b"\xff\x00[" * 10)
         spin()
     if what == "nested":
-        send(b"[" * 200_000 + b"\n")
+        send_message(b"[" * 200_000)
         spin()
     if what == "flood":
         while True:
             send(b"x" * 60_000)
     if what == "close the pipe":
-        for fd in reply_pipes():
+        for fd in connections():
             os.close(fd)
         spin()
     if what == "kill itself":

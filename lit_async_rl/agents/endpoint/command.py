@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import math
 import os
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -16,17 +13,13 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.errors import EnvironmentFailure
-from lit_async_rl.runtime.processes import guarded, kill_group
+from lit_async_rl.runtime.commands import run_to_end
+from lit_async_rl.runtime.process import end_reason
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_choice
 from lit_async_rl.utils.identity import file_contents
 
-MAX_LINE_BYTES = 2**16
 MAX_ERROR_CHARS = 2000
-READ_BYTES = 2**16
-REAP_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 2.0  # from the end of a process to that of its output
-POLL_INTERVAL_S = 0.25  # until a process is noticed that has ended while others hold its output
 MAX_NAME_CHARS = 200
 CONCEALED = "(the episode's key)"
 RewardFrom = Literal["stdout", "exit_status"]
@@ -120,28 +113,12 @@ class CommandAgent:
             OSError: no process can be started.
         """
         api_key = str(client.api_key)
-        process = await asyncio.create_subprocess_exec(
-            *guarded(self.command),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=self._variables(str(client.base_url).rstrip("/"), api_key),
-            start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
-        )
-        output = _Tail(process.stdout)
-        errors = _Tail(process.stderr)
-        work = [asyncio.ensure_future(one) for one in (_write(process, prompt), output.read(), errors.read())]
-        try:
-            await _ended(process, work)
-        finally:
-            for one in work:
-                one.cancel()
-            await end_guarded(process)
-        status = process.returncode
-        if status is None:
+        variables = self._variables(str(client.base_url).rstrip("/"), api_key)
+        finished = await run_to_end(self.command, _input_of(prompt), variables)
+        if finished.status is None:
             raise CommandAgentError(f"the agent {' '.join(self.command)[:MAX_NAME_CHARS]!r} cannot be killed")
-        lines = output.text.rstrip().splitlines() or [""]
-        return self._result(status, lines[-1].strip(), errors.text.replace(api_key, CONCEALED))
+        lines = finished.output.rstrip().splitlines() or [""]
+        return self._result(finished.status, lines[-1].strip(), finished.errors.replace(api_key, CONCEALED))
 
     def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
         """Environment of the process."""
@@ -160,11 +137,11 @@ class CommandAgent:
         name = " ".join(self.command)[:MAX_NAME_CHARS]
         end = f"; it wrote: {errors.strip()[-MAX_ERROR_CHARS:]}" if errors.strip() else ""
         if status < 0:
-            raise CommandAgentError(f"the agent {name!r} was ended by {signal.Signals(-status).name}{end}")
+            raise CommandAgentError(f"the agent {name!r} was ended by {end_reason(status)}{end}")
         if self.reward == "exit_status" and status in (0, 1):
             return AgentResult(reward=float(status == 0))
         if status:
-            raise CommandAgentError(f"the agent {name!r} ended with exit status {status}{end}")
+            raise CommandAgentError(f"the agent {name!r} ended with exit {end_reason(status)}{end}")
         result = _reward_of(line)
         if result is None:
             raise CommandAgentError(
@@ -188,59 +165,9 @@ def _reward_of(line: str) -> AgentResult | None:
     return AgentResult(reward=float(reward or 0.0), parts={name: float(x) for name, x in parts.items()})
 
 
-async def _write(process: asyncio.subprocess.Process, prompt: Prompt) -> None:
-    """Writes the prompt to stdin, which a process need not read."""
-    if process.stdin is None:
-        return
+def _input_of(prompt: Prompt) -> bytes:
+    """Standard input of the process."""
     text = None if prompt.messages is not None else prompt.text
     messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
     sent = {"text": text, "messages": messages, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
-    with contextlib.suppress(ConnectionError):
-        process.stdin.write(json.dumps(sent, default=str).encode() + b"\n")
-        await process.stdin.drain()
-        process.stdin.close()
-        await process.stdin.wait_closed()
-
-
-class _Tail:
-    """The last `MAX_LINE_BYTES` of a stream.
-
-    Args:
-        stream: read to its end by `read`.
-    """
-
-    def __init__(self, stream: asyncio.StreamReader | None) -> None:
-        self._stream = stream
-        self._kept = b""
-
-    async def read(self) -> None:
-        while self._stream is not None and (part := await self._stream.read(READ_BYTES)):
-            self._kept = (self._kept + part)[-MAX_LINE_BYTES:]
-
-    @property
-    def text(self) -> str:
-        return self._kept.decode(errors="replace")
-
-
-async def _ended(process: asyncio.subprocess.Process, work: Sequence[asyncio.Future[None]]) -> None:
-    """Waits until a process has ended and its output was read, unless others hold that open, which its guard missed."""
-    while (await asyncio.wait(work, timeout=POLL_INTERVAL_S))[1]:
-        if process.returncode is not None:
-            await asyncio.wait(work, timeout=READ_TIMEOUT_S)
-            return
-    for one in work:
-        one.result()
-    await process.wait()  # it may have closed its output before its end
-
-
-async def end_guarded(process: asyncio.subprocess.Process) -> None:
-    """Ends a guard, and with it what it has started, and reaps it."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(asyncio.TimeoutError, ProcessLookupError):
-        process.terminate()
-        await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)
-    if process.returncode is None:
-        kill_group(process.pid)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)
+    return json.dumps(sent, default=str).encode() + b"\n"

@@ -13,12 +13,12 @@ import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
-from lit_async_rl.agents.api.openai_clients import OpenAIClients, import_openai
+from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClients, import_openai
 from lit_async_rl.agents.calls import result_of
-from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
 from lit_async_rl.runtime.loop import run_once, watched
+from lit_async_rl.runtime.process import Channel, Message
 from lit_async_rl.utils.user_code import user_line
 
 MAX_ERROR_CHARS = 2000
@@ -29,45 +29,39 @@ class _Player:
     """Plays episodes, and says what they return."""
 
     agent: Callable[[Any, Any], Any]
-    replies: BinaryIO
+    trainer: Channel
 
     def __post_init__(self) -> None:
         import_openai()  # which takes a second, before the first episode's time
         self.clients = OpenAIClients()
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, message: Play | Cancel) -> None:
+    def take(self, message: Message) -> None:
         """Does what the trainer says."""
-        if isinstance(message, Play):
-            task = asyncio.get_running_loop().create_task(self._play(message))
-            self.tasks[message.number] = task
-            task.add_done_callback(lambda _: self.tasks.pop(message.number, None))
+        fields, prompt = message
+        number = fields["call"]
+        if fields["kind"] == "play":
+            address = EndpointAddress(**fields["address"])
+            task = asyncio.get_running_loop().create_task(self._play(number, prompt, address=address))
+            self.tasks[number] = task
+            task.add_done_callback(lambda _: self.tasks.pop(number, None))
             return
-        if message.number in self.tasks:
-            self.tasks[message.number].cancel()
-        self.reply({"id": message.number})  # also of one that has ended: the trainer learns that this loop runs
+        if number in self.tasks:
+            self.tasks[number].cancel()
+        self.trainer.send({"call": number})  # also of one that has ended: the trainer learns that this loop runs
 
-    def reply(self, reply: dict[str, Any]) -> None:
-        """Says something to the trainer: a line of JSON.
-
-        Raises:
-            ValueError: a number is not finite.
-        """
-        line = json.dumps(reply, allow_nan=False)
-        self.replies.write(line.encode() + b"\n")
-        self.replies.flush()
-
-    async def _play(self, message: Play) -> None:
-        number = message.number
+    async def _play(self, number: int, prompt: bytes, address: EndpointAddress) -> None:
         try:
-            client = self.clients.make(message.address)
-            result = result_of(await self.agent(pickle.loads(message.prompt), client))
+            client = self.clients.make(address)
+            result = result_of(await self.agent(pickle.loads(prompt), client))
             parts = {name: float(part) for name, part in result.parts.items()}
-            self.reply({"id": number, "reward": float(result.reward), "parts": parts})
+            reply = {"call": number, "reward": float(result.reward), "parts": parts}
+            json.dumps(reply, allow_nan=False)  # raises if a number is not finite
+            self.trainer.send(reply)
         except SystemExit as error:
-            self.reply({"id": number, "error": f"it called sys.exit({error.code!r})"})
+            self.trainer.send({"call": number, "error": f"it called sys.exit({error.code!r})"})
         except Exception as error:
-            self.reply({"id": number, "error": _described(error)})
+            self.trainer.send({"call": number, "error": _described(error)})
 
 
 def _described(error: BaseException) -> str:
@@ -75,36 +69,29 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + (f"\n{where}" if where else "")
 
 
-def _read_message(messages: BinaryIO) -> Any:
-    """The next one of the trainer; None at the end."""
-    header = messages.read(HEADER_BYTES)
-    return pickle.loads(messages.read(int.from_bytes(header, "big"))) if len(header) == HEADER_BYTES else None
-
-
 def _main() -> None:
-    messages = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what agents print goes to stderr: stdout is for replies
-    try:
-        player = _Player(_read_message(messages), replies)
-    except BaseException as error:  # of the agent's module
-        replies.write(json.dumps({"error": _described(error)}).encode() + b"\n")
-        replies.flush()
+    trainer = Channel.of_parent()
+    message = trainer.receive()
+    if message is None:
         return
-    run_once(_serve(player, messages))
+    try:
+        player = _Player(pickle.loads(message[1]), trainer)
+    except BaseException as error:  # of the agent's module
+        trainer.send({"error": _described(error)})
+        return
+    run_once(_serve(player))
 
 
-async def _serve(player: _Player, messages: BinaryIO) -> None:
+async def _serve(player: _Player) -> None:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        while (message := _read_message(messages)) is not None:
+        while (message := player.trainer.receive()) is not None:
             loop.call_soon_threadsafe(player.take, message)
         os._exit(0)  # the trainer has ended, or needs no more
 
     threading.Thread(target=read, name="messages", daemon=True).start()
-    player.reply({"ready": True})
+    player.trainer.send({"ready": True})
     name = getattr(player.agent, "__qualname__", type(player.agent).__name__)
     with watched(loop, f"agent {name}"):
         await asyncio.Event().wait()

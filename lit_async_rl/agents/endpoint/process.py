@@ -3,11 +3,11 @@
 | who | waits for | woken by |
 |---|---|---|
 | an episode here | its reply, at most `timeout_s` | the task that reads replies, also at the process's end |
-| the task that reads replies | a reply | the pipe, also at the process's end |
+| the task that reads replies | a reply | the connection, also at the process's end |
 
-What happens there is in `player.py`. Messages to the process are pickled, because prompts have arbitrary metadata; only
-the child unpickles them, and they come from its parent. Its replies are lines of JSON. Calls of its clients go to the
-endpoint over HTTP.
+What happens there is in `player.py`. Agent and prompts are pickled, because they have arbitrary settings and metadata;
+only the child unpickles them, and they come from its parent. Its replies are JSON, see `runtime/process.py`. Calls of
+its clients go to the endpoint over HTTP.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import math
-import os
 import pickle
-import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from lit_async_rl.agents.api.openai_clients import EndpointAddress, address_of
 from lit_async_rl.agents.calls import AgentResult
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
-from lit_async_rl.agents.endpoint.command import CONCEALED, end_guarded
-from lit_async_rl.agents.endpoint.messages import HEADER_BYTES, Cancel, Play
+from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
-from lit_async_rl.runtime.processes import guarded
+from lit_async_rl.runtime.process import Child, InvalidMessage, end_reason, packed, receive_from
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
@@ -158,15 +155,8 @@ class _Place:
 @contextlib.asynccontextmanager
 async def _started(name: str, agent: bytes) -> AsyncIterator[_Worker]:
     """A process that has imported the agent; killed at the end."""
-    process = await asyncio.create_subprocess_exec(
-        *guarded([sys.executable, "-m", _PLAYER]),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        start_new_session=True,  # a process group to kill, without the parent's Ctrl-C
-        limit=MAX_REPLY_BYTES,
-    )
-    worker = _Worker(name, process)
+    child = Child([sys.executable, "-m", _PLAYER], name=f"agent {name}", is_guarded=True)
+    worker = _Worker(name, child, *await asyncio.open_connection(sock=child.socket))
     try:
         await worker.start(agent)
         yield worker
@@ -179,16 +169,16 @@ class _Worker:
 
     Args:
         name: of the agent.
-        process: just started.
+        child: just started.
+        replies: its messages.
+        messages: to it.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        if process.stdin is None or process.stdout is None:
-            raise ProcessAgentError(f"agent {name}: no pipe to its process")
+    def __init__(self, name: str, child: Child, replies: asyncio.StreamReader, messages: asyncio.StreamWriter) -> None:
         self._name = name
-        self._process = process
-        self._messages = process.stdin
-        self._replies = process.stdout
+        self._child = child
+        self._replies = replies
+        self._messages = messages
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[AgentResult]] = {}
         self._cancelled: set[int] = set()  # whose process has not yet said that it knows
@@ -197,14 +187,13 @@ class _Worker:
 
     async def start(self, agent: bytes) -> None:
         """Has it import the agent."""
-        self._write(agent)
-        with contextlib.suppress(ValueError):  # a line without an end
-            line = await self._replies.readline()
-            said = _as_object(line)
-            if said.get("ready") is True:
+        self._write({"kind": "import"}, agent)
+        with contextlib.suppress(InvalidMessage):
+            fields, _ = await receive_from(self._replies, MAX_REPLY_BYTES) or ({}, b"")
+            if fields.get("ready") is True:
                 self._reading = asyncio.create_task(self._read())
                 return
-            if isinstance(error := said.get("error"), str):
+            if isinstance(error := fields.get("error"), str):
                 raise ProcessAgentError(f"agent {self._name} cannot be made in its process: {error[:MAX_ERROR_CHARS]}")
         raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} as it started")
 
@@ -220,7 +209,7 @@ class _Worker:
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._write(pickle.dumps(Play(number, pickle.dumps(prompt), address=address)))
+            self._write({"kind": "play", "call": number, "address": asdict(address)}, pickle.dumps(prompt))
             return await self._waiting[number]
         except asyncio.CancelledError:
             self._cancel(number)
@@ -237,16 +226,16 @@ class _Worker:
         self._kill("was ended")
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=REAP_TIMEOUT_S)
-        await end_guarded(self._process)
+        self._messages.transport.abort()
+        await asyncio.to_thread(self._child.end)
 
-    def _write(self, message: bytes) -> None:
-        if self._messages.is_closing():  # it has ended, as the task that reads is about to notice
-            return
-        self._messages.write(len(message).to_bytes(HEADER_BYTES, "big") + message)
+    def _write(self, fields: Mapping[str, Any], blob: bytes = b"") -> None:
+        if not self._messages.is_closing():  # else it has ended, as the task that reads is about to notice
+            self._messages.write(packed(fields, blob))
 
     def _cancel(self, number: int) -> None:
         self._cancelled.add(number)
-        self._write(pickle.dumps(Cancel(number)))
+        self._write({"kind": "cancel", "call": number})
         asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._check, number)
 
     def _check(self, number: int) -> None:
@@ -255,14 +244,13 @@ class _Worker:
 
     def _kill(self, reason: str) -> None:
         self._reason = self._reason or reason
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()  # its guard kills it
+        self._child.terminate()  # its guard kills it
 
     async def _read(self) -> None:
         """Gives replies to those that wait for them, until the process has ended."""
         try:
-            while line := await self._replies.readline():
-                self._take(_as_object(line))
+            while message := await receive_from(self._replies, MAX_REPLY_BYTES):
+                self._take(message[0])
         except ValueError as error:
             self._kill(f"sent what is no reply ({error}), and was killed")
         finally:
@@ -273,7 +261,7 @@ class _Worker:
                     waiting.set_exception(AgentProcessEnded(ended))
 
     def _take(self, reply: dict[str, Any]) -> None:
-        number = reply.get("id")
+        number = reply.get("call")
         if not isinstance(number, int):
             raise ValueError("without a number")
         self._cancelled.discard(number)
@@ -290,23 +278,11 @@ class _Worker:
         waiting.set_result(AgentResult(reward=reply["reward"], parts=dict(reply["parts"])))
 
     async def _how_it_ended(self) -> str:
-        try:
-            status = await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        status = await asyncio.to_thread(self._child.status, REAP_TIMEOUT_S)
+        if status is None:
             self._kill("closed its pipe, and was killed")
-            return self._reason
-        if self._reason:
+        if self._reason or status is None:
             return self._reason
         if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        return f"ended with exit status {status}; what it said is above"
-
-
-def _as_object(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(found, dict):
-        raise ValueError("no object")
-    return found
+            return f"was ended by {end_reason(status)}"
+        return f"ended with exit {end_reason(status)}; what it said is above"

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 import traceback
@@ -24,10 +22,11 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.embedded.engine import DecodeLoop
-from lit_async_rl.engines.embedded.own_process import Channel, pack_completions, unpack_requests
+from lit_async_rl.engines.embedded.own_process import as_bytes, as_tensors, pack_completions, unpack_requests
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.weights import UNCHANGED
+from lit_async_rl.runtime.process import Channel
 from lit_async_rl.runtime.spans import recorder, start_recording
 from lit_async_rl.runtime.waiting import FairLock
 from lit_async_rl.types import Completion
@@ -37,10 +36,10 @@ IDLE_INTERVAL_S = 0.5  # while there are no requests
 
 
 def main() -> None:
-    """Entry point; the only argument is the number of the connection's file descriptor."""
+    """Entry point."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the trainer handles them, and ends this process after saving
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = Channel.of_parent()
     message = channel.receive()
     if message is None:
         return
@@ -117,12 +116,13 @@ class Child:
             "num_tokens": engine.num_tokens,
             "num_running": engine.num_running,
         }
-        self._channel.send(report, tensors)
+        self._channel.send(report, as_bytes(tensors))
 
     def _execute_commands(self) -> None:
         try:
             while (message := self._channel.receive()) is not None:
-                fields, tensors = message
+                fields, blob = message
+                tensors = as_tensors(blob)
                 if fields["kind"] == "load_weights" and not self._engine.in_flight_weight_updates:
                     # in another thread: it may wait for running requests, and a later command may abort those
                     self._updates.submit(self._answer, fields, tensors)
@@ -137,7 +137,7 @@ class Child:
         try:
             answer, state = self._execute(fields, tensors)
             if number is not None:
-                self._channel.send({"kind": "answer", "call": number, **answer}, state)
+                self._channel.send({"kind": "answer", "call": number, **answer}, as_bytes(state))
         except Exception as error:
             to = {"kind": "failed"} if number is None else {"kind": "answer", "call": number}
             self._channel.send({**to, "error": as_json(error)})

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import itertools
-import json
 import logging
-import os
 import shutil
-import signal
-import socket
-import struct
-import subprocess
 import sys
 import threading
 from collections import deque
@@ -25,7 +18,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-import lit_async_rl
 from lit_async_rl import errors
 from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
 from lit_async_rl.engines.embedded.settings import DecodeSettings
@@ -34,6 +26,7 @@ from lit_async_rl.errors import EngineError, SetupError
 from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.runtime.files import absolute
+from lit_async_rl.runtime.process import Child, end_reason
 from lit_async_rl.runtime.spans import SpanRecorder, recorder
 from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.types import (
@@ -46,7 +39,7 @@ from lit_async_rl.types import (
     unpack_heads,
 )
 
-PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
+PROGRAM = [sys.executable, "-c", "from lit_async_rl.engines.embedded.child import main; main()"]
 FILE_BYTES = 2**30  # size of a file of weights; the trainer holds a copy of one file while it writes
 CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
@@ -283,18 +276,7 @@ class Connection:
     """
 
     def __init__(self, on_report: Callable[[Message], None]) -> None:
-        ours, theirs = socket.socketpair()
-        paths = [str(Path(lit_async_rl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            cwd=absolute("."),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            start_new_session=True,  # without the terminal's Ctrl-C, which the trainer handles
-        )
-        theirs.close()
-        self._channel = Channel(ours)
+        self._child = Child(PROGRAM, name="embedded engine", stdout=None, cwd=absolute("."))
         self._on_report = on_report
         self._numbers = itertools.count()
         self._answers = dict[int, Message]()
@@ -303,12 +285,12 @@ class Connection:
         self._must_succeed: set[int | None] = {None}
         self._error: Exception | None = None  # the first fatal error; raised by every later call
         self._changed = threading.Condition()  # of answers and error; notified by every message, and at the end
-        threading.Thread(target=self._read, name="embedded-engine", daemon=True).start()
+        self._child.listen(self._take, thread="embedded-engine")
 
     @property
     def pid(self) -> int:
         """Process id of the child."""
-        return self._process.pid
+        return self._child.pid
 
     def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Sends a message.
@@ -319,7 +301,7 @@ class Connection:
         if self._error is not None:
             raise self._error
         try:
-            self._channel.send(fields, tensors)
+            self._child.send(fields, as_bytes(tensors or {}))
         except OSError:
             raise EngineError("the embedded engine's process has ended, or the engine was closed") from None
 
@@ -369,39 +351,31 @@ class Connection:
                 raise self._error
             return bool(condition())
 
-    def _read(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            fields = message[0]
-            with self._changed:
-                if fields["kind"] == "report":
-                    self._on_report(message)
-                elif fields["kind"] == "answer":
-                    self._answers[fields["call"]] = message
-                if "error" in fields and fields.get("call") in self._must_succeed:
-                    self._error = self._error or from_json(fields["error"])
-                self._changed.notify_all()
-        self._break(EngineError(f"the embedded engine's process ended ({self._end()})"))
+    def _take(self, message: tuple[dict[str, Any], bytes] | None) -> None:
+        if message is None:
+            status = self._child.status(CLOSE_TIMEOUT_S)
+            end = "it still runs" if status is None else end_reason(status)
+            self._break(EngineError(f"the embedded engine's process ended ({end})"))
+            return
+        fields, blob = message
+        with self._changed:
+            if fields["kind"] == "report":
+                self._on_report((fields, as_tensors(blob)))
+            elif fields["kind"] == "answer":
+                self._answers[fields["call"]] = fields, as_tensors(blob)
+            if "error" in fields and fields.get("call") in self._must_succeed:
+                self._error = self._error or from_json(fields["error"])
+            self._changed.notify_all()
 
     def _break(self, error: Exception) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _end(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(CLOSE_TIMEOUT_S)
-            return signal.Signals(-code).name if code < 0 else f"status {code}"
-        return "it still runs"
-
     def close(self) -> None:
         """Ends the process and unblocks all waits."""
         self._break(EngineError("the engine was closed"))
-        self._channel.close()
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.end(patience_s=CLOSE_TIMEOUT_S)
 
 
 def from_json(error: Mapping[str, str]) -> Exception:
@@ -420,51 +394,16 @@ def from_json(error: Mapping[str, str]) -> Exception:
 
 
 Message = tuple[dict[str, Any], dict[str, Tensor]]
-_SIZES = struct.Struct(">QQ")  # bytes of the JSON and of the tensors
 
 
-class Channel:
-    """One end of a connection; any thread may send, one receives.
+def as_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as the bytes of a message."""
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()}) if tensors else b""
 
-    Args:
-        end: connected stream socket.
-    """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._file = end.makefile("rb")
-        self._sending = threading.Lock()
-
-    def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Sends a message.
-
-        Raises:
-            OSError: the other process has ended.
-        """
-        text = json.dumps(fields).encode()
-        blob = save({name: tensor.contiguous() for name, tensor in tensors.items()}) if tensors else b""
-        with self._sending:
-            self._socket.sendall(_SIZES.pack(len(text), len(blob)) + text + blob)
-
-    def receive(self) -> Message | None:
-        """Waits for the next message; None after the other process has ended."""
-        try:
-            if len(sizes := self._file.read(_SIZES.size)) < _SIZES.size:
-                return None
-            num_text, num_blob = _SIZES.unpack(sizes)
-            text = self._file.read(num_text)
-            blob = self._file.read(num_blob)
-        except OSError:  # it was killed
-            return None
-        if len(text) < num_text or len(blob) < num_blob:
-            return None
-        return json.loads(text), load(blob) if blob else {}
-
-    def close(self) -> None:
-        """Ends the connection; a thread that receives gets None."""
-        with contextlib.suppress(OSError):  # the other end was first
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+def as_tensors(blob: bytes) -> dict[str, Tensor]:
+    """Tensors that `as_bytes` has made bytes of."""
+    return load(blob) if blob else {}
 
 
 def pack_requests(requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
