@@ -128,7 +128,7 @@ class ResponseAnswer(Answer):
 
     def _item_events(self, at: Event, item: dict[str, Any]) -> Iterator[Event]:
         inside = at | {"item_id": item["id"]}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Event = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield {"type": "response.output_item.added", **at, "item": item | {"status": "in_progress"} | empty}
         if item["type"] == "function_call":
             yield {"type": "response.function_call_arguments.delta", **inside, "delta": item["arguments"]}
@@ -140,7 +140,7 @@ class ResponseAnswer(Answer):
 
     def _part_events(self, at: Event, part: dict[str, Any]) -> Iterator[Event]:
         is_text = part["type"] == "output_text"
-        empty = {"text": ""} | ({"logprobs": []} if is_text else {})
+        empty: Event = {"text": "", "logprobs": []} if is_text else {"text": ""}
         yield {"type": "response.content_part.added", **at, "part": part | empty}
         for delta, begin, end in self._pieces(self._reply, part["text"]):
             logprobs = {"logprobs": self._token_logprobs(begin, end=end)} if is_text else {}
