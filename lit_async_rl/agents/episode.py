@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, ReplyMessage, ReplyReason
@@ -24,6 +24,7 @@ from lit_async_rl.agents.credit import BranchCredit
 from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
 from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
+from lit_async_rl.agents.reply_rules import MAX_TRIES
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenCall, TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
@@ -33,6 +34,7 @@ from lit_async_rl.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES = 128  # of one call
+ReplyCheck = Callable[[Reply], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,7 @@ class _Call:
     parent: SampledTurn | None
     given_ids: tuple[int, ...]
     given_text: str
+    sampling: CallSampling
     stop: tuple[str, ...]
     is_side: bool
     is_repeatable: bool  # it has an id, under which it may be asked for again
@@ -94,8 +97,17 @@ class _Call:
     match: Match | None = None
     turns: list[SampledTurn] = field(default_factory=list)
     replies: Future[list[Reply]] = field(default_factory=Future)
-    num_waiting: int = 0
+    num_waiting: int = 0  # for the first try and all that follow it
     parses_tools: bool = True
+    again: _Call | None = None  # the next try: samples in place of those that were discarded
+
+    @property
+    def tries(self) -> list[_Call]:
+        """This try and all that follow it."""
+        calls = [self]
+        while (again := calls[-1].again) is not None:
+            calls.append(again)
+        return calls
 
 
 class AgentEpisode(PlayedSample):
@@ -172,7 +184,7 @@ class AgentEpisode(PlayedSample):
 
     @property
     def num_calls(self) -> int:
-        """Calls so far, repeated ones once."""
+        """Calls so far: repeated ones once, those that were sampled again with each try."""
         return len(self._calls)
 
     # -- calls, from any event loop -----------------------------------------------------------------------------------
@@ -187,6 +199,7 @@ class AgentEpisode(PlayedSample):
         call_id: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parses_tools: bool = True,
+        check: ReplyCheck | None = None,
     ) -> list[Reply]:
         """Replies of the policy to a conversation.
 
@@ -199,9 +212,11 @@ class AgentEpisode(PlayedSample):
                 each call is a sample of its own.
             chat_template_kwargs: further arguments of the chat template.
             parses_tools: whether tool calls are found in the replies; otherwise they stay text.
+            check: returns the fault of a reply, None if it has none. A reply with a fault does not train, and another
+                is sampled in its place, at most `MAX_TRIES` in all; each try counts as a call. See `reply_rules`.
 
         Raises:
-            AgentCallError: the call cannot be answered.
+            AgentCallError: the call cannot be answered, or no try of it has passed the check.
         """
 
         def begin() -> _Call:
@@ -212,7 +227,7 @@ class AgentEpisode(PlayedSample):
                 checked, given, options, sampling=sampling, n=n, call_id=call_id, parses_tools=parses_tools
             )
 
-        return await self._answer(call_id, begin)
+        return await self._answer(call_id, begin, check)
 
     async def complete_text(
         self,
@@ -233,51 +248,101 @@ class AgentEpisode(PlayedSample):
         """
         return await self._answer(call_id, lambda: self._begin_text(prompt, sampling, n=n, call_id=call_id))
 
-    async def _answer(self, call_id: str | None, begin: Callable[[], _Call]) -> list[Reply]:
+    async def _answer(
+        self, call_id: str | None, begin: Callable[[], _Call], check: ReplyCheck | None = None
+    ) -> list[Reply]:
         with self._beginning:
             with self._lock:
                 self._check_open()
                 call = self._by_id.get(call_id) if call_id is not None else None
-                if call is None and self.num_calls >= self._rules.max_calls:
-                    raise AgentCallError(
-                        f"the episode has made max_calls={self._rules.max_calls} calls", "max_calls", status=429
-                    )
+                if call is None:
+                    self._check_num_calls()
             call = call or begin()
             with self._lock:
                 call.num_waiting += 1
         try:
-            replies = await _result(call.replies)
-        except asyncio.CancelledError:
+            found = await self._passing(call, check)
+        except BaseException:
             self._leave(call)
             raise
         with self._lock:
             call.num_waiting -= 1
-            for turn in call.turns:
+            for _, turn in found:
                 turn.is_kept = True
-        return replies
+        return [reply for reply, _ in found]
+
+    async def _passing(self, call: _Call, check: ReplyCheck | None) -> list[tuple[Reply, SampledTurn]]:
+        """Replies that pass the check, with their turns, in the order of the call's samples.
+
+        Raises:
+            AgentCallError: there is none after `MAX_TRIES` for one of the samples, or the call cannot be answered.
+        """
+        replies = await _result(call.replies)
+        found = list(zip(replies, call.turns, strict=True))
+        if check is None:
+            return found
+        places = list(range(len(found)))  # of the samples of this try in the answer
+        for num_tries in range(1, MAX_TRIES + 1):
+            faults = [check(found[place][0]) for place in places]
+            places = [place for place, fault in zip(places, faults, strict=True) if fault is not None]
+            if not places:
+                return found
+            with self._lock:
+                self.graph.discard([found[place][1] for place in places])
+            if num_tries < MAX_TRIES:
+                call = self._sample_again(call, num_samples=len(places), num_tries=num_tries)
+                for place, pair in zip(places, zip(await _result(call.replies), call.turns, strict=True), strict=True):
+                    found[place] = pair
+        fault = next(fault for fault in faults if fault is not None)
+        raise AgentCallError(
+            f"no reply of the policy was valid in {MAX_TRIES} tries; the last one: {fault}",
+            "no_valid_reply",
+            status=422,
+        )
+
+    def _sample_again(self, call: _Call, *, num_samples: int, num_tries: int) -> _Call:
+        """The next try of a call; the same one for all that wait for the call.
+
+        Raises:
+            AgentCallError: the episode is over, or has made all of its calls.
+        """
+        with self._beginning, self._lock:
+            if call.again is None:
+                self._check_open()
+                self._check_num_calls()
+                before = () if call.parent is None else call.parent.ids
+                tokens = self._session.sample(
+                    before, call.given_ids, call.sampling, num_samples=num_samples, num_tries=num_tries
+                )
+                call.again = replace(
+                    call, number=len(self._calls), tokens=tokens, turns=[], replies=Future(), num_waiting=0
+                )
+                self._calls.append(call.again)
+            return call.again
 
     def _leave(self, call: _Call) -> None:
         """A caller does not wait any more. A call that nobody can ask for again is aborted."""
         with self._lock:
             call.num_waiting -= 1
-            is_abandoned = not call.num_waiting and not call.is_repeatable and not call.replies.done()
+            last = call.tries[-1]
+            is_abandoned = not call.num_waiting and not call.is_repeatable and not last.replies.done()
             if is_abandoned:
-                call.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
+                last.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
         if is_abandoned:
-            self._abort([call.tokens.number])
+            self._abort([last.tokens.number])
 
     def withdraw(self, call_id: str) -> None:
         """Its replies have not reached the agent after all: its connection broke. A retry may still get them."""
         with self._lock:
             call = self._by_id.get(call_id)
             if call is not None and not call.num_waiting:
-                for turn in call.turns:
+                for turn in _turns(call):
                     turn.is_kept = False
 
     def discard(self, call_ids: Collection[str]) -> None:
         """The agent begins anew: these calls train nothing, and no later one continues them."""
         with self._lock:
-            turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in call.turns]
+            turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in _turns(call)]
             for turn in turns:
                 turn.is_kept = False
             self.graph.discard(turns)
@@ -285,6 +350,12 @@ class AgentEpisode(PlayedSample):
     def _check_open(self) -> None:
         if self.is_over:
             raise AgentCallError("the episode of this key is over", "episode_over", status=401)
+
+    def _check_num_calls(self) -> None:
+        if self.num_calls >= self._rules.max_calls:
+            raise AgentCallError(
+                f"the episode has made max_calls={self._rules.max_calls} calls", "max_calls", status=429
+            )
 
     # -- beginning of a call, one after the other ---------------------------------------------------------------------
 
@@ -375,7 +446,7 @@ class AgentEpisode(PlayedSample):
         behind it. One that does not has changed the turn, which is a drift.
         """
         with self._lock:
-            texts = dict(self._texts)
+            texts = {turn: text for turn, text in self._texts.items() if not turn.is_discarded}
         begun = [turn for turn, (text, _) in texts.items() if self._begins(prompt, text, turn)]
         begun.sort(key=lambda one: (len(texts[one][0]), one.is_kept, one.call), reverse=True)
         for turn in begun:
@@ -396,7 +467,7 @@ class AgentEpisode(PlayedSample):
         """The turn that token ids continue, with or without its end token, and the ids behind it."""
         ends = self.request.sampling.ends(self._rules.renderer.codec.ends.ids)
         with self._lock:
-            turns = list(self.graph.turns)
+            turns = [turn for turn in self.graph.turns if not turn.is_discarded]
         best: tuple[SampledTurn | None, tuple[int, ...]] = (None, ids)
         for turn in turns:
             whole = turn.ids
@@ -445,6 +516,7 @@ class AgentEpisode(PlayedSample):
                 parent=parent,
                 given_ids=given_ids,
                 given_text=given_text,
+                sampling=sampling,
                 stop=(*self.request.sampling.stop, *sampling.stop),
                 is_side=is_side,
                 is_repeatable=call_id is not None,
@@ -542,6 +614,11 @@ class AgentEpisode(PlayedSample):
             EnvironmentFailure: nothing was sampled that trains.
         """
         return completion_of(self.request, self.sample_index, self.graph.turns, credit=self._rules.credit)
+
+
+def _turns(call: _Call) -> list[SampledTurn]:
+    """Turns of all tries of a call."""
+    return [turn for one in call.tries for turn in one.turns]
 
 
 def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Messages:

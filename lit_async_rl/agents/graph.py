@@ -37,6 +37,7 @@ class SampledTurn:
         call: number of its call within the episode.
         is_side: whether its call is a side call.
         is_kept: whether its reply has reached the agent.
+        is_discarded: whether no later call may continue it.
         system: system prompt of its conversation; empty without one.
     """
 
@@ -47,6 +48,7 @@ class SampledTurn:
     call: int
     is_side: bool = False
     is_kept: bool = False
+    is_discarded: bool = False
     system: str = ""
 
     @property
@@ -192,6 +194,8 @@ class MessageGraph:
 
     def discard(self, turns: Collection[SampledTurn]) -> None:
         """No later call continues these turns, whatever its messages say."""
+        for turn in turns:
+            turn.is_discarded = True
         nodes = list(self._roots.values())
         while nodes:
             node = nodes.pop()

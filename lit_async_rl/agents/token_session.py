@@ -75,8 +75,16 @@ class TokenSession:
         sampling: CallSampling,
         *,
         num_samples: int = 1,
+        num_tries: int = 0,
     ) -> TokenCall:
         """Asks for completions of `ids_so_far + new_ids`; their tokens have log-probabilities, versions and so on.
+
+        Args:
+            ids_so_far: tokens of the conversation.
+            new_ids: tokens behind them.
+            sampling: what the call asks of the sampler.
+            num_samples: number of completions.
+            num_tries: samples of the same call that were discarded: with a seed of its own, each try has another one.
 
         Raises:
             AgentCallError: the ids leave no room in the context.
@@ -101,7 +109,7 @@ class TokenSession:
             sampling=params,
             num_resumed=0,
             session=self._place,
-            seed=self._seed(sampling),
+            seed=self._seed(sampling, num_tries),
         )
         self.num_calls += 1
         self._submit(request, call)
@@ -115,12 +123,12 @@ class TokenSession:
             return run  # as most calls ask: a copy checks all of its settings again
         return replace(run, max_tokens=min(limits), stop=stop)
 
-    def _seed(self, sampling: CallSampling) -> int | None:
+    def _seed(self, sampling: CallSampling, num_tries: int) -> int | None:
         """A seed of this call, of this sample: without the sample in it, a group would be one sample many times."""
         base = sampling.seed if sampling.seed is not None else self.request.seed
         if base is None:
             return None
-        number = 0 if sampling.seed is not None else self.num_calls
+        number = num_tries if sampling.seed is not None else self.num_calls
         return _number_of(f"{base} {self.sample_index} {number}", num_bytes=4)
 
 

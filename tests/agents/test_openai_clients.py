@@ -92,8 +92,9 @@ def test_a_call_needs_no_model():
     async def use(client):
         await client.chat.completions.create(messages=[HELLO])
         await client.completions.create(prompt="hello")
+        await client.responses.create(input="hello")
 
-    assert [body["model"] for body in sent(ours, use)] == ["policy", "policy"]
+    assert [body["model"] for body in sent(ours, use)] == ["policy", "policy", "policy"]
 
 
 def test_a_client_knows_its_episode_also_with_other_options():

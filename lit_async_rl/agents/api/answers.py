@@ -86,6 +86,7 @@ class Answer:
         self._call = call
         self._replies = replies
         self._texts = texts
+        self._number = number
         self._is_chat = bool(call.messages)
         kind = "chatcmpl" if self._is_chat else "cmpl"
         self._frame: dict[str, Any] = {
@@ -99,7 +100,7 @@ class Answer:
     def whole(self) -> bytes:
         """One JSON object."""
         choices = [self._choice(number, reply) for number, reply in enumerate(self._replies)]
-        return _json(self._frame | {"choices": choices, "usage": self._usage}).encode()
+        return as_json(self._frame | {"choices": choices, "usage": self._usage}).encode()
 
     @property
     def events(self) -> bytes:
@@ -112,7 +113,7 @@ class Answer:
                 parts.append(frame | {"choices": [{"index": number, "finish_reason": None} | choice]} | none_yet)
         if self._call.include_usage:
             parts.append(frame | {"choices": [], "usage": self._usage})
-        return "".join([*(f"data: {_json(part)}\n\n" for part in parts), DONE]).encode()
+        return "".join([*(f"data: {as_json(part)}\n\n" for part in parts), DONE]).encode()
 
     @property
     def _usage(self) -> dict[str, int]:
@@ -230,5 +231,6 @@ class Answer:
         return pieces
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """A value as it is sent."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

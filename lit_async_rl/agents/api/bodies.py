@@ -1,8 +1,9 @@
 """Calls of request bodies, and the rules for what a call may ask of the policy; `shapes` has the shapes of the bodies.
 
-The trainer recomputes the log-probability of each token under the run's own sampling distribution (`data.sampling`).
-An option that changes this distribution for one call is therefore refused, unless it has the run's value or a neutral
-one, or is named in `ignored_options`. Options that end a reply sooner (`stop`, `max_tokens`) are free.
+The trainer recomputes the log-probability of each token under the run's own sampling distribution (`data.sampling`). An
+option that changes this distribution for one call is therefore refused, unless it has the run's value or a neutral one,
+or is named in `ignored_options`. Options that end a reply sooner (`stop`, `max_tokens`) are free. Forced tool calls and
+formats are rules by which whole replies are sampled again, see `reply_rules`. `response_bodies` has the Responses API.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
+from lit_async_rl.agents.api.formats import content_check
 from lit_async_rl.agents.api.shapes import MAX_CHOICES, Body, ChatBody, ChatMessage, TextBody, shaped
 from lit_async_rl.agents.calls import REASONING_KEYS
+from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
 from lit_async_rl.types import SamplingParams
 
 CHAT = "/v1/chat/completions"
@@ -48,19 +51,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "function_call": ("auto", "none"),
+    "reasoning": ({},),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
 }
+UNSERVED = ("previous_response_id", "conversation")  # responses are not stored
 READ_AS_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # of a message
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")  # as in `SamplingParams.distribution`
 COMMON = frozenset(
     ("model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "return_token_ids", *DISTRIBUTION)
 )
-CHAT_OPTIONS = frozenset(
+CHAT_OPTIONS = COMMON | frozenset(
     (
         *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens"),
-        *("logprobs", "top_logprobs", "chat_template_kwargs"),
+        *("logprobs", "top_logprobs", "chat_template_kwargs", "response_format"),
     )
 )
-TEXT_OPTIONS = frozenset(("prompt", "logprobs"))
+TEXT_OPTIONS = COMMON | frozenset(("prompt", "logprobs"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +110,8 @@ class Call:
         tools: JSON schemas, for a chat.
         calls_tools: whether calls are parsed.
         chat_template_kwargs: arguments of the chat template.
+        rule: rule that replies must keep, for a chat; None without.
+        request: fields of the request that its response repeats; None for completions.
     """
 
     model: str
@@ -119,6 +129,15 @@ class Call:
     tools: tuple[Mapping[str, Any], ...] | None = None
     calls_tools: bool = True
     chat_template_kwargs: Mapping[str, Any] | None = None
+    rule: ReplyRule | None = None
+    request: Mapping[str, Any] | None = None
+
+    @property
+    def param(self) -> str:
+        """Name of the parameter that the policy reads."""
+        if not self.messages:
+            return "prompt"
+        return "messages" if self.request is None else "input"
 
 
 def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
@@ -144,7 +163,7 @@ def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
         raise ApiError(
             400,
             f"the model's context is {max_tokens} tokens, and the call has at least {longest}",
-            param="messages" if call.messages else "prompt",
+            param=call.param,
             code="context_length_exceeded",
         )
 
@@ -157,7 +176,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
-    needed = sorted({"messages", "prompt", "model", "tools", "n", "stream"}.intersection(names))
+    needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(f"{setting} must not have {', '.join(needed)}: every answer depends on it")
     return tuple(names)
@@ -208,23 +227,25 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
     check_options(body, CHAT_OPTIONS, sampling, ignored=limits.ignored_options)
-    _check_number_of_messages(body.get("messages"), limits.max_messages)
-    kept = _without(body, limits.ignored_options & NOT_NEEDED)
+    check_number_of_messages(body.get("messages"), limits.max_messages)
+    kept = without_ignored(body, limits.ignored_options)
     chat = shaped(ChatBody, kept)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     tools = tuple(kept["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
     lengths = [length for length in (chat.max_tokens, chat.max_completion_tokens) if length is not None]
+    choice = tool_choice(chat.tool_choice, [tool.function.name for tool in chat.tools or ()])
     return Call(
         model=chat.model,
         messages=tuple(_message(message, f"messages[{number}]") for number, message in enumerate(chat.messages)),
         tools=tools,
-        calls_tools=_calls_tools(chat, has_tools=tools is not None),
+        calls_tools=choice.calls_tools,
+        rule=reply_rule(choice, is_parallel=chat.parallel_tool_calls, content=_chat_content(chat)),
         chat_template_kwargs=chat.chat_template_kwargs,
         n=chat.n,
         max_tokens=min(lengths, default=None),
         stop=tuple(chat.stop),
-        seed=_seed(chat),
+        seed=engine_seed(chat.seed),
         stream=chat.stream,
         include_usage=_includes_usage(chat),
         logprobs=chat.logprobs,
@@ -240,7 +261,7 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
     check_options(body, TEXT_OPTIONS, sampling, ignored=limits.ignored_options)
-    text = shaped(TextBody, _without(body, limits.ignored_options & NOT_NEEDED))
+    text = shaped(TextBody, without_ignored(body, limits.ignored_options))
     prompts = _prompts(text.prompt)
     if text.n * len(prompts) > MAX_CHOICES:
         raise invalid("n", f"n={text.n} replies to each of {len(prompts)} prompts are more than {MAX_CHOICES}")
@@ -250,7 +271,7 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         n=text.n,
         max_tokens=text.max_tokens,
         stop=tuple(text.stop),
-        seed=_seed(text),
+        seed=engine_seed(text.seed),
         stream=text.stream,
         include_usage=_includes_usage(text),
         logprobs=text.logprobs is not None,
@@ -260,11 +281,17 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
 
 
 NOT_NEEDED = frozenset(  # what `ignored_options` may take out of a call
-    ("seed", "stop", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "stream_options")
-) | {"parallel_tool_calls", "chat_template_kwargs"}
+    (
+        *("seed", "stop", "max_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs"),
+        *("tool_choice", "parallel_tool_calls", "response_format", "text", "include"),
+        *("stream_options", "chat_template_kwargs"),
+    )
+)
 
 
-def _without(body: Mapping[str, Any], names: frozenset[str]) -> Mapping[str, Any]:
+def without_ignored(body: Mapping[str, Any], ignored: frozenset[str]) -> Mapping[str, Any]:
+    """A body without those of its ignored options that would be read."""
+    names = ignored & NOT_NEEDED
     return body if names.isdisjoint(body) else {name: value for name, value in body.items() if name not in names}
 
 
@@ -276,7 +303,7 @@ def check_options(
     Raises:
         ApiError: names the option, its value, and what it may be.
     """
-    for name in body.keys() - known - COMMON - ACCEPTED_AND_UNUSED - ignored:
+    for name in body.keys() - known - ACCEPTED_AND_UNUSED - ignored:
         neutral = NEUTRAL.get(name)
         if neutral is None:
             raise ApiError(
@@ -315,8 +342,9 @@ def check_options(
 # -- Rules ------------------------------------------------------------------------------------------------------------
 
 
-def _seed(body: Body) -> int | None:
-    return None if body.seed is None else body.seed % 2**31  # engines take seeds >= 0
+def engine_seed(seed: int | None) -> int | None:
+    """The seed of a body as engines take it, which is at least 0."""
+    return None if seed is None else seed % 2**31
 
 
 def _includes_usage(body: Body) -> bool:
@@ -345,11 +373,16 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
 
 
-def _check_number_of_messages(messages: Any, max_messages: int) -> None:
+def check_number_of_messages(messages: Any, max_messages: int, param: str = "messages") -> None:
+    """Refuses a conversation that is too long, before its messages are read.
+
+    Raises:
+        ApiError: it is.
+    """
     if isinstance(messages, list) and len(messages) > max_messages:
         raise invalid(
-            "messages",
-            f"messages must be at most {max_messages} (max_messages of the agent's engine), got {len(messages)}",
+            param,
+            f"{param} must be at most {max_messages} (max_messages of the agent's engine), got {len(messages)}",
             code="array_above_max_length",
         )
 
@@ -375,27 +408,60 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     return found | {name: given[name] for name in READ_AS_TEXT if isinstance(given[name], str)}
 
 
-def _calls_tools(chat: ChatBody, has_tools: bool) -> bool:
-    """Whether calls are parsed.
+def _chat_content(chat: ChatBody) -> ContentCheck | None:
+    wanted = chat.response_format
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else content_check(wanted.type)
+    if wanted.json_schema is None:
+        raise invalid("response_format.json_schema", "response_format.json_schema is needed for the type json_schema")
+    return content_check(wanted.type, wanted.json_schema.schema_, param="response_format.json_schema.schema")
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Choice of tools.
+
+    Attributes:
+        calls_tools: whether calls are parsed.
+        functions: names of which at least one must be called; None leaves the choice to the policy.
+    """
+
+    calls_tools: bool = True
+    functions: frozenset[str] | None = None
+
+
+def tool_choice(choice: Any, names: Sequence[str]) -> ToolChoice:
+    """The choice that a call makes among its tools.
+
+    Args:
+        choice: field `tool_choice` of a body.
+        names: of the tools.
 
     Raises:
-        ApiError: a call would have to be forced or prevented, which takes a grammar.
+        ApiError: the choice is unknown, or needs tools that the call does not have.
     """
-    if chat.parallel_tool_calls is not True:
-        raise not_sampled(
-            "parallel_tool_calls",
-            f"parallel_tool_calls={quoted(chat.parallel_tool_calls)}: sampling is not constrained, so several calls "
-            "in a reply cannot be prevented: leave it out, or name it in ignored_options of the agent's engine",
-        )
-    choice = chat.tool_choice
     if choice == "none":
-        return False
-    if choice not in ("auto", None):
-        raise not_sampled(
-            "tool_choice",
-            f"tool_choice={quoted(choice)}: sampling is not constrained by a grammar, so a call cannot be forced: set "
-            "it to auto or none, or name it in ignored_options of the agent's engine",
-        )
-    if choice is not None and not has_tools:
+        return ToolChoice(calls_tools=False)
+    if choice is None:
+        return ToolChoice()
+    if not names:
         raise invalid("tool_choice", "tool_choice needs tools")
-    return True
+    if choice == "auto":
+        return ToolChoice()
+    if choice == "required":
+        return ToolChoice(functions=frozenset(names))
+    named = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if name is None or name not in names:
+        raise invalid(
+            "tool_choice",
+            f"tool_choice must be auto, none, required or a function of tools, got {quoted(choice)}",
+        )
+    return ToolChoice(functions=frozenset((name,)))
+
+
+def reply_rule(choice: ToolChoice, *, is_parallel: bool, content: ContentCheck | None) -> ReplyRule | None:
+    """The rule that replies must keep; None if every reply keeps it."""
+    if choice.functions is None and is_parallel and content is None:
+        return None
+    return ReplyRule(functions=choice.functions, max_tool_calls=None if is_parallel else 1, content=content)

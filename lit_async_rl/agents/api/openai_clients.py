@@ -120,6 +120,10 @@ def _client_class() -> Any:
         def completions(self) -> AsyncCompletions:
             return Completions(self)
 
+        @functools.cached_property
+        def responses(self) -> Any:
+            return _responses_class()(self)
+
         def copy(self, **options: Any) -> Any:
             other: Any = super().copy(**options)
             if hasattr(self, "episode"):
@@ -129,6 +133,18 @@ def _client_class() -> Any:
         with_options = copy
 
     return Client
+
+
+@functools.cache
+def _responses_class() -> Any:
+    """The official client's responses, whose calls need no `model`; imported by their first call, as there."""
+    from openai.resources.responses import AsyncResponses
+
+    class Responses(AsyncResponses):
+        async def create(self, *, model: Any = POLICY, **arguments: Any) -> Any:
+            return await super().create(model=model, **arguments)
+
+    return Responses
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from lit_async_rl.agents.api.errors import ApiError
 
 MAX_KEY_CHARS = 256
-_PERSONS = {"/v1/chat/completions": b"chat", "/v1/completions": b"text"}
+_PERSONS = {"/v1/chat/completions": b"chat", "/v1/completions": b"text", "/v1/responses": b"responses"}
 
 
 def digest_of(path: str, body: bytes) -> bytes:

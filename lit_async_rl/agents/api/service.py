@@ -16,6 +16,8 @@ from lit_async_rl.agents.api.answers import Answer, TokenTexts
 from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
 from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
 from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.response_answers import ResponseAnswer
+from lit_async_rl.agents.api.response_bodies import RESPONSES, response_call
 from lit_async_rl.agents.api.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
@@ -23,6 +25,7 @@ from lit_async_rl.errors import describe
 from lit_async_rl.models.tokenizer import TextCodec
 
 MODELS = "/v1/models"
+READERS = {CHAT: chat_call, TEXT: text_call, RESPONSES: response_call}
 NUM_ENDED_KEYS = 4096
 EVENTS = "text/event-stream; charset=utf-8"
 ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR).response
@@ -132,8 +135,7 @@ class CallService:
     async def _answer(self, session: _Session, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
         if len(request.body) > self.limits.max_body_bytes:
             raise self.too_long
-        read = chat_call if request.path == CHAT else text_call
-        call = read(parse_body(request.body), session.episode.request.sampling, session.limits)
+        call = READERS[request.path](parse_body(request.body), session.episode.request.sampling, session.limits)
         check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
         known = session.book.join(
             digest_of(request.path, request.body),
@@ -144,7 +146,8 @@ class CallService:
             replies = await _sample(session.episode, call, call_ids(call, known.id))
         except AgentCallError as error:
             session.book.fail(known)
-            raise ApiError(error.status, str(error), param=error.param, code=error.code) from None
+            param = call.param if error.param == "messages" else error.param
+            raise ApiError(error.status, str(error), param=param, code=error.code) from None
         except asyncio.CancelledError:
             self._leave(session, call, known)
             raise
@@ -155,7 +158,8 @@ class CallService:
             self._leave(session, call, known)
         else:
             session.book.leave(known, delivered=True)
-        answer = Answer(call, replies, self._texts, number=known.number, created=known.created)
+        shape = Answer if call.request is None else ResponseAnswer
+        answer = shape(call, replies, self._texts, number=known.number, created=known.created)
         if call.stream:
             return ApiResponse(body=answer.events, media_type=EVENTS, headers={"Cache-Control": "no-cache"})
         return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
@@ -208,6 +212,7 @@ async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> li
             call_id=names[0],
             chat_template_kwargs=call.chat_template_kwargs,
             parses_tools=call.calls_tools,
+            check=None if call.rule is None else call.rule.fault,
         )
     tasks = [
         asyncio.ensure_future(episode.complete_text(prompt, sampling=sampling, n=call.n, call_id=name))
@@ -231,12 +236,12 @@ def _check_path(request: ApiRequest) -> None:
         ApiError: it is.
     """
     is_model = request.path == MODELS or request.path.startswith(f"{MODELS}/")
-    method = "POST" if request.path in (CHAT, TEXT) else "GET" if is_model else None
+    method = "POST" if request.path in READERS else "GET" if is_model else None
     if request.method != method:
         raise ApiError(
             404 if method is None else 405,
-            f"Unknown request URL: {request.method} {request.path[:200]}; the endpoint has POST {CHAT}, POST {TEXT} "
-            f"and GET {MODELS}",
+            f"Unknown request URL: {request.method} {request.path[:200]}; the endpoint has POST {CHAT}, POST "
+            f"{RESPONSES}, POST {TEXT} and GET {MODELS}",
             code="unknown_url",
         )
 

@@ -5,7 +5,7 @@ Fields that no model has are ignored here. What the values mean for the run is c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -133,10 +133,13 @@ class Parameters(Shape):
     required: list[Any] = []
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
 class Function(Shape):
     """Function of a tool."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: Parameters | None = None
 
@@ -146,6 +149,20 @@ class Tool(Shape):
 
     type: Literal["function"]
     function: Function
+
+
+class NamedSchema(Shape):
+    """JSON schema of a content."""
+
+    name: FunctionName
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ContentFormat(Shape):
+    """Format of a content."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: NamedSchema | None = None
 
 
 # -- Bodies -----------------------------------------------------------------------------------------------------------
@@ -161,10 +178,14 @@ class StreamOptions(Shape):
     include_usage: bool = False
 
 
-class Body(Shape):
-    """Fields of all calls."""
+ModelName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+class Body(Shape):
+    """Fields of all completions."""
+
+    model: ModelName
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Annotated[
@@ -172,7 +193,7 @@ class Body(Shape):
         Field(max_length=MAX_STOPS, fail_fast=True),
         BeforeValidator(_listed_stops),
     ] = []
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -184,7 +205,8 @@ class ChatBody(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = True
+    parallel_tool_calls: bool = True
+    response_format: ContentFormat | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
@@ -198,26 +220,137 @@ class TextBody(Body):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
-AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
+# -- Responses --------------------------------------------------------------------------------------------------------
 
 
-def shaped(shape: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
-    """The fields of a body.
+class ItemPart(ContentPart):
+    """Part of the content of an item."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]  # type: ignore[assignment]
+
+    @property
+    def said(self) -> str | None:
+        return self.refusal if self.type == "refusal" else self.text
+
+
+ItemContent = Annotated[
+    list[Annotated[ItemPart, AfterValidator(_check_said)]],
+    Field(fail_fast=True),
+    BeforeValidator(_listed_content),
+]
+
+
+def text_of(content: Sequence[ContentPart]) -> str:
+    """Texts of a content, joined."""
+    return "".join(part.said or "" for part in content)
+
+
+class MessageItem(Shape):
+    """Message of a conversation."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemContent
+
+
+class FunctionCallItem(Shape):
+    """Tool call of the policy."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+    def as_message(self) -> dict[str, Any]:
+        """The call in the form of a chat message."""
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class FunctionOutputItem(Shape):
+    """Answer to a tool call."""
+
+    call_id: str
+    output: ItemContent
+
+
+class ReasoningText(Shape):
+    """Part of a reasoning."""
+
+    text: str
+
+
+class ReasoningItem(Shape):
+    """Reasoning of the policy; without its text (a summary, or an encrypted text) it says nothing."""
+
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+
+
+class FunctionTool(Shape):
+    """Tool that the policy may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters | None = None
+
+
+class TextFormat(Shape):
+    """Format of a content."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextOptions(Shape):
+    """Options of the text of a response."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+def _listed_input(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else _checked_list(given)
+
+
+class ResponseBody(Shape):
+    """Body of `/v1/responses`; items of the input are shaped one by one."""
+
+    model: ModelName
+    input: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), BeforeValidator(_listed_input)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    seed: Seed | None = None
+    stream: bool = False
+    return_token_ids: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+AnyShape = TypeVar("AnyShape", bound=Shape)
+
+
+def shaped(shape: type[AnyShape], value: Any, where: str = "") -> AnyShape:
+    """The fields of a body, or of the object at a path in one.
 
     Raises:
         ApiError: a field has another shape; names its path and its value.
     """
     try:
-        return shape.model_validate(body)
+        return shape.model_validate(value)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+        raise _refusal(error.errors(include_url=False, include_context=False)[0], where) from None
 
 
-def _refusal(error: ErrorDetails) -> ApiError:
-    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"]).removeprefix(".")
+def _refusal(error: ErrorDetails, where: str) -> ApiError:
+    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])
+    path = f"{where}{keys}".removeprefix(".")
     kind = error["type"]
     code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    if ".function.parameters" in path:
+    if "parameters" in error["loc"]:
         code = "invalid_function_parameters"
     got = "" if kind == "missing" else f", got {quoted(error['input'])}"
     return invalid(path, f"{path}: {WORDS.get(kind, error['msg'])}{got}", code=code)

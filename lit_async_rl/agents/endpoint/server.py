@@ -55,8 +55,8 @@ class EndpointSettings:
         max_body_mb: largest body of a request, in MiB.
         max_messages: largest number of messages in a call.
         ignored_options: options of a call that are accepted and have no effect, where they would be refused because
-            they change the distribution that tokens are sampled from, such as `temperature`, `response_format` or
-            `tool_choice`.
+            they change the distribution that tokens are sampled from, such as `temperature`, or would have replies
+            sampled again, such as `response_format` or `tool_choice`.
 
     Raises:
         ValueError: a setting is out of range.

@@ -1,0 +1,155 @@
+"""Calls of bodies of `/v1/responses`: the Responses API as another form of a chat.
+
+Items of the input become the messages that `/v1/chat/completions` would have, so that a conversation continues its
+tokens, whichever of the two an agent calls. Responses are not stored: each request has its whole conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_async_rl.agents.api.bodies import (
+    DISTRIBUTION,
+    UNSERVED,
+    Call,
+    CallLimits,
+    check_number_of_messages,
+    check_options,
+    engine_seed,
+    reply_rule,
+    tool_choice,
+    without_ignored,
+)
+from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
+from lit_async_rl.agents.api.formats import content_check
+from lit_async_rl.agents.api.shapes import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    MessageItem,
+    ReasoningItem,
+    ResponseBody,
+    TextOptions,
+    shaped,
+    text_of,
+)
+from lit_async_rl.agents.reply_rules import ContentCheck
+from lit_async_rl.types import SamplingParams
+
+RESPONSES = "/v1/responses"
+RESPONSE_OPTIONS = frozenset(
+    (
+        *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
+        *("text", "include", "top_logprobs", "stream", "stream_options"),
+        *("seed", "return_token_ids", "chat_template_kwargs", *DISTRIBUTION),
+    )
+)
+LOGPROBS = "message.output_text.logprobs"
+VERBOSITY = "verbosity"
+REPEATED = ("instructions", "max_output_tokens", "metadata", "tools", "text", "user", "store", "safety_identifier")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLimits) -> Call:
+    """The call of a body of `/v1/responses`; see `chat_call`.
+
+    Raises:
+        ApiError: a parameter is unknown, malformed, or would change the distribution.
+    """
+    for name in UNSERVED:
+        if name in body:
+            message = f"{name} is not supported, as responses are not stored: send the whole conversation as input"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
+    check_options(body, RESPONSE_OPTIONS, sampling, ignored=limits.ignored_options)
+    check_number_of_messages(body.get("input"), limits.max_messages, param="input")
+    kept = without_ignored(body, limits.ignored_options)
+    given = shaped(ResponseBody, kept)
+    tools = [_chat_tool(tool) for tool in kept["tools"]] if given.tools else None
+    choice = tool_choice(given.tool_choice, [tool.name for tool in given.tools or ()])
+    content = _content(given.text or TextOptions(), limits.ignored_options)
+    system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
+    return Call(
+        model=given.model,
+        messages=(*system, *_messages(given.input)),
+        tools=None if tools is None else tuple(tools),
+        calls_tools=choice.calls_tools,
+        rule=reply_rule(choice, is_parallel=given.parallel_tool_calls, content=content),
+        chat_template_kwargs=given.chat_template_kwargs,
+        max_tokens=given.max_output_tokens,
+        seed=engine_seed(given.seed),
+        stream=given.stream,
+        logprobs=LOGPROBS in given.include,
+        top_logprobs=given.top_logprobs if LOGPROBS in given.include else 0,
+        return_token_ids=given.return_token_ids,
+        request={name: kept[name] for name in REPEATED if name in kept}
+        | {
+            "tool_choice": given.tool_choice or "auto",
+            "parallel_tool_calls": given.parallel_tool_calls,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        },
+    )
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chats have it; the template may read what is not checked, and `strict` is nothing to read."""
+    function = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _content(text: TextOptions, ignored: frozenset[str]) -> ContentCheck | None:
+    if text.verbosity is not None and VERBOSITY not in ignored:
+        raise not_sampled(
+            "text.verbosity",
+            f"text.verbosity={quoted(text.verbosity)} has no effect on this policy: leave it out, or name {VERBOSITY} "
+            "in ignored_options of the agent's engine",
+        )
+    wanted = text.format
+    if wanted is None or "response_format" in ignored:
+        return None
+    if wanted.type == "json_schema" and (wanted.schema_ is None or wanted.name is None):
+        missing = "schema" if wanted.schema_ is None else "name"
+        raise invalid(f"text.format.{missing}", f"text.format.{missing} is needed for the type json_schema")
+    return content_check(
+        wanted.type, wanted.schema_ if wanted.type == "json_schema" else None, param="text.format.schema"
+    )
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages of items. A turn of the policy is one message: its reasoning, its text and its calls in a row."""
+    messages: list[dict[str, Any]] = []
+    reasoning = ""
+    is_open = False  # whether a call that comes next belongs to the last message
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning = text_of_reasoning(shaped(ReasoningItem, item, where))
+            is_open = False
+        elif kind == "message":
+            message = shaped(MessageItem, item, where)
+            is_open = message.role == "assistant"
+            messages.append({"role": message.role, "content": text_of(message.content)})
+        elif kind == "function_call":
+            if not is_open:
+                messages.append({"role": "assistant", "content": ""})
+            called = shaped(FunctionCallItem, item, where).as_message()
+            messages[-1].setdefault("tool_calls", []).append(called)
+            is_open = True
+        elif kind == "function_call_output":
+            answer = shaped(FunctionOutputItem, item, where)
+            messages.append({"role": "tool", "tool_call_id": answer.call_id, "content": text_of(answer.output)})
+            is_open = False
+        else:
+            raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join(ITEM_TYPES)}, got {quoted(kind)}")
+        if reasoning and is_open:
+            messages[-1]["reasoning_content"] = reasoning
+            reasoning = ""
+    if not messages:
+        raise invalid("input", "input needs an item that is no reasoning")
+    return messages
+
+
+def text_of_reasoning(item: ReasoningItem) -> str:
+    """Text of a reasoning; empty if there is none to read."""
+    return "".join(part.text for part in item.content or ())
