@@ -751,8 +751,8 @@ class GenerationRequest:
 
     `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
     serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
-    `prompt_ids` belong to the completion: another engine sampled them, or an earlier run, and a stop string may begin in
-    them.
+    `prompt_ids` belong to the completion: an earlier run sampled them, or another replica, and a stop string may begin
+    in them.
 
     With a `seed` >= 0, random numbers of the embedded engine depend on `seed` + sample and the token's position alone,
     whatever else is sampled, and in whichever order. Other engines do not read it.

@@ -17,6 +17,7 @@ the machine matters little. The policy does not learn, so that the lengths of co
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -101,7 +102,7 @@ class Disturb(pl.Callback):
         times = self.ends[NUM_SKIPPED:]
         self.result |= {
             "steps_per_s": (len(times) - 1) / (times[-1] - times[0]),
-            "longest_step_s": max(b - a for a, b in zip(times, times[1:], strict=False)),
+            "longest_step_s": max(b - a for a, b in itertools.pairwise(times)),
             "lengths": self.lengths,
             "staleness": self.staleness,
             "num_lost": trainer.datamodule.engine.num_lost,
@@ -221,8 +222,14 @@ def main() -> None:
                 args.output.stem,
                 round(found["ten times slower"]["steps_per_s"] / found["undisturbed"]["steps_per_s"], 3),
                 "of the undisturbed rate, with one of two replicas ten times slower",
-                columns=["run", "steps a second", "longest step, s", "mean length of the last completions (number)"]
-                + ["largest staleness (bound 8)", "replicas lost"],
+                columns=[
+                    "run",
+                    "steps a second",
+                    "longest step, s",
+                    "mean length of the last completions (number)",
+                    "largest staleness (bound 8)",
+                    "replicas lost",
+                ],
                 rows=rows,
                 command="python benchmarks/ray/slow_replicas.py",
                 machine=f"{args.machine}, load {os.getloadavg()[0]:.1f} at the end",

@@ -13,9 +13,8 @@ from ray_stand_in import on_stand_in
 from replays import assert_replayed, key, requests_of
 from tiny_models import save, tiny_llama
 
-from lit_async_rl.engines.base import Completion, Probe, probe_tokens
+from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.errors import StalledError
 from lit_async_rl.ray import engine as ray_engine
 from lit_async_rl.ray.entries import Assignment, Moved, Part, State
 
@@ -249,7 +248,6 @@ def test_others_continue_what_a_late_replica_has_begun_and_each_token_keeps_its_
     save(lms[0], model)
     inner = EmbeddedEngine(num_slots=16, device="cpu", update_timeout_s=60.0, self_check=False)
     engine = on_stand_in(inner, model, replicas=2)
-    tokens = probe_tokens(64)
     handed = {}
 
     def note(number, name, answer):
@@ -446,7 +444,7 @@ def test_what_is_continued_has_ids_of_its_own_and_comes_whole_under_those_that_w
     assert one.num_missing == 0
     assert fresh == Part(fresh.request, (2,), num_lost=3, moved=Moved(7, begun(2, 2, 3, 3)))
     assert fresh.request.id == 100
-    assert fresh.request.prompt_ids == request.prompt_ids + (5, 5, 5)
+    assert fresh.request.prompt_ids == (*request.prompt_ids, 5, 5, 5)
     assert (fresh.request.num_samples, fresh.request.sampling.max_tokens, fresh.request.num_resumed) == (1, 6, 3)
     assert fresh.request.resumed_ids == (5, 5, 5)
     assert rest == Part(replace(request, id=101), (0, 3), num_lost=3, moved=Moved(7))
