@@ -361,8 +361,10 @@ class RayEngine(EngineWrapper):
                 self._none_since = self._none_since or time.monotonic()
             for entry in self._entries:
                 # one that is still loading gets the newest when it has accepted what it reads now
-                if entry.state is State.READY or (entry.state is State.LOADING and entry.accepted == entry.sent):
+                if entry.state in (State.LOADING, State.READY) and entry.accepted == entry.sent:
                     self._send_weights(entry, table)
+                elif entry.state is State.READY:  # it has caught up with the weights before while these were stored
+                    self._fall_behind(entry)
         if is_first:
             self._await_first()
         elif not self.in_flight_weight_updates:
@@ -807,8 +809,9 @@ class RayEngine(EngineWrapper):
             if not -1 < (version := int(answer["version"])) <= entry.sent:
                 raise ValueError(f"version {version}, which was never sent")
             entry.accepted = max(entry.accepted, version)
-            if entry.state is State.LOADING and self._table is not None and entry.accepted < self._table.version:
-                self._send_weights(entry, self._table)
+            if entry.state is State.LOADING and self._table is not None:
+                if entry.accepted == entry.sent < self._table.version:
+                    self._send_weights(entry, self._table)
             self._readmit(entry)
 
     def _prove(self, entry: ReplicaEntry, answer: Mapping[str, Any], version: int, probe: Probe | None) -> None:
