@@ -809,9 +809,8 @@ class RayEngine(EngineWrapper):
             if not -1 < (version := int(answer["version"])) <= entry.sent:
                 raise ValueError(f"version {version}, which was never sent")
             entry.accepted = max(entry.accepted, version)
-            if entry.state is State.LOADING and self._table is not None:
-                if entry.accepted == entry.sent < self._table.version:
-                    self._send_weights(entry, self._table)
+            if entry.state is State.LOADING and self._table is not None and entry.accepted < self._table.version:
+                self._send_weights(entry, self._table)
             self._readmit(entry)
 
     def _prove(self, entry: ReplicaEntry, answer: Mapping[str, Any], version: int, probe: Probe | None) -> None:
