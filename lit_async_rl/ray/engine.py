@@ -501,9 +501,9 @@ class RayEngine(EngineWrapper):
     def partial_completions(self) -> list[Completion]:
         with self._lock:
             asked = [entry for entry in self._entries if entry.held and not entry.is_silent]
-            held = [one for entry in self._entries for one in entry.held.values()]
-            moved = [one.moved for one in (*self._waiting.values(), *held) if one.moved is not None]
-            known = [one.begun for one in moved if one.begun is not None]
+            moved = [part.moved for part in self._waiting.values()]
+            moved += [one.moved for entry in self._entries for one in entry.held.values()]
+            known = [one.begun for one in moved if one is not None and one.begun is not None]
             finished = list(self._finished)
         answers = self._ask_all("partial_completions", entries=asked, limit_s=ANSWER_S)
         for entry, answer in zip(asked, answers, strict=False):
