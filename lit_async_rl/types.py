@@ -444,6 +444,19 @@ class Completion(TokenRow):
             return self.versions
         return tuple(version for row in self.rows for version in row.versions)
 
+    def continuing(self, begun: Completion) -> Completion:
+        """The completion with the tokens of `begun` before its own: it was sampled behind them."""
+        heads = [head for head in (begun.head, self.head) if head is not None]
+        experts = None if begun.experts is None or self.experts is None else begun.experts.continued(self.experts)
+        return replace(
+            self,
+            token_ids=begun.token_ids + self.token_ids,
+            logprobs=begun.logprobs + self.logprobs,
+            versions=begun.versions + self.versions,
+            head=join_heads(heads) if len(heads) == 2 else None,
+            experts=experts,
+        )
+
     def scored(self, reward: float) -> Rollout:
         """The completion with its reward, and the parts of a `Score`."""
         # float(): some rewards are numbers of numpy, and checkpoints hold none
@@ -738,7 +751,8 @@ class GenerationRequest:
 
     `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
     serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
-    `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
+    `prompt_ids` belong to the completion: an earlier run sampled them, or another replica, and a stop string may begin
+    in them.
 
     With a `seed` >= 0, random numbers of the embedded engine depend on `seed` + sample and the token's position alone,
     whatever else is sampled, and in whichever order. Other engines do not read it.
@@ -761,3 +775,14 @@ class GenerationRequest:
     def resumed_ids(self) -> tuple[int, ...]:
         """Tokens of the completion that are already in the prompt."""
         return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
+
+    def rest(self, request_id: int, token_ids: tuple[int, ...]) -> GenerationRequest:
+        """Request for the rest of one sample, of which `token_ids` are there."""
+        return replace(
+            self,
+            id=request_id,
+            prompt_ids=self.prompt_ids + token_ids,
+            num_samples=1,
+            sampling=replace(self.sampling, max_tokens=self.sampling.max_tokens - len(token_ids)),
+            num_resumed=self.num_resumed + len(token_ids),
+        )

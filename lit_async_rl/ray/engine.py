@@ -11,7 +11,8 @@ any engine. It places requests, publishes weights, and brings replicas back that
         |  it has accepted them, their checksums are those of what was sent, the token is tagged with their version,
         |  and the log-probabilities are the trainer's
         v
-    READY      requests go to it
+    READY      requests go to it, unless it is silent while another is not
+        |  it has not accepted the weights before the newest, and another has: LOADING again, until it has them
         |  it died, hangs, answered what cannot be right, or its weights differ: `_lose`
         v
     STARTING   in a new process, which Ray makes; its unfinished samples are those of other replicas now
@@ -22,9 +23,12 @@ any engine. It places requests, publishes weights, and brings replicas back that
 | who | waits for | woken by |
 |---|---|---|
 | `poll` (producer's thread) | the next answer of any replica, at most its timeout | Ray |
-| `load_weights` in flight (trainer's thread) | replicas that have not accepted the weights before these | Ray |
-| `load_weights` otherwise, and the first one | all replicas, at most `update_timeout_s` | Ray |
+| `load_weights` in flight (trainer's thread) | the first replica that has accepted the weights before these | Ray |
+| `load_weights` otherwise, and the first one | the first replica, and `OTHERS_S` for the others | Ray |
 | `setup` | `min_replicas`, at most `startup_timeout_s` | Ray |
+
+What a replica holds that is silent, or LOADING again, others continue after a while (`_move_on`): from its tokens so
+far, if it answers.
 
 All of these handle every answer that comes (`_turn`), whichever call it belongs to; `_lock` guards the state, and is
 never held while something is awaited.
@@ -32,7 +36,10 @@ never held while something is awaited.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -78,7 +85,13 @@ MAX_LOSSES = 5  # of replicas in a row that had one request
 NUM_SAMPLES_TO_FORGIVE = 1000
 TAKE_TIMEOUT_S = 0.5  # a replica that has nothing finished answers after it
 LOOK_INTERVAL_S = 0.1  # between two looks at all replicas
+OTHERS_S = 10.0  # for other replicas to take weights that must be waited for, after the first one has
+SHARE_FOR_OTHERS = 0.1  # of the time in which none has taken weights: further time for others, about as slow
+ANSWER_S = 10.0  # for an answer that a checkpoint can do without
 SILENT_S = 5.0  # without an answer, after which a line names a replica
+BEHIND_S = 5.0  # after which others continue what one holds that is silent or behind; at least
+NUM_TOKENS_BEHIND = 5  # times the median time of a token
+FIRST_MOVED_ID = 2**62  # of requests that others continue; those of callers are smaller
 IDLE_S = 30.0  # the same without a token, which may be due to long prompts, or to large weights
 FROZEN_AFTER_S = 3.0
 log = logging.getLogger(__name__)
@@ -125,7 +138,7 @@ class RayEngine(EngineWrapper):
         startup_timeout_s: of the inner engine; also the longest time without any replica.
         num_lost: replicas lost so far.
         held_s: seconds in which the trainer waited for some replicas to take weights that others had, or that did not
-            answer.
+            answer; while another replica is ready it does not wait.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot be a replica.
@@ -179,6 +192,7 @@ class RayEngine(EngineWrapper):
         self._probe: Probe | None = None  # of these weights
         self._can_probe = False  # whether the trainer had one of its first weights
         self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
+        self._version_before = -1  # of the weights before the newest
         self._has_been_ready = False
         self._looked = time.monotonic()
         self._lock = threading.RLock()  # guards all below
@@ -188,6 +202,8 @@ class RayEngine(EngineWrapper):
         self._waiting: dict[int, Part] = {}  # requests that no replica samples, by request
         self._finished: deque[Completion] = deque()
         self._num_assignments = 0
+        self._moved_ids = itertools.count(FIRST_MOVED_ID)
+        self._token_s: deque[float] = deque(maxlen=101)  # seconds of a decode step, as replicas have reported
         self._error: Exception | None = None
         self._none_since: float | None = None  # since when no replica is ready, after the first weights
         self._is_asleep = False
@@ -313,7 +329,8 @@ class RayEngine(EngineWrapper):
         """Puts the weights into the object store once, and has all replicas load them.
 
         In flight the trainer does not wait for them: a replica samples no request that is submitted afterwards before
-        it has accepted these weights, and what it samples from them counts when its checksums have come.
+        it has accepted these weights, and what it samples from them counts when its checksums have come. One that has
+        not even accepted the weights before these gets no requests until it has caught up.
 
         Raises:
             EngineError: the object store is full, or no replica is left.
@@ -323,31 +340,35 @@ class RayEngine(EngineWrapper):
         store = self._store
         if store is None:
             raise EngineError("the engine was used before its setup")
-        self._await_acceptance("the weights before these", (State.READY,))
+        self._await_acceptance("the weights before these", others_s=0.0)
         if self._is_asleep:
             free_cached_memory()  # of the trainer, where the replicas need it now
         is_first = self._version < 0
         table = store.publish(version, weights)
         self._check()
         with self._lock:
+            if version != self._version:
+                self._version_before = self._version
             self._table_ref = self._ray.put([tuple(place) for place in table.contents])
             self._table = table
             self._probe = self.probe if self.probe is not None and self.probe.version == version else None
             self._can_probe = self._can_probe or self._probe is not None
             self._is_asleep = False
-            known = [e.verified if e.state is State.READY else e.sent for e in self._entries if e.sent >= 0]
+            known = [e.verified if e.has_proved else e.sent for e in self._entries if e.sent >= 0]
             oldest = min(known, default=version)
             self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {version: table.sums}
-            self._none_since = self._none_since or time.monotonic()
+            if not len(self._placement):
+                self._none_since = self._none_since or time.monotonic()
             for entry in self._entries:
                 # one that is still loading gets the newest when it has accepted what it reads now
-                if entry.state is State.READY or (entry.state is State.LOADING and entry.accepted == entry.sent):
+                if entry.state in (State.LOADING, State.READY) and entry.accepted == entry.sent:
                     self._send_weights(entry, table)
+                elif entry.state is State.READY:  # it has caught up with the weights before while these were stored
+                    self._fall_behind(entry)
         if is_first:
-            self._await_acceptance(f"version {version}", (State.LOADING, State.READY))
             self._await_first()
         elif not self.in_flight_weight_updates:
-            self._await_acceptance(f"version {version}", (State.READY,))
+            self._await_acceptance(f"version {version}", others_s=OTHERS_S)
 
     def take_probe(self, probe: Probe) -> None:
         """Has the replicas that wait for it prove what they compute; those that still load do so later."""
@@ -375,40 +396,59 @@ class RayEngine(EngineWrapper):
                 if "error" in answer and entry.state is State.READY:
                     self._lose(entry, "did not free its memory, which the trainer needs", is_running=True)
 
-    def _await_acceptance(self, what: str, states: Sequence[State]) -> None:
-        """Waits until all replicas in these states have accepted what they were sent; loses those that take longer."""
-        deadline = clock.now() + self._hang_s
+    def _await_acceptance(self, what: str, others_s: float) -> None:
+        """Waits until a replica has accepted what it was sent, and `others_s` for the others, which are behind then.
 
-        def late() -> list[ReplicaEntry]:
+        If none accepts it within the limit, all are lost.
+        """
+        began = clock.now()
+        others_until: float | None = None
+        while True:
             with self._lock:
-                return [e for e in self._entries if e.state in states and e.accepted < e.sent]
-
-        with self._lock:
-            num_asked = sum(entry.state in states for entry in self._entries)
-        while waiting := late():
-            began = time.monotonic()
+                ready = [entry for entry in self._entries if entry.state is State.READY]
+                late = [entry for entry in ready if entry.accepted < entry.sent]
+                if not late:
+                    return
+                now = clock.now()
+                if any(entry.number in self._placement.load for entry in ready if entry not in late):
+                    if others_until is None:
+                        others_until = now + max(others_s, SHARE_FOR_OTHERS * (now - began))
+                    if now >= others_until:
+                        for entry in late:
+                            self._fall_behind(entry)
+                        return
+                elif now - began > self._hang_s:
+                    limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
+                    for entry in late:
+                        self._lose(entry, f"did not accept {what} within {limit}", is_running=True)
+            turned = time.monotonic()
             self._turn(0.2)
             self._check()
-            if len(waiting) < num_asked or any(entry.is_silent for entry in waiting):
-                self.held_s += time.monotonic() - began
-            if clock.now() > deadline:
-                with self._lock:
-                    for entry in late():
-                        limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
-                        self._lose(entry, f"did not accept {what} within {limit}", is_running=True)
+            if len(late) < len(ready) or any(entry.is_silent for entry in late):
+                self.held_s += time.monotonic() - turned
+
+    def _fall_behind(self, entry: ReplicaEntry) -> None:
+        """Sends no requests to a replica until it has caught up, and no weights before those. The lock is held."""
+        entry.state = State.LOADING
+        entry.behind = entry.heard = time.monotonic()
+        self._placement.remove(entry.number)
 
     def _await_first(self) -> None:
-        """Waits until `min_replicas` have proved to have the first weights; goes on with fewer after the limit."""
+        """Waits for a replica that has proved to have the first weights, and `OTHERS_S` for `min_replicas` of them."""
         deadline = clock.now() + self._hang_s
+        is_first = True
         while self.num_ready < self.min_replicas and clock.now() < deadline:
             self._turn(0.2)
             self._check()
+            if is_first and self.num_ready:
+                deadline = clock.now() + OTHERS_S
+                is_first = False
         if not self.num_ready:
             raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
 
     def random_state(self) -> Tensor | None:
         """Of all replicas [replicas, bytes], of one alone as its engine has it; None unless all of them are there."""
-        found = self._ask_all("random_state")
+        found = self._ask_all("random_state", limit_s=ANSWER_S)
         if len(found) < self.replicas or any(answer["state"] is None for answer in found):
             return None
         states = [torch.from_numpy(answer["state"].copy()) for answer in found]
@@ -449,29 +489,32 @@ class RayEngine(EngineWrapper):
     def abort(self, request_ids: Sequence[int]) -> None:
         gone = set(request_ids)
         with self._lock:
-            for request_id in gone:
-                self._waiting.pop(request_id, None)
+            self._waiting = {n: part for n, part in self._waiting.items() if part.submitted_id not in gone}
             self._finished = deque(c for c in self._finished if c.request_id not in gone)
             for entry in self._entries:
                 entry.unverified = [s for s in entry.unverified if s.completion.request_id not in gone]
-                if mine := sorted(gone & entry.held.keys()):
+                if mine := sorted(n for n, one in entry.held.items() if one.submitted_id in gone):
                     for request_id in mine:
                         self._placement.finish(entry.number, entry.held.pop(request_id).num_tokens)
                     self._call(entry, self._ignore, "abort", mine)
 
     def partial_completions(self) -> list[Completion]:
         with self._lock:
-            found = list(self._finished)
-            asked = [entry for entry in self._entries if entry.state is State.READY]
-        for entry, answer in zip(asked, self._ask_all("partial_completions", entries=asked), strict=False):
+            asked = [entry for entry in self._entries if entry.held and not entry.is_silent]
+            moved = [part.moved for part in self._waiting.values()]
+            moved += [one.moved for entry in self._entries for one in entry.held.values()]
+            known = [one.begun for one in moved if one is not None and one.begun is not None]
+            finished = list(self._finished)
+        answers = self._ask_all("partial_completions", entries=asked, limit_s=ANSWER_S)
+        for entry, answer in zip(asked, answers, strict=False):
             with self._lock:
                 samples, problem = entry.unpack(
                     answer, vocab_size=self._vocab_size, max_model_len=self.max_model_len, is_partial=True
                 )
-                found += [sample.completion for sample in samples]
+                known += [sample.completion for sample in samples]
                 if problem:
                     self._lose(entry, problem, is_running=True)
-        return found
+        return list({(c.request_id, c.sample_index): c for c in (*known, *finished)}.values())
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
@@ -491,12 +534,13 @@ class RayEngine(EngineWrapper):
                 oldest=self._version,
                 unwanted=part.unwanted,
                 num_lost=part.num_lost,
+                moved=part.moved,
             )
             number = self._placement.place(request.session, new.num_tokens)
             by_replica.setdefault(number, []).append(new)
         for number, assignments in by_replica.items():
             entry = self._entry(number)
-            if not entry.held:
+            if not entry.held and not entry.is_stalled:
                 entry.heard = time.monotonic()
             entry.held |= {one.request.id: one for one in assignments}
             entry.latest = assignments[-1].number
@@ -513,6 +557,83 @@ class RayEngine(EngineWrapper):
         waiting = list(self._waiting.values())
         self._waiting = {}
         self._assign(waiting)
+
+    def _move_on(self, entry: ReplicaEntry, now: float) -> None:
+        """Has others continue what a replica holds that is behind or silent, as far as they have room.
+
+        Each request once. The lock is held.
+        """
+        if entry.number in self._placement.load or (entry.behind is None and not entry.is_silent):
+            return
+        since = min(entry.answered, entry.heard if entry.behind is None else entry.behind)
+        if now - since < max(BEHIND_S, NUM_TOKENS_BEHIND * statistics.median(self._token_s or [0.0])):
+            return
+        if entry.behind is not None and not entry.is_named:
+            entry.is_named = True
+            self._warnings.warning(
+                "%s gets no requests until it has newer weights: after %.0f s it still reads those of version %d, and "
+                "the newest are of version %d",
+                entry.where,
+                now - entry.behind,
+                entry.sent,
+                self._version,
+            )
+        is_answering = now - entry.answered < SILENT_S
+        if entry.is_handing_back and is_answering:
+            return
+        chosen = []
+        others = [one for one in self._entries if one.number in self._placement.load and not one.is_silent]
+        busy = [sum(assignment.num_missing for assignment in one.held.values()) for one in others]
+        room = sum(max(0, self.engine.num_slots - number) for number in busy)
+        for one in entry.held.values():
+            if room > 0 and one.moved is None:
+                chosen.append(one)
+                room -= one.num_missing
+        if not chosen:
+            return
+        if is_answering:
+            entry.is_handing_back = True
+            handle = partial(self._handed_back, chosen=chosen)
+            self._call(entry, handle, "hand_back", [one.request.id for one in chosen])
+        else:
+            self._continue_elsewhere(entry, chosen, {})
+
+    def _handed_back(self, entry: ReplicaEntry, answer: Mapping[str, Any], chosen: Sequence[Assignment]) -> None:
+        entry.is_handing_back = False
+        if not self._receive(entry, answer):
+            return
+        samples, problem = entry.unpack(
+            answer["begun"], vocab_size=self._vocab_size, max_model_len=self.max_model_len, is_partial=True
+        )
+        if problem:
+            self._lose(entry, problem, is_running=True)
+            return
+        begun: dict[int, dict[int, Completion]] = {}
+        for sample in samples:
+            completion = sample.completion
+            # without updates in flight all tokens are of one version; and no weights may be wrong
+            if self.in_flight_weight_updates and completion.versions and completion.versions[-1] <= entry.verified:
+                begun.setdefault(sample.assignment.number, {})[sample.position] = completion
+        self._continue_elsewhere(entry, chosen, begun)
+
+    def _continue_elsewhere(
+        self, entry: ReplicaEntry, chosen: Sequence[Assignment], begun: Mapping[int, Mapping[int, Completion]]
+    ) -> None:
+        """Cancels assignments of a replica, and has others continue them. The lock is held.
+
+        Args:
+            entry: the replica.
+            chosen: of its assignments, those that have come since are left out.
+            begun: partial completions by assignment and position.
+        """
+        chosen = [one for one in chosen if entry.held.get(one.request.id) is one]
+        for one in chosen:
+            del entry.held[one.request.id]
+            self._placement.finish(entry.number, one.num_tokens)  # if it has caught up meanwhile
+        # also those that wait there for weights
+        self._call(entry, self._ignore, "abort", [one.request.id for one in chosen])
+        log.info("%s: %d of its requests are continued elsewhere", entry.where, len(chosen))
+        self._assign([part for one in chosen for part in one.move(begun.get(one.number, {}), self._moved_ids)])
 
     # -- calls and their answers --------------------------------------------------------------------------------------
 
@@ -577,7 +698,11 @@ class RayEngine(EngineWrapper):
             self._lose(entry, f"has failed: {failure['type']}: {failure['message']}", is_running=True, failure=failure)
 
     def _ask_all(
-        self, name: str, args: Sequence[tuple[Any, ...]] | None = None, entries: Sequence[ReplicaEntry] | None = None
+        self,
+        name: str,
+        args: Sequence[tuple[Any, ...]] | None = None,
+        entries: Sequence[ReplicaEntry] | None = None,
+        limit_s: float | None = None,
     ) -> list[dict[str, Any]]:
         """Answers of the replicas that are ready, as far as they come without an error."""
         with self._lock:
@@ -588,7 +713,7 @@ class RayEngine(EngineWrapper):
         answers = []
         for ref in refs:
             try:
-                answer = self._ray.get(ref, timeout=self._hang_s)
+                answer = self._ray.get(ref, timeout=min(limit_s or self._hang_s, self._hang_s))
             except Exception as error:
                 log.warning("%s: a replica did not answer: %s", name, first_line(error))
                 answer = {"error": True}
@@ -698,42 +823,68 @@ class RayEngine(EngineWrapper):
         self._readmit(entry)
 
     def _readmit(self, entry: ReplicaEntry) -> None:
-        """Lets requests go to a replica that has accepted the newest weights and has proved to have them."""
-        is_current = entry.accepted == entry.verified == self._version
-        if entry.state is not State.LOADING or not is_current or entry.proved < 0:
+        """Lets requests go to a replica that has accepted the newest weights and has proved to have them.
+
+        One that was behind has done so before: as of any that is READY, the weights before the newest will do.
+        """
+        if entry.state is not State.LOADING or entry.proved < 0:
             return
+        was_behind = entry.behind is not None
+        has_caught_up = was_behind and entry.accepted >= self._version_before
+        if not has_caught_up and not entry.accepted == entry.verified == self._version:
+            return
+        is_back = entry.is_named if was_behind else bool(entry.num_failures or entry.num_starts)
         entry.state = State.READY
         entry.heard = time.monotonic()
+        entry.behind = None
+        entry.is_named = False
         self._has_been_ready = True
         if entry.is_draining:
             return
-        self._placement.add(entry.number)
+        self._let_in(entry)
+        if is_back:
+            log.warning("%s is back, with the weights of version %d", entry.where, entry.accepted)
+
+    def _let_in(self, entry: ReplicaEntry) -> None:
+        """Lets requests go to a replica. The lock is held."""
+        self._placement.add(entry.number, sum(one.num_tokens for one in entry.held.values()))
         self._none_since = None
-        if entry.num_failures or entry.num_starts:
-            log.warning("%s is back, with the weights of version %d", entry.where, self._version)
         self._assign_waiting()
 
     # -- answers with completions -------------------------------------------------------------------------------------
 
     def _taken(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
+        if self._receive(entry, answer):
+            self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
+
+    def _receive(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> bool:
+        """Files what a replica hands over; False if that has failed, or the replica is lost with it."""
         if "reports" not in answer:
-            return
+            return False
         now = time.monotonic()
-        has_progress = answer["num_tokens"] != entry.num_tokens or bool(answer["completions"]) or not entry.held
+        has_tokens = answer["num_tokens"] != entry.num_tokens or bool(answer["completions"])
+        has_progress = has_tokens or not entry.held
+        entry.is_stalled = entry.is_stalled and not has_tokens
         entry.answered = now
         if has_progress and entry.is_silent:
             entry.is_silent = False
-            log.warning("%s goes on", entry.where)
-        if has_progress and entry.state is State.READY:
+            self._warnings.warning("%s goes on", entry.where)
+            if entry.state is State.READY and not entry.is_draining and entry.number not in self._placement.load:
+                self._let_in(entry)
+        if has_progress and entry.state is State.READY and not entry.is_stalled:
             entry.heard = now
         busy_s = float(answer["busy_s"])
-        self._busy_s += max(0.0, busy_s - entry.busy_s) / max(1, len(self._entries))
+        busy_since = max(0.0, busy_s - entry.busy_s)
+        self._busy_s += busy_since / max(1, len(self._entries))
         entry.busy_s = busy_s
+        num_since = int(answer["num_tokens"]) - entry.num_tokens
         entry.num_tokens = int(answer["num_tokens"])
         entry.num_running = int(answer["num_running"])
+        if num_since > 0 and math.isfinite(busy_since):
+            self._token_s.append(busy_since * max(1, entry.num_running) / num_since)
         for version, sums in answer["reports"]:
             if not self._verify(entry, version, sums):
-                return
+                return False
         samples, problem = entry.unpack(
             answer,
             vocab_size=self._vocab_size,
@@ -743,8 +894,7 @@ class RayEngine(EngineWrapper):
         self._file(entry, samples)  # those before one that is wrong are kept
         if problem:
             self._lose(entry, problem, is_running=True)
-            return
-        self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
+        return not problem
 
     def _verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> bool:
         if version > self._version:
@@ -823,6 +973,7 @@ class RayEngine(EngineWrapper):
             if still_s > FROZEN_AFTER_S:
                 entry.heard += still_s
                 entry.answered += still_s
+                entry.behind = entry.behind and entry.behind + still_s
             if entry.is_draining and not entry.held and not entry.unverified:
                 self._remove(entry)
                 continue
@@ -833,6 +984,9 @@ class RayEngine(EngineWrapper):
             if entry.retry_at is not None and now >= entry.retry_at:
                 self._begin(entry)
             self._say_if_silent(entry, now)
+            if entry.is_silent and entry.number in self._placement.load and len(self._placement) > 1:
+                self._placement.remove(entry.number)
+            self._move_on(entry, now)
             if entry.is_asked and now - entry.heard > self._hang_s:
                 self._lose(
                     entry,
@@ -852,6 +1006,7 @@ class RayEngine(EngineWrapper):
         is_idle = entry.state is State.READY and bool(entry.held) and now - entry.heard > IDLE_S
         if is_idle or now - entry.answered > SILENT_S:
             entry.is_silent = True
+            entry.is_stalled = is_idle
             self._warnings.warning(
                 "%s has given no %s for %.0f s, and the run may wait for it: is its process stopped, or its machine? "
                 "It is replaced after data.engine.engine.update_timeout_s=%g",
@@ -890,7 +1045,9 @@ class RayEngine(EngineWrapper):
         entry.busy_s = entry.num_tokens = entry.num_running = 0
         entry.sent = entry.accepted = entry.verified = entry.proved = -1
         entry.is_proving = False
-        entry.is_silent = False
+        entry.is_silent = entry.is_stalled = False
+        entry.behind = None
+        entry.is_named = entry.is_handing_back = False
         entry.was_there = False
         entry.weights = None
         entry.latest = 0
@@ -927,7 +1084,7 @@ class RayEngine(EngineWrapper):
         worst = max(again, key=lambda part: part.num_lost, default=None)
         if worst is not None and worst.num_lost >= MAX_LOSSES:
             self._error = self._error or EngineError(
-                f"request {worst.request.id} was with {MAX_LOSSES} replicas that were lost, one after the other: "
+                f"request {worst.submitted_id} was with {MAX_LOSSES} replicas that were lost, one after the other: "
                 f"{message}"
             )
         self._assign(again)

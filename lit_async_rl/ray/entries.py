@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,19 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Origin of samples that were cancelled on one replica and are continued on another, under an id of their own.
+
+    Args:
+        request_id: of the request as it was submitted.
+        begun: the sample's tokens so far, as of that request; None if it starts over.
+    """
+
+    request_id: int
+    begun: Completion | None = None
+
+
+@dataclass(frozen=True)
 class Part:
     """Samples of a request that are to be assigned; `unwanted` are positions among them."""
 
@@ -31,6 +44,12 @@ class Part:
     samples: tuple[int, ...]
     unwanted: frozenset[int] = frozenset()
     num_lost: int = 0  # replicas in a row that were lost while they had it, without a sample of it in between
+    moved: Moved | None = None
+
+    @property
+    def submitted_id(self) -> int:
+        """Id of the request that was submitted."""
+        return self.request.id if self.moved is None else self.moved.request_id
 
 
 @dataclass(eq=False)
@@ -39,10 +58,10 @@ class Assignment:
 
     Args:
         number: unique; answers to earlier assignments of the same request are late.
-        request: as it was submitted.
+        request: as it was submitted, or of what is left of it.
         samples: which of the request's samples it asks for, in the order of the replica's numbers.
         oldest: version that its replica has at least.
-        unwanted, num_lost: as of the `Part`.
+        unwanted, num_lost, moved: as of the `Part`.
         received: see there.
     """
 
@@ -52,7 +71,13 @@ class Assignment:
     oldest: int
     unwanted: frozenset[int] = frozenset()  # of the replica's numbers: those that came before, sampled once more
     num_lost: int = 0
-    received: set[int] = field(default_factory=set)  # of the replica's numbers
+    moved: Moved | None = None
+    received: set[int] = field(default_factory=set)  # of the replica's numbers; those that others continue, also
+
+    @property
+    def submitted_id(self) -> int:
+        """Id of the request that was submitted."""
+        return self.request.id if self.moved is None else self.moved.request_id
 
     @property
     def as_sent(self) -> GenerationRequest:
@@ -101,12 +126,43 @@ class Assignment:
 
         Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
         """
-        gone = self.unwanted | self.received
         num_lost = 1 if self.received else self.num_lost + 1
+        return self._rest(self.request, num_lost=num_lost, moved=self.moved)
+
+    def _rest(self, request: GenerationRequest, num_lost: int, moved: Moved | None) -> Part:
+        gone = self.unwanted | self.received
         if self.request.seed is not None:
-            return Part(self.request, self.samples, frozenset(gone), num_lost=num_lost)
+            return Part(request, self.samples, frozenset(gone), num_lost=num_lost, moved=moved)
         left = tuple(sample for n, sample in enumerate(self.samples) if n not in gone)
-        return Part(self.request, left, num_lost=num_lost)
+        return Part(request, left, num_lost=num_lost, moved=moved)
+
+    def move(self, begun: Mapping[int, Completion], ids: Iterator[int]) -> list[Part]:
+        """Cancels what has not come, and returns it as parts for other replicas; that is no loss.
+
+        Args:
+            begun: tokens so far of samples, by the replica's numbers; the others start over.
+            ids: unused ones. This replica may be asked for this request again, if the weights of a sample that has
+                come turn out to be wrong.
+        """
+        if self.request.seed is not None:
+            begun = {}
+        parts = []
+        for position, completion in begun.items():
+            rest = self.request.rest(next(ids), completion.token_ids)
+            moved = Moved(self.submitted_id, completion)
+            parts.append(Part(rest, (self.samples[position],), num_lost=self.num_lost, moved=moved))
+            self.received.add(position)
+        if self.num_missing:
+            moved = Moved(self.submitted_id)
+            parts.append(self._rest(replace(self.request, id=next(ids)), num_lost=self.num_lost, moved=moved))
+        self.received |= set(range(len(self.samples))) - self.unwanted
+        return parts
+
+    def whole(self, completion: Completion) -> Completion:
+        """A completion, numbered as of the replica, as it was asked for: with what another replica has sampled."""
+        sample = self.samples[completion.sample_index]
+        named = replace(completion, request_id=self.submitted_id, sample_index=sample)
+        return named if self.moved is None or self.moved.begun is None else named.continuing(self.moved.begun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +189,9 @@ class ReplicaEntry:
     verified: int = -1  # newest version whose checksums it has reported
     proved: int = -1  # version with which it has sampled a token, and given fixed log-probabilities
     is_proving: bool = False  # it was asked to
+    behind: float | None = None  # since when it is LOADING because others had newer weights, after it was READY
+    is_named: bool = False  # as such, in a line
+    is_handing_back: bool = False  # it was asked for what others are to continue
     why: str = ""  # it was lost last
     sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
     unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
@@ -140,6 +199,7 @@ class ReplicaEntry:
     called: float = 0.0  # when `start` was called
     answered: float = 0.0  # when it last said anything
     is_silent: bool = False  # and a line has said so
+    is_stalled: bool = False  # it answered, and gave no token; until it does, whatever others continue meanwhile
     heard: float = 0.0  # when it last had all it was asked for, or gave a token; while it loads, when it was asked to
     num_failures: int = 0  # in a row, without a finished sample in between
     num_wrong: int = 0  # of them, or within `NUM_SAMPLES_TO_FORGIVE`, those in which its process did wrong
@@ -164,6 +224,11 @@ class ReplicaEntry:
     def may_prove(self) -> bool:
         """Whether it was given weights and not asked yet to prove what it computes with them."""
         return self.state is State.LOADING and self.sent >= 0 and not self.is_proving
+
+    @property
+    def has_proved(self) -> bool:
+        """Whether it has been READY since its start."""
+        return self.state is State.READY or self.behind is not None
 
     @property
     def is_asked(self) -> bool:
@@ -218,7 +283,7 @@ class ReplicaEntry:
                 continue
             if not is_partial:
                 freed(self._receive(one, position))
-            found.append(Sample(one, position, replace(completion, sample_index=one.samples[position])))
+            found.append(Sample(one, position, one.whole(completion)))
         return found, ""
 
     def _receive(self, one: Assignment, position: int) -> int:

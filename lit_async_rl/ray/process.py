@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STOP_S = 5.0  # for an engine to close before its actor is killed
-GROUPS = {"claim": "claim", "load": "update", "prove": "update", "take": "poll"}  # thread by method of `Replica`
+# thread by method of `Replica`; in that of `control` requests may wait for weights
+GROUPS = {
+    "claim": "claim",
+    "load": "update",
+    "prove": "update",
+    "take": "poll",
+    "hand_back": "poll",
+    "partial_completions": "poll",
+}
 OTHER_GROUP = "control"
 
 

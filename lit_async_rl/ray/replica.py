@@ -6,6 +6,7 @@
 | Ray's for `control` | `start`, `submit`, `abort`, ... in the order of the calls | the versions that requests need |
 | Ray's for `update` | `load` and `prove` in the order of the calls | the engine |
 | Ray's for `poll` | `take`: hands over what is finished | something finished, at most its timeout |
+| the same | `hand_back` and `partial_completions`: hands over what is not | the engine |
 | Ray's for `claim` | `claim`: which trainer the replica works for | - |
 
 Each call names the trainer that makes it, and one that came before the latest to claim the replica is refused. A
@@ -417,6 +418,24 @@ class Replica:
             self._wait(lambda: self._finished or self._reports, timeout_s)
             if engine.num_running:  # the last ones are not kept waiting
                 self._wait(lambda: self._reports or not engine.num_running, GATHER_S)
+        return self._take()
+
+    @guarded
+    def hand_back(self, request_ids: Sequence[int]) -> dict[str, Any]:
+        """Aborts requests, but for those that still wait for weights: answers as `take`, with what they had begun."""
+        gone = set(request_ids)
+        with self._turn.hold():
+            partial = [c for c in self.engine.partial_completions() if c.request_id in gone]
+            self._keep(self.engine.poll(0.0))  # what has finished meanwhile would be dropped
+            self.engine.abort(request_ids)
+            answer = self._take()
+        with self._changed:
+            return answer | {"begun": _packed([(self._assignments.get(c.request_id, -1), c) for c in partial])}
+
+    def _take(self) -> dict[str, Any]:
+        """Results, reports and progress since the last call."""
+        engine = self.engine
+        with self._changed:
             finished = self._finished
             reports = self._reports
             self._finished = []
@@ -435,9 +454,7 @@ class Replica:
         try:
             while not self._is_stopped:
                 with self._turn.hold():
-                    finished = engine.poll(POLL_S)
-                    if finished:
-                        self._keep(finished)
+                    self._keep(engine.poll(POLL_S))
         except Exception as error:
             traceback.print_exc()
             with self._changed:
@@ -445,6 +462,8 @@ class Replica:
                 self._changed.notify_all()
 
     def _keep(self, finished: Sequence[Completion]) -> None:
+        if not finished:
+            return
         with self._changed:
             self._proof = next((c for c in finished if c.request_id == PROOF), self._proof)
             self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF]

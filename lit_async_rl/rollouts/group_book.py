@@ -22,7 +22,6 @@ from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rollouts.packed_branches import PREFIX, pack_branches, unpack_branches
 from lit_async_rl.types import (
     Completion,
-    ExpertChoices,
     FinishReason,
     GenerationRequest,
     Prompt,
@@ -30,7 +29,6 @@ from lit_async_rl.types import (
     RolloutGroup,
     SamplingParams,
     Turn,
-    join_heads,
     pack_choices,
     pack_heads,
     unpack_choices,
@@ -366,39 +364,27 @@ class SampleRequests:
         fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
         is_fresh = set(fresh)  # a group may have a hundred thousand samples
         requests = []
+        whole = GenerationRequest(
+            id=index,
+            prompt_ids=prompt_ids,
+            num_samples=len(fresh),
+            sampling=self.sampling,
+            prompt=prompt,
+            session=index,
+        )
         self._parts.pop(index, None)
         if fresh:
             if len(fresh) < self.group_size:
                 self._parts[index] = [_Part(index, n) for n in fresh]
-            requests.append(
-                GenerationRequest(
-                    id=index,
-                    prompt_ids=prompt_ids,
-                    num_samples=len(fresh),
-                    sampling=self.sampling,
-                    prompt=prompt,
-                    session=index,
-                )
-            )
+            requests.append(whole)
         for n in lacking:
             if n in is_fresh:
                 continue
             part = _Part(index, n, prefixes.get(n))
             known = () if part.prefix is None else part.prefix.token_ids
-            rest = dataclasses.replace(self.sampling, max_tokens=self.sampling.max_tokens - len(known))
-            request_id = -1 - (index * self.group_size + n)
-            requests.append(
-                GenerationRequest(
-                    id=request_id,
-                    prompt_ids=prompt_ids + known,
-                    num_samples=1,
-                    sampling=rest,
-                    prompt=prompt,
-                    num_resumed=len(known),
-                    session=index,
-                )
-            )
-            self._parts[request_id] = [part]
+            request = whole.rest(-1 - (index * self.group_size + n), known)
+            requests.append(request)
+            self._parts[request.id] = [part]
         return requests
 
     def index_of(self, request_id: int) -> int:
@@ -417,29 +403,12 @@ class SampleRequests:
             return completion
         part = self._parts[completion.request_id][completion.sample_index]
         named = dataclasses.replace(completion, request_id=part.index, sample_index=part.sample)
-        if part.prefix is None:
-            return named
-        heads = [head for head in (part.prefix.head, completion.head) if head is not None]
-        return dataclasses.replace(
-            named,
-            head=join_heads(heads) if len(heads) == 2 else None,
-            experts=_continued(part.prefix, completion),
-            token_ids=part.prefix.token_ids + completion.token_ids,
-            logprobs=part.prefix.logprobs + completion.logprobs,
-            versions=part.prefix.versions + completion.versions,
-        )
+        return named if part.prefix is None else named.continuing(part.prefix)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Removes these request ids; later completions for them are dropped."""
         for request_id in request_ids:
             self._parts.pop(request_id, None)
-
-
-def _continued(prefix: Completion, rest: Completion) -> ExpertChoices | None:
-    """Experts of a resumed completion: of each token when the next one was sampled."""
-    if prefix.experts is None or rest.experts is None:
-        return None
-    return prefix.experts.continued(rest.experts)
 
 
 # -- Groups as tensors of a checkpoint, without pickle ----------------------------------------------------------------
