@@ -117,7 +117,7 @@ def decision() -> str:
          f"lag 16: {tuned_share('vcpo', 16)} and {tuned_share('opob', 16)} ([tables](#equal-tuning)); "
          f"lag 32: {kept(tails, 'vcpo', 32)} and {kept(tails, 'opob', 32)}"],
         [small, "64 versions old or more", "not known: no run had six generations",
-         f"VCPO after 1.6 to 3.8 generations †: 0.88 to 1.01 ([every lag](#every-lag))"],
+         "VCPO after 1.6 to 3.8 generations †: 0.88 to 1.01 ([every lag](#every-lag))"],
         [small, "of several versions, as weights change in flight", "VCPO",
          f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
         [small, "sampled by an engine in bfloat16 or INT8", "VCPO where it is stale, too; nothing where it is fresh",
