@@ -97,7 +97,6 @@ def synchronous_language_model(device: str) -> pd.DataFrame:
 def decision() -> str:
     """Recommended method, by situation."""
     tails = "heavy_tails"
-    tables = "results_small_policies.md"
 
     def model(method: str, lag: int) -> str:
         return ", ".join(f"{share} on {DEVICES[on]}" for on, share in kept_by_language_model(method, lag).items())
@@ -115,10 +114,10 @@ def decision() -> str:
         [small, "4 versions old", "VCPO: `configs/stabilizers/vcpo.yaml`",
          f"{kept(tails, 'vcpo', 4)}; without correction {kept(tails, 'uncorrected', 4)}"],
         [small, "16 or 32 versions old", "VCPO, or its baseline alone (`opob`), at the rate of a synchronous run",
-         f"lag 16: {tuned_share('vcpo', 16)} and {tuned_share('opob', 16)} ([tables]({tables}#equal-tuning)); "
+         f"lag 16: {tuned_share('vcpo', 16)} and {tuned_share('opob', 16)} ([tables](#equal-tuning)); "
          f"lag 32: {kept(tails, 'vcpo', 32)} and {kept(tails, 'opob', 32)}"],
         [small, "64 versions old or more", "not known: no run had six generations",
-         f"VCPO after 1.6 to 3.8 generations †: 0.88 to 1.01 ([every lag]({tables}#every-lag))"],
+         "VCPO after 1.6 to 3.8 generations †: 0.88 to 1.01 ([every lag](#every-lag))"],
         [small, "of several versions, as weights change in flight", "VCPO",
          f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
         [small, "sampled by an engine in bfloat16 or INT8", "VCPO where it is stale, too; nothing where it is fresh",

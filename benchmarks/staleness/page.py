@@ -1,8 +1,8 @@
-"""The tables of the pages of results, made of the tables of runs in `docs/results/*.parquet`.
+"""The tables of the results page, made of the tables of runs in `docs/results/*.parquet`.
 
-    python -m benchmarks.staleness.page                                # writes the pages' tables anew
+    python -m benchmarks.staleness.page                                # writes the page's tables anew
     python -m benchmarks.staleness.page --collect gac runs/bench/gac   # with what that grid has finished
-    python -m benchmarks.staleness.page --show gac_map                 # prints a table that no page has room for
+    python -m benchmarks.staleness.page --show gac_map                 # prints a table that the page leaves out
 
 The text between `<!-- results: NAME -->` and `<!-- end -->` is that of the function NAME.
 """
@@ -36,7 +36,7 @@ from benchmarks.staleness.statistics import (
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 from benchmarks.staleness.table import CELL, SOURCES, collect, read_table
 
-PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("results.md", "results_small_policies.md"))
+PAGE = Path(__file__).parents[2] / "docs/results.md"
 BLOCK = re.compile(r"(?<=<!-- results: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 MAP_LAGS = (0, 16, 64)
 LANGUAGE_MODEL_METHODS = {
@@ -374,8 +374,7 @@ def main() -> None:
         return
     if args.collect:
         collect(args.collect[0], Path(args.collect[1]), shown_runs.FOLDER)
-    for page in PAGES:
-        page.write_text(fill(page.read_text()))
+    PAGE.write_text(fill(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -184,9 +184,9 @@ class EarlySign:
 
     def __str__(self) -> str:
         return (
-            f"In {self.warned} of the {self.fallen} stale runs that lost half of their accuracy the effective sample "
-            f"size (`importance/ess_ratio`) had fallen below one half before, at the median {self.lead:.0f} steps "
-            f"before; and so it fell in {self.warned_others} of the {self.others} runs that did not lose it."
+            f"Of {self.fallen} stale runs that lost half of their accuracy, {self.warned} had an effective sample size "
+            f"(`importance/ess_ratio`) below one half before, a median of {self.lead:.0f} steps earlier. So had "
+            f"{self.warned_others} of the {self.others} runs that did not lose it."
         )
 
 

@@ -170,7 +170,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{wanted}, got {type(settings).__name__}")
     if sections := [name for name in VERL if isinstance(settings.get(name), dict)]:
-        hint = "docs/from_trl_verl.md has its settings and ours side by side"
+        hint = "docs/comparison.md has its settings and ours side by side"
         raise ValueError(f"{wanted}, and looks like a configuration of verl ({sections[0]}): {hint}")
     if isinstance(settings.get("model"), dict) or isinstance(settings.get("trainer"), dict):
         raise ValueError(f"{wanted}, and has sections: is it a configuration of this trainer already?")

@@ -197,7 +197,7 @@ def grade(
         completion: field of the answer; None grades each reference for itself.
 
     Raises:
-        ValueError: there are no answers, and the reward does not say how a right one looks.
+        ValueError: there are no answers, and the reward does not define a correct answer.
     """
     from lit_async_rl.prompts.sources import NUMBERS, answer_texts, field_text, is_missing, plain_value
     from lit_async_rl.rewards.references import references_of
@@ -205,7 +205,7 @@ def grade(
 
     references = references_of(reward)
     if completion is None and references is None:
-        raise ValueError("the file has no answers (--completion), and the reward does not say how a right one looks")
+        raise ValueError("the file has no answers (--completion), and the reward does not define a correct answer")
     full_marks = 1.0 if references is None else references.full_marks
     for number, record in records.items():
         try:

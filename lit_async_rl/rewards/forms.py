@@ -51,7 +51,7 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
             return reward
         if not inspect.isroutine(reward):
             raise ValueError(
-                f"{type(reward).__name__} has the parameters {inspect.signature(reward)}, and is called with the "
+                f"{type(reward).__name__} has the parameters {inspect.signature(reward)}, but is called with the "
                 "prompt first, reward(prompt, completion): change their order"
             )
         return _ByKeyword(reward)

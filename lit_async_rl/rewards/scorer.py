@@ -121,7 +121,7 @@ def check_reward(reward: Any) -> None:
     if names == ["completion", "prompt"] and inspect.isroutine(reward):
         return  # called by keyword, see `as_reward_function`
     if len(names) == 2 and names[0].startswith(("completion", "response")) and names[1].startswith("prompt"):
-        raise ValueError(f"{shown}, and is called with the prompt first, {form}: change their order")
+        raise ValueError(f"{shown}, but is called with the prompt first, {form}: change their order")
 
 
 def _misfit(signature: inspect.Signature, error: TypeError) -> str:
@@ -439,7 +439,7 @@ class Scorer:
     def _next(self, number: int) -> _Job | None:
         """Waits for a job."""
         if not isinstance(self._jobs, queue.SimpleQueue):
-            raise InvariantError("an `async` reward has no workers")
+            raise InvariantError("a worker thread has started for an `async` reward, which uses none")
         if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
             spans.flush()
         return self._jobs.get()

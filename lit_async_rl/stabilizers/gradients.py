@@ -290,7 +290,7 @@ def _fsdp1_process_groups(root: nn.Module) -> dict[int, tuple[dist.ProcessGroup,
         if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
             continue
         if module.process_group is None:
-            raise InvariantError("a sharded module without a process group")
+            raise InvariantError("an FSDP module has no process group")
         groups = () if module.sharding_strategy == ShardingStrategy.NO_SHARD else (module.process_group,)
         flat = module._handle.flat_param
         for param in [flat, *(flat._params or [])]:

@@ -276,7 +276,7 @@ def steps_of_fresh_ppo(control, num_batches, seed=0):
 
 
 def test_default_thresholds_cut_healthy_ppo_and_calibrated_ones_leave_it_alone():
-    """`docs/own_loop.md` says so."""
+    """`docs/lightning.md` says so."""
     seen = steps_of_fresh_ppo(GradientAlignmentControl(), num_batches=40)
     assert sum(one["gac/regime"] == Regime.SKIP for one in seen) > len(seen) / 4
     projected = [one["gac/kept"] for one in seen if one["gac/regime"] == Regime.PROJECT]
