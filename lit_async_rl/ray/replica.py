@@ -48,7 +48,7 @@ POLL_S = 0.05  # an abort waits for at most this
 GATHER_S = 0.01  # an answer costs both processes a millisecond or two, and others are about to be finished
 MAX_ERROR_CHARS = 4000
 HAND_OVER_S = 5.0  # for what an earlier trainer had asked for to end
-PROOF = -1  # number of the request that proves which weights sample
+PROOF = -(2**62)  # id of the request that proves which weights sample; resumed samples count down from -1
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def said(caplog, text):
 
 def test_with_one_replica_samples_random_states_and_aborts_are_those_of_the_engine_itself(ray_cluster, tmp_path):
     runs, states = [], []
-    requests = requests_of([4, 9, 1], max_tokens=20, head=3, top_p=0.9)
+    # the first as the resumed sample 0 of group 0
+    requests = requests_of([4, 9, 1], max_tokens=20, head=3, top_p=0.9, first_id=-1)
     for is_on_ray in (False, True):
         lm = tiny_llama()
         inner = dict(num_slots=4, device="cpu", in_flight_weight_updates=False, seed=3)
