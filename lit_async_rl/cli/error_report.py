@@ -485,7 +485,8 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
     found: Any = sys.modules.get(top)  # jsonargparse has imported it, unless that failed or is denied
     for name in names:
         if found is not None and not hasattr(found, name):
-            return f"{refusal.setting}: there is no {name} in {found.__name__}{meant(name, dir(found))}"
+            names_there = lit_async_rl.NAMES if found is lit_async_rl else dir(found)
+            return f"{refusal.setting}: there is no {name} in {found.__name__}{meant(name, names_there)}"
         found = getattr(found, name, None)
     return rule if found is not None and ((bases and not takes_functions) or not callable(found)) else None
 

@@ -61,7 +61,9 @@ class Kill(pl.Callback):
 
 def test_killed_replicas_cost_no_group_and_the_engine_is_not_restarted(ray_cluster, caplog):
     engine = RayEngine(EmbeddedEngine(device="cpu"), replicas=2, num_cpus=0.1)
-    data, watch, kill = make_data(engine=engine, groups_per_step=2, max_staleness=2), Watch(), Kill()
+    # a busy machine needs longer than half a minute until one of two killed replicas samples again
+    settings = dict(groups_per_step=2, max_staleness=2, rollout_timeout_s=150.0)
+    data, watch, kill = make_data(engine=engine, **settings), Watch(), Kill()
     module = make_module()
     fit(module, data, 10, [kill, watch])  # before the weights of the step go out
     assert module.version == 10
