@@ -60,7 +60,10 @@ def run(command, prompt=PROMPT, **settings) -> AgentResult:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+    try:
+        return psutil.Process(pid).status() == "zombie"
+    except psutil.NoSuchProcess:
+        return True
 
 
 def python(text: str) -> list[str]:
