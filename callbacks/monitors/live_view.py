@@ -134,7 +134,8 @@ class LiveView(Progress):
 
     def _add_time(self, table: Table) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        stats = data.stats()
+        # never waits: a thread that changes them may log, which waits for this drawing
+        stats = data.stats_now() or (self._history[-1][1] if self._history else None)
         now = time.monotonic()
         if stats is None:
             table.add_row("engine", "starts")
