@@ -28,6 +28,7 @@ from lit_async_rl.callbacks.run.progress import (
 )
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.runtime.waiting import Repeating
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -60,6 +61,7 @@ class LiveView(Progress):
         self._tokens: dict[int, int] = {}  # of the step so far
         self._version = 0
         self._history: deque[tuple[float, ProducerStats]] = deque()
+        self._rows: tuple[tuple[str, str], ...] = ()  # of engine and groups, as they were last gathered
         self.items_of_step: tuple[str, ...] = ()  # of the last step, written by the trainer's thread
 
     def make_display(self, trainer: AnyTrainer) -> Display:
@@ -73,6 +75,7 @@ class LiveView(Progress):
         self.items_of_step = ()
         self.phase = WAITS
         self._history.clear()
+        self._rows = ()
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
@@ -107,9 +110,31 @@ class LiveView(Progress):
         super().on_validation_end(trainer, pl_module)
         self.phase = WAITS
 
-    # -- the drawing's thread -----------------------------------------------------------------------------------------
-    # It reads what the trainer's thread has put down whole, and nothing of the Trainer that changes: `callback_metrics`
-    # computes metrics, and iterates over what the next step adds to.
+    # -- the drawing's thread, and any that prints above it -----------------------------------------------------------
+    # They read what another has put down whole, and nothing of the Trainer that changes: `callback_metrics` computes
+    # metrics, and iterates over what the next step adds to. And they hold the terminal's lock, for which a log line
+    # waits: were they to wait for producer or engine, a thread that logs while it holds one of these would end neither.
+
+    def gather(self) -> None:
+        """Puts down what the next drawings show of producer and engine; may wait for them."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        stats = data.stats()
+        if stats is None:
+            self._rows = (("engine", "starts"),)
+            return
+        now = time.monotonic()
+        self._history.append((now, stats))
+        while now - self._history[0][0] > WINDOW_S and len(self._history) > 2:
+            self._history.popleft()
+        began, before = self._history[0]
+        wall_s = max(1e-3, now - began)
+        running = data.engine.num_running
+        samples = "" if running is None else f", {running} samples in the engine"
+        self._rows = (
+            ("trainer waits", _share((stats.wait_s - before.wait_s) / wall_s)),
+            ("engine is busy", _share((stats.engine_busy_s - before.engine_busy_s) / wall_s)),
+            ("groups", f"{stats.num_unfinished} in work, {stats.num_queued} ready{samples}"),
+        )
 
     def __rich__(self) -> RenderableType:
         """The view as it is now."""
@@ -119,7 +144,8 @@ class LiveView(Progress):
         share = math.nan if math.isinf(self.max_steps) else self.num_steps / self.max_steps
         table.add_row(step_of(self.num_steps, self.max_steps), _share(share))
         table.add_row("trainer", self.phase)
-        self._add_time(table)
+        for name, value in self._rows:
+            table.add_row(name, value)
         staleness = self.staleness  # the next step puts another dictionary in its place
         for age in sorted(staleness)[:MAX_STALENESS_ROWS]:
             share = staleness[age] / sum(staleness.values())
@@ -131,25 +157,6 @@ class LiveView(Progress):
         for judge in judges[:1]:
             table.add_row("verdict", Text(judge.words or f"after {judge.every_n_steps} steps"))
         return Panel(table, title="lit-async-rl", border_style="dim")
-
-    def _add_time(self, table: Table) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        # never waits: a thread that changes them may log, which waits for this drawing
-        stats = data.stats_now() or (self._history[-1][1] if self._history else None)
-        now = time.monotonic()
-        if stats is None:
-            table.add_row("engine", "starts")
-            return
-        self._history.append((now, stats))
-        while now - self._history[0][0] > WINDOW_S and len(self._history) > 2:
-            self._history.popleft()
-        began, before = self._history[0]
-        wall_s = max(1e-3, now - began)
-        table.add_row("trainer waits", _share((stats.wait_s - before.wait_s) / wall_s))
-        table.add_row("engine is busy", _share((stats.engine_busy_s - before.engine_busy_s) / wall_s))
-        running = data.engine.num_running
-        samples = "" if running is None else f", {running} samples in the engine"
-        table.add_row("groups", f"{stats.num_unfinished} in work, {stats.num_queued} ready{samples}")
 
 
 class _Items:
@@ -170,13 +177,20 @@ class _View:
     """Draws a `LiveView` several times a second, in a thread; at the end the line of the last step takes its place."""
 
     def __init__(self, view: LiveView, console: OneAtATime) -> None:
-        live = Live(view, console=console, refresh_per_second=REFRESH_HZ, vertical_overflow="crop", transient=True)
+        live = Live(view, console=console, auto_refresh=False, vertical_overflow="crop", transient=True)
         console.lock = live._lock
         self._view = view
         self._live = live
         self._last = ""
         live.start()
         self._logs = LogsAbove()
+        self._drawing = Repeating(self._draw, every_s=1.0 / REFRESH_HZ, name="live view")
+
+    def _draw(self) -> None:
+        self._view.gather()
+        with self._live.console:  # closed between these two lines, it draws no more
+            if self._live.is_started:
+                self._live.refresh()
 
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
         """Has the next drawing show the step, and keeps the line for the end."""
@@ -197,6 +211,7 @@ class _View:
 
     def close(self) -> None:
         self.end()
+        self._drawing.stop()
         self._logs.close()
         self._live.stop()
 

@@ -373,10 +373,6 @@ class RolloutDataModule(pl.LightningDataModule):
         """Totals of sampling and scoring since the start; None before it."""
         return self._source.stats()
 
-    def stats_now(self) -> ProducerStats | None:
-        """As `stats`, and None where that would wait for another thread."""
-        return self._source.stats_now()
-
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """The first hook of a micro-batch: what is logged from here on belongs to the next row of the loggers."""
         if self.trainer is not None and self.trainer.training:

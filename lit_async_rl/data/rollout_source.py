@@ -467,10 +467,6 @@ class RolloutSource:
         """Totals of sampling and scoring since the start; None before it."""
         return self._producer.stats() if self._producer else None
 
-    def stats_now(self) -> ProducerStats | None:
-        """As `stats`, and None where that would wait for another thread."""
-        return self._producer.stats_now() if self._producer else None
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, step: int) -> dict[str, Any]:

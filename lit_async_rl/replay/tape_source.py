@@ -166,10 +166,6 @@ class Replay:
         self.num_used += 1
         return self._groups.popleft()
 
-    def stats_now(self) -> ProducerStats:
-        """As `stats`: no other thread changes them."""
-        return self.stats()
-
     def stats(self) -> ProducerStats:
         """Totals; reading the tape counts as waiting."""
         return replace(

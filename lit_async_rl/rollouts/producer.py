@@ -282,15 +282,6 @@ class Producer:
                 threshold=self.intake.success.threshold,
             )
 
-    def stats_now(self) -> ProducerStats | None:
-        """Totals, or None while another thread changes them: for the drawing, which holds what a log line waits for."""
-        if not self.changed.acquire(blocking=False):
-            return None
-        try:
-            return self.stats()
-        finally:
-            self.changed.release()
-
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         is_ended = self.listener.stop(timeout_s)

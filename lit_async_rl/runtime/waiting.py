@@ -204,6 +204,30 @@ class FairLock:
 # -- Notices about long waits: one after three seconds, and then ever more rarely -------------------------------------
 
 
+class Repeating:
+    """Calls a function over and over in a daemon thread, until `stop`.
+
+    Args:
+        function: what to call; an error ends the thread and goes to `threading.excepthook`.
+        every_s: seconds from the end of a call to the next.
+        name: of the thread.
+    """
+
+    def __init__(self, function: Callable[[], object], every_s: float, name: str) -> None:
+        self._function = function
+        self._every_s = every_s
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            self._function()
+
+    def stop(self) -> None:
+        """Begins no further call; one that runs is not waited for."""
+        self._stopped.set()
+
+
 FIRST_NOTICE_S = 3.0  # after 3 s, 12 s, 48 s, 3 minutes, then every ten minutes
 NOTICE_FACTOR = 4.0
 MAX_NOTICE_INTERVAL_S = 600.0

@@ -171,6 +171,58 @@ def test_a_drawing_reads_nothing_that_changes_while_it_is_read_and_counts_the_to
     assert "reward" in text
 
 
+@pytest.mark.parametrize("whose", ["producer", "engine"])
+def test_who_logs_while_holding_a_lock_that_a_drawing_needs_waits_for_no_drawing(whose, monkeypatch):
+    """A replica that is lost is said under the engine's lock, a resume under the producer's: both stood for ever."""
+    monkeypatch.setattr(live_view, "REFRESH_HZ", 500)
+    written = io.StringIO()
+    console = OneAtATime(file=written, force_terminal=True, width=80)
+    of_engine = threading.Lock()
+    asked = threading.Event()
+
+    class View(LiveView):
+        def make_display(self, trainer):
+            return live_view._View(self, console)
+
+    class Logs(pl.Callback):
+        is_said = False
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            producer = trainer.datamodule._source._producer
+            with of_engine if whose == "engine" else producer.changed:
+                asked.clear()
+                assert asked.wait(60.0)  # the drawing's thread is about to wait for the lock
+                logs = threading.Thread(target=print, args=("replica 1 is lost",), daemon=True)
+                logs.start()
+                logs.join(20.0)
+                self.is_said = not logs.is_alive()
+
+    data = make_data(max_staleness=2)
+    stats = data.stats
+
+    def asked_stats():
+        if whose == "producer":
+            asked.set()
+        return stats()
+
+    def num_running(engine):
+        if whose == "engine":
+            asked.set()
+        with of_engine:
+            return 0
+
+    monkeypatch.setattr(data, "stats", asked_stats)
+    logs = Logs()
+
+    class Patched(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            monkeypatch.setattr(type(data.engine), "num_running", property(num_running))
+
+    fit(make_module(), data, 1, [Patched(), View(), logs], enable_progress_bar=True)
+    assert logs.is_said
+    assert "replica 1 is lost" in written.getvalue()
+
+
 def test_a_path_that_is_longer_than_a_line_is_printed_in_one_piece_above_a_drawing():
     path = "/a/folder/whose/name/is/longer/than/the/whole/line/of/the/terminal/last.ckpt"
     written = io.StringIO()
