@@ -124,8 +124,13 @@ def test_a_model_that_cannot_be_read_in_pieces_is_refused(tmp_path):
         PolicyModule(folder, random_init=True, sharding=Sharding(meta_device=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "tp", "ddp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("fsdp1", "tp", "ddp")),
+    ],
+)
 def test_two_processes_never_hold_a_whole_policy(strategy, tmp_path, monkeypatch):
     """25 MB of weights; allocations are given back at once, so that memory says what is held."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")

@@ -97,11 +97,10 @@ class SavesHyperparameters(rl.PolicyModule):
 
 
 def cases():
-    """Rows with code; those that train are slow together."""
-    for row in ROWS_OF_TABLE:
-        if "code" in row:
-            marks = [] if row["is"] == "refused" else [pytest.mark.slow]
-            yield pytest.param(row, id=row["feature"], marks=marks)
+    """Rows with code. Those that train take long together: `make test-slow` has every second one, the sweep the others."""
+    for number, row in enumerate(row for row in ROWS_OF_TABLE if "code" in row):
+        marks = [] if row["is"] == "refused" else [pytest.mark.sweep if number % 2 else pytest.mark.slow]
+        yield pytest.param(row, id=row["feature"], marks=marks)
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ LIMIT_S, PROCESSOR_S = 60.0, 12.0  # a loaded machine has its time, but not an e
 LEFT_BY_PYTHON = {"__pycache__"}
 
 
-SAMPLED = 6  # of so many misuses one is in `make test`, all others in `make test-slow`
+SAMPLED = 6  # of so many misuses one is in `make test`, one in `make test-slow`, the others in `make test-sweep`
+MARKS = {0: [], SAMPLED // 2: [pytest.mark.slow]}
 
 
 def misuses() -> Iterator[Any]:
@@ -39,7 +40,7 @@ def misuses() -> Iterator[Any]:
         for number, row in enumerate(table["misuses"]):
             shown = row.get("flags", row.get("reward", ""))
             known = {key: value for key, value in table.items() if key != "misuses"}
-            marks = [pytest.mark.slow] if number % SAMPLED else []
+            marks = MARKS.get(number % SAMPLED, [pytest.mark.sweep])
             yield pytest.param(known | row, id=f"{path.stem}-{number}: {shown}"[:90], marks=marks)
 
 

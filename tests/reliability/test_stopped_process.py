@@ -12,8 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["agent", "endpoint", "environment", "reward"])
+# all four by the same clock: one of each thread that has a limit, the others in `make test-sweep`
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("agent", marks=pytest.mark.slow),
+        pytest.param("reward", marks=pytest.mark.slow),
+        pytest.param("endpoint", marks=pytest.mark.sweep),
+        pytest.param("environment", marks=pytest.mark.sweep),
+    ],
+)
 def test_episodes_and_rewards_are_not_late_because_the_process_was_stopped(what, tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(ROOT / "tests/helpers/stopped_run.py"), what]
