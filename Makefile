@@ -31,7 +31,7 @@ test: $(VENV)/installed  ## the tests, on the CPU
 
 # Types and shapes are checked in `make test`, through which the same code passes: here that is a tenth of the time.
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not ray" --jaxtyping-packages=
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not sweep and not ray" --jaxtyping-packages=
 
 test-sweep: $(VENV)/installed  ## all model types and other tables whole: before a release, and when transformers changes
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m sweep --jaxtyping-packages=

@@ -59,9 +59,14 @@ def single(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2")),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("fsdp1", "tp")),
+    ],
+)
 def test_two_processes_reach_the_losses_of_one(strategy, single, tmp_path):
     """Ten steps: synchronous; two versions stale with two micro-batches (the two processes with checkpointed blocks);
     and synchronous with streamed groups.

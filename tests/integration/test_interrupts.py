@@ -92,8 +92,13 @@ def wait_until_it_trains(command, folder):
 OWN_PROCESS = ("--config", "configs/own_process.yaml", "--defaults.checkpoint", "null")
 
 
-@pytest.mark.parametrize("flags", [(), OWN_PROCESS], ids=["as_shipped", "own_process_no_checkpoints"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), marks=pytest.mark.slow, id="as_shipped"),
+        pytest.param(OWN_PROCESS, marks=pytest.mark.sweep, id="own_process_no_checkpoints"),
+    ],
+)
 def test_ctrl_c_saves_and_prints_the_summary_and_how_to_resume(flags, start, tmp_path):
     command = start(*flags)
     wait_until_it_trains(command, tmp_path)

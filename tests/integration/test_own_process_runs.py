@@ -107,8 +107,13 @@ FSDP2 = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [[], FSDP2], ids=["one", "fsdp2"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow, id="one"),
+        pytest.param(FSDP2, marks=pytest.mark.sweep, id="fsdp2"),
+    ],
+)
 def test_the_overlay_trains_from_the_command_line(more, tmp_path):
     logs = ["--trainer.logger.init_args.save_dir", str(tmp_path)]
     command = [sys.executable, "scripts/train.py", *COMMAND, *more, *logs]

@@ -51,8 +51,12 @@ SAVING = {"ddp": ("ddp", []), "fsdp1": ("fsdp1", []), "fsdp2": ("fsdp2", []), "f
 
 @pytest.mark.parametrize(
     ("kind", "monitor"),
-    [("ddp", MONITOR), ("fsdp1", []), ("fsdp2", []), ("fsdp2_folders", MONITOR)],
-    ids=["ddp-the_best_kept", "fsdp1", "fsdp2", "fsdp2_folders-the_best_kept"],
+    [
+        pytest.param("ddp", MONITOR, id="ddp-the_best_kept"),
+        pytest.param("fsdp1", [], marks=pytest.mark.sweep, id="fsdp1"),
+        pytest.param("fsdp2", [], marks=pytest.mark.sweep, id="fsdp2"),
+        pytest.param("fsdp2_folders", MONITOR, id="fsdp2_folders-the_best_kept"),
+    ],
 )
 def test_the_last_step_is_saved_and_resumed(kind, monitor, tmp_path):
     strategy, more = SAVING[kind]
@@ -79,7 +83,9 @@ def test_agents_in_processes_of_their_own_train_and_resume_after_a_kill(tmp_path
     more = ["--ckpt_path", last, "--trainer.max_steps", steps]
     train(tmp_path, "fsdp2", *agent, *more, base="agent_calculator")
     (last,) = tmp_path.rglob("last.ckpt")
-    assert torch.load(last, weights_only=True)["global_step"] == steps >= 4
+    assert (
+        torch.load(last, weights_only=True)["global_step"] == steps >= 3
+    )  # the file of a step comes before `last`, and the kill may between
     (metrics,) = {path.resolve() for path in tmp_path.rglob("metrics.csv")}
     with metrics.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get("agent/num_calls")]

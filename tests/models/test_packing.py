@@ -171,7 +171,7 @@ def test_on_a_gpu_block_masks_are_made_by_compiled_code(monkeypatch):
     packing_module._compiled_block_mask.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # torch compiles for minutes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_compiled_block_masks_are_those_of_the_uncompiled_function(monkeypatch):
     lm = FAMILIES["llama"]().eval()

@@ -317,7 +317,9 @@ def test_a_budget_ends_the_run_or_degrades(judge, budget, spent):
     with pytest.raises(BudgetError, match=rf"JudgeBudget\.{spent}"):
         scores(judge(budget=budget, limits=one_by_one), texts, max_tries=5)
     poor = judge(budget=budget, limits=one_by_one, on_budget="fallback", fallback=rl.exact_match)
-    assert scores(poor, texts) == [0.7, 0.7, 0.7, 1.0, 0.0]
+    found = scores(poor, texts)  # who is asked first is not promised
+    assert found.count(0.7) == 3
+    assert all(score in (0.7, own) for score, own in zip(found, [0.0, 0.0, 0.0, 1.0, 0.0], strict=True))
     assert poor.metrics()["judge/num_calls"] == 3
     resumed = judge(budget=budget, on_budget=0.5)
     resumed.restore_state(poor.save_state())
