@@ -97,7 +97,7 @@ class SavesHyperparameters(rl.PolicyModule):
 
 
 def cases():
-    """Rows with code. Of those that train, which take long, every second one is slow, and the others are in the sweep."""
+    """Rows with code. Of those that train, every second one is slow, and the others are in the sweep."""
     for number, row in enumerate(row for row in ROWS_OF_TABLE if "code" in row):
         marks = [] if row["is"] == "refused" else [pytest.mark.sweep if number % 2 else pytest.mark.slow]
         yield pytest.param(row, id=row["feature"], marks=marks)
