@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_async_rl.runtime.lifetime import guarded, kill_group
 
@@ -45,6 +45,7 @@ START_TIMEOUT_S = 60.0  # of the system's own part, without the program's
 READ_BYTES = 2**20
 STDERR = 2
 Message = tuple[dict[str, Any], bytes]
+T = TypeVar("T")
 
 
 class ChildEnded(RuntimeError):
@@ -212,15 +213,19 @@ async def receive_from(reader: asyncio.StreamReader, max_bytes: int) -> Message 
 
 
 class _Starter:
-    """A thread that starts processes, and lasts as long as this process."""
+    """A thread that starts processes, and lasts as long as this process: children that ask for it end with a thread."""
 
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._is_there = False
 
-    def start(self, make: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-        """The process that `make` starts; raises what it raises."""
+    def start(self, make: Callable[[], T]) -> T:
+        """Calls `make` in the thread, and returns or raises what it does.
+
+        Raises:
+            ChildEnded: `START_TIMEOUT_S` are over.
+        """
         with self._starting:
             if not self._is_there:
                 threading.Thread(target=self._work, name="process-starter", daemon=True).start()
@@ -244,8 +249,8 @@ class _Starter:
                 replies.put(error)
 
 
-_starter = _Starter()
-os.register_at_fork(after_in_child=_starter.__init__)  # type: ignore[misc]  # a child has no thread, and maybe a lock
+STARTER = _Starter()
+os.register_at_fork(after_in_child=STARTER.__init__)  # type: ignore[misc]  # a child has no thread, and maybe a lock
 
 
 def environment() -> dict[str, str]:
@@ -283,7 +288,7 @@ class Child:
         self.name = name
         self.socket, theirs = socket.socketpair()
         with theirs:
-            process = _starter.start(
+            process = STARTER.start(
                 lambda: subprocess.Popen(
                     guarded(command) if is_guarded else command,
                     stdin=theirs.fileno(),

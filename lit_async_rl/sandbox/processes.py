@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import select
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_async_rl.runtime.process import STARTER, ChildEnded
 from lit_async_rl.sandbox import room
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits, Verdict
 from lit_async_rl.sandbox.warden import END_S, STOP
@@ -46,54 +45,14 @@ def _base_python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
-class Keeper:
-    """Starts wardens in a thread that outlives them."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._orders: queue.SimpleQueue[tuple[dict[str, Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_keep, args=(self._orders,), name="sandbox-keeper", daemon=True)
-        self._thread.start()
-
-    def start(self, settings: dict[str, Any]) -> WardenProcess:
-        """Starts a warden and waits for it.
-
-        Raises:
-            SandboxError: the warden could not be started.
-        """
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._orders.put((settings, answers))
-        try:
-            answer = answers.get(timeout=START_S)
-        except queue.Empty:
-            raise SandboxError(f"no process was started in {START_S:g} s") from None
-        if isinstance(answer, BaseException):
-            raise SandboxError(str(answer)) from answer
-        warden: WardenProcess = answer
-        warden.wait_until_ready()
-        return warden
-
-    def close(self) -> None:
-        """Ends the thread, and with it all its wardens."""
-        self._orders.put(None)
-        if self.pid == os.getpid():
-            self._thread.join(REAP_S)
-
-
-def _keep(orders: queue.SimpleQueue[Any]) -> None:
-    while (order := orders.get()) is not None:
-        settings, answers = order
-        try:
-            answers.put(WardenProcess(settings))
-        except BaseException as error:
-            answers.put(error)
-
-
 class WardenProcess:
     """A warden's process and the socket to it.
 
     Args:
         settings: of `Sandbox`.
+
+    Raises:
+        SandboxError: it could not be started, has ended, or reports why it cannot begin.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -109,7 +68,7 @@ class WardenProcess:
         if settings["level"] == "limits":
             self._folder = settings["scratch"] = tempfile.mkdtemp(prefix="sandbox-")
         with theirs:
-            self._process = subprocess.Popen(
+            start: Callable[[], subprocess.Popen[bytes]] = lambda: subprocess.Popen(  # noqa: E731
                 [*command, json.dumps(settings), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -119,15 +78,16 @@ class WardenProcess:
                 start_new_session=True,  # without the trainer's Ctrl-C
                 cwd="/",
             )
+            try:
+                self._process = STARTER.start(start)
+            except (ChildEnded, OSError) as error:
+                self.socket.close()
+                raise SandboxError(str(error)) from error
         self.socket.settimeout(START_S)
         self._end = weakref.finalize(self, _end_process, self._process, self.socket, self._folder)
+        self._wait_until_ready()
 
-    def wait_until_ready(self) -> None:
-        """Waits for the first message.
-
-        Raises:
-            SandboxError: the warden has ended, or reports why it cannot start.
-        """
+    def _wait_until_ready(self) -> None:
         try:
             answer = self.answer(time.monotonic() + START_S)
         except SandboxError as error:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.sandbox import room
-from lit_async_rl.sandbox.processes import GuardError, Keeper, Run, WardenProcess
+from lit_async_rl.sandbox.processes import GuardError, Run, WardenProcess
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.programs import PATHS
 from lit_async_rl.utils.checks import check_choice
@@ -91,9 +91,8 @@ class Sandbox:
         }
         self._lock = threading.Lock()  # guards the next two
         self._idle: list[WardenProcess] = []
-        self._keeper: Keeper | None = None
-        self._keepers: list[Keeper] = []  # the current one, for the end of an object that is never closed
-        self._end = weakref.finalize(self, _close_all, self._idle, self._keepers)
+        self._busy: set[WardenProcess] = set()
+        self._end = weakref.finalize(self, _close_all, self._idle)
         self.level, self.guards = self._choose(level, allow_unsandboxed)
 
     def _choose(self, level: str, allow_unsandboxed: bool) -> tuple[room.Level, tuple[str, ...]]:
@@ -114,7 +113,7 @@ class Sandbox:
         for candidate in candidates:
             self._settings["level"] = candidate
             try:
-                warden = self._start()
+                warden = WardenProcess(self._settings)
             except SandboxError as error:
                 problems.append(f"{candidate}: {error}")
                 continue
@@ -170,13 +169,13 @@ class Sandbox:
                 result = Run(warden, given, limits=limits or self.limits, paths=self._paths).result(is_enough)
             except (SandboxError, OSError) as error:
                 if warden is not None:
-                    warden.kill()
+                    self._kill(warden)
                 if attempt + 1 == NUM_TRIES or isinstance(error, GuardError):
                     raise SandboxError(f"a program could not be run ({self.level}): {error}") from error
                 continue
             except BaseException:
                 if warden is not None:
-                    warden.kill()
+                    self._kill(warden)
                 raise
             self._release(warden)
             return result
@@ -193,12 +192,13 @@ class Sandbox:
     def close(self) -> None:
         """Ends the wardens and their programs. A later `run` starts new ones."""
         with self._lock:
-            self._keeper = None
             idle = list(self._idle)
-            keepers = list(self._keepers)
+            busy = list(self._busy)
             self._idle.clear()
-            self._keepers.clear()
-        _close_all(idle, keepers)
+            self._busy.clear()
+        _close_all(idle)
+        for warden in busy:
+            warden.kill()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -210,37 +210,38 @@ class Sandbox:
 
     def _take(self) -> WardenProcess:
         """Takes an idle warden, or starts one."""
-        while True:
+        warden: WardenProcess | None = None
+        while warden is None:
             with self._lock:
-                warden = self._idle.pop() if self._idle else None
-            if warden is None:
-                return self._start()
-            if warden.is_there:
-                return warden
-            warden.kill()
-
-    def _start(self) -> WardenProcess:
+                found = self._idle.pop() if self._idle else None
+            if found is None:
+                warden = WardenProcess(self._settings | {"parent": os.getpid()})  # of a fork, too
+            elif found.is_there:
+                warden = found
+            else:
+                found.kill()
         with self._lock:
-            if self._keeper is None or self._keeper.pid != os.getpid():  # a fork has no threads
-                self._keeper = Keeper()
-                self._keepers[:] = [self._keeper]
-            keeper = self._keeper
-        return keeper.start(self._settings | {"parent": os.getpid()})
+            self._busy.add(warden)
+        return warden
 
     def _release(self, warden: WardenProcess) -> None:
         with self._lock:
-            is_kept = self._keeper is not None and len(self._idle) < MAX_IDLE
+            is_kept = warden in self._busy and len(self._idle) < MAX_IDLE  # not after `close`
+            self._busy.discard(warden)
             if is_kept:
                 self._idle.append(warden)
         if not is_kept:
             warden.close()
 
+    def _kill(self, warden: WardenProcess) -> None:
+        with self._lock:
+            self._busy.discard(warden)
+        warden.kill()
 
-def _close_all(idle: list[WardenProcess], keepers: list[Keeper]) -> None:
+
+def _close_all(idle: list[WardenProcess]) -> None:
     for warden in idle:
         warden.close()
-    for keeper in keepers:
-        keeper.close()
 
 
 def _folders(setting: str, paths: Sequence[str]) -> list[str]:

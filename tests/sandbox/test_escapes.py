@@ -172,7 +172,7 @@ import os, threading, time
 n = 0
 try:
     for n in range(100):
-        threading.Thread(target=time.sleep, args=(0.2,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
 except RuntimeError:
     pass
 print(n)
