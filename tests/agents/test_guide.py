@@ -9,7 +9,7 @@ import pytest
 from markdown_blocks import ROOT, blocks_of
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)  # two minutes of processor time, and the machine may be busy
 def test_the_agent_of_the_guide_learns(tmp_path):
     (block,) = [one for one in blocks_of(ROOT / "docs/agents.md") if one.module == "my_agent"]

@@ -103,6 +103,7 @@ def seconds_of(run: dict, chart: list[list[float]], kind: str) -> float:
     return shown.within(verdict["began_at"], verdict["ended_at"])
 
 
+@pytest.mark.sweep  # two whole runs; test_idle_agrees has the property without a browser
 def test_idle_time_read_from_the_chart_is_that_of_the_verdict(driver, runs, tmp_path):
     page = write_report(*runs.values(), out=tmp_path / "report.html")
     look_at_all(driver, page)
