@@ -21,6 +21,7 @@ SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*±†\[]|lit-async)|(?<=[.!?]\*\*)
 BLOCK = re.compile(r"\n\s*\n|\n(?=(?:[*#|-]|\d+\.) )")
 ITEM = re.compile(r"(?:[*-]|\d+\.)\s+")
 NO_SENTENCES = re.compile(r"<small>.*?</small>|!\[[^\]]*\]\([^)]*\)", re.S)  # sources of tables, pictures
+CODE = re.compile(r"`[^`\n]+`")  # `<name>` in it is no tag
 SAID_BY = {"warn", "warning", "info", "error", "print", "rank_zero_warn"}
 
 
@@ -30,12 +31,12 @@ def of_page(path: Path) -> Iterator[tuple[str, str]]:
     A sentence that a list completes (its items begin in lower case) has the items; a label in bold type stays with the
     sentence behind it.
     """
-    content = NO_SENTENCES.sub(" ", text(path))
+    content = CODE.sub(lambda code: code[0].replace("<", "\0"), NO_SENTENCES.sub(" ", text(path)))
     for pattern in NO_WORDS:
         content = pattern.sub("\n\n|\n\n" if "```" in pattern.pattern else "", content)
     heading, begun = path.name, ""
     for block in [*BLOCK.split(content), "|"]:
-        block = block.strip()
+        block = block.strip().replace("\0", "<")
         item = ITEM.sub("", block, count=1) if ITEM.match(block) else block
         if begun and not (item != block and item[:1].islower()):
             yield from ((f"{path.name}: {heading}", sentence) for sentence in _split(begun))

@@ -181,7 +181,7 @@ class Evaluation(pl.Callback):
             metrics = self._finish(trainer)
             pl_module.log_dict(metrics, logger=False, rank_zero_only=True)
         elif self._run.is_lost:
-            log.warning("evaluation of version %d lost with its engine: it begins again", self._run.version)
+            log.warning("the evaluation of version %d was lost with its engine: it starts again", self._run.version)
             self._run = None
             self._next_step = trainer.global_step
         elif self._run.age_s > self.timeout_s:

@@ -128,7 +128,7 @@ def collate_step(
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
-        raise InvariantError("completions of a truncated sampler came without the tokens that it could choose")
+        raise InvariantError("completions from truncated sampling lack the tokens that the sampler could choose")
     return [
         _pad(
             part,
