@@ -357,8 +357,8 @@ def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
             raise RankError(
-                f"rank {other} did not arrive within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, or "
-                f"does it do something else than rank {dist.get_rank()}? ({problem})"
+                f"rank {other} did not arrive within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, "
+                f"or does it do something else than rank {dist.get_rank()}? ({problem})"
             ) from error
 
 

@@ -165,7 +165,7 @@ def check_is_one_file(path: str | Path) -> None:
     if Path(path).is_dir():
         raise ValueError(
             f"ckpt_path={str(path)!r} is a folder of shards, which only the strategy that wrote it can load; "
-            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` converts it into {path}.consolidated"
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` converts it to {path}.consolidated"
         )
 
 
