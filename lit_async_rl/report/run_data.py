@@ -97,9 +97,8 @@ class RunData:
         changed = {name for name, number in numbers.items() if (known or {}).get(name) != number}
         if "curves" in changed:
             content["curves"] = self._curves.payload()
-            content["config"] = self._config()
-        if changed & {"curves", "timeline"}:
             content["summary"] = self._summary()
+            content["config"] = self._config()
         if "timeline" in changed:
             verdict = self._verdict()
             began_at = verdict["began_at"] if verdict else None
