@@ -164,7 +164,7 @@ class AgentEpisode(PlayedSample):
             ValueError: the request has tokens only.
         """
         if self.request.prompt is None:
-            raise ValueError("an agent needs the prompt's text or messages, and the request has only its tokens")
+            raise ValueError("an agent needs the prompt's text or messages, but the request has only its tokens")
         return self.request.prompt
 
     @property

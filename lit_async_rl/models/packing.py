@@ -308,5 +308,5 @@ def check_length(lm: PreTrainedModel, length: int) -> None:
     window = context_length(lm)
     if length > window:
         raise ValueError(
-            f"model.packing: a completion and its prompt have {length} tokens, the model's attention window is {window}"
+            f"model.packing: a completion and its prompt have {length} tokens, but the model's attention window is {window}"
         )
