@@ -53,9 +53,12 @@ def _split(block: str) -> Iterator[str]:
     label = ""
     for part in SENTENCE.split(" ".join(block.split())):
         sentence = f"{label} {part}".strip()
-        label = sentence if part.endswith("?**") or (part.endswith("**") and num_words(sentence) < MIN_WORDS) else ""
+        is_label = part.endswith("?**") or (part.endswith("**") and num_words(sentence) < MIN_WORDS)
+        label = sentence if is_label or sentence.count("**") % 2 else ""
         if not label:
             yield re.sub(r"[\[\]]", "", sentence)
+    if label:
+        yield re.sub(r"[\[\]]", "", label)
 
 
 def of_messages(path: Path) -> Iterator[tuple[str, str]]:

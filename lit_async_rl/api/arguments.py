@@ -136,7 +136,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
     if isinstance(model, PolicyModule):
-        raise ValueError("tokenizer cannot be combined with a PolicyModule, which reads its own from a folder")
+        raise ValueError("tokenizer cannot be combined with a PolicyModule, which loads its own tokenizer")
 
 
 @contextmanager
