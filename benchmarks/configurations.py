@@ -31,10 +31,10 @@ CONFIGS = Path("configs")
 HELD_OUT = 512  # problems of the quick start's validation
 TWO_RANKS = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--data.groups_per_step", "32")
 ELSEWHERE = {  # overlays of the quick start that are not measured here, and why
-    "vllm_cpu": "needs vLLM: docs/vllm.md",
+    "vllm_cpu": "needs vLLM: docs/engines.md",
     "strategies/fsdp2_tp": "four processes",
     "systems/sampo": "an overlay of calculator.yaml",
-    "systems/oapl": "another learning problem: offline regression, see docs/performance.md",
+    "systems/oapl": "another learning problem: offline regression, see docs/comparison.md",
 }
 FSDP2_SIZES = ("--trainer.strategy.init_args.data_parallel_size", "2")
 RECIPE = "quickstart"  # the quick start as it is, and without its recipe

@@ -15,10 +15,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/lit-async-rl/lit-async-rl/blob/main/"
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
 MEASUREMENT = re.compile(r"docs/measurements/(?P<name>\w+)\.json")
-LINK = re.compile(r"(?<=\]\()(?P<path>(?!https?:)[^)#\s]+)")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))(?P<path>(?!https?:)[^)#\s]+)")
 
 
 def public_names() -> dict[str, list[str]]:

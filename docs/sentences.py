@@ -17,24 +17,48 @@ from pathlib import Path
 from word_counts import NO_WORDS, ROOT, num_words, text
 
 MIN_WORDS = 6
-SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*])")
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*±†\[]|lit-async)|(?<=[.!?]\*\*)\s+|(?<=[.!?]\))\s+(?=[A-Z`*±†\[]|lit-async)")
+BLOCK = re.compile(r"\n\s*\n|\n(?=(?:[*#|-]|\d+\.) )")
+ITEM = re.compile(r"(?:[*-]|\d+\.)\s+")
+NO_SENTENCES = re.compile(r"<small>.*?</small>|!\[[^\]]*\]\([^)]*\)", re.S)  # sources of tables, pictures
+CODE = re.compile(r"`[^`\n]+`")  # `<name>` in it is no tag
 SAID_BY = {"warn", "warning", "info", "error", "print", "rank_zero_warn"}
 
 
 def of_page(path: Path) -> Iterator[tuple[str, str]]:
-    """(heading, sentence) of a page, without code, tables and link targets."""
-    content = text(path)
+    """(heading, sentence) of a page, without code, tables and link targets.
+
+    A sentence that a list completes (its items begin in lower case) has the items; a label in bold type stays with the
+    sentence behind it.
+    """
+    content = CODE.sub(lambda code: code[0].replace("<", "\0"), NO_SENTENCES.sub(" ", text(path)))
     for pattern in NO_WORDS:
-        content = pattern.sub(" ", content)
-    heading = path.name
-    for block in re.split(r"\n\s*\n|\n(?=[*#|-] )", content):
-        block = block.strip()
+        content = pattern.sub("\n\n|\n\n" if "```" in pattern.pattern else "", content)
+    heading, begun = path.name, ""
+    for block in [*BLOCK.split(content), "|"]:
+        block = block.strip().replace("\0", "<")
+        item = ITEM.sub("", block, count=1) if ITEM.match(block) else block
+        if begun and not (item != block and item[:1].islower()):
+            yield from ((f"{path.name}: {heading}", sentence) for sentence in _split(begun))
+            begun = ""
         if block.startswith("#"):
-            heading, _, block = block.partition("\n")
-        if block.startswith("|") or not block:
-            continue
-        for sentence in SENTENCE.split(" ".join(block.lstrip("*- ").split())):
-            yield f"{path.name}: {heading.lstrip('# ')}", sentence.replace("[", "").replace("]", "")
+            heading, _, item = block.partition("\n")
+            heading = heading.lstrip("# ")
+        if not block.startswith("|"):
+            begun += f" {item}"
+
+
+def _split(block: str) -> Iterator[str]:
+    """The sentences of a paragraph or item; a short label, or a question, stays with what follows it."""
+    label = ""
+    for part in SENTENCE.split(" ".join(block.split())):
+        sentence = f"{label} {part}".strip()
+        is_label = part.endswith("?**") or (part.endswith("**") and num_words(sentence) < MIN_WORDS)
+        label = sentence if is_label or sentence.count("**") % 2 else ""
+        if not label:
+            yield re.sub(r"[\[\]]", "", sentence)
+    if label:
+        yield re.sub(r"[\[\]]", "", label)
 
 
 def of_messages(path: Path) -> Iterator[tuple[str, str]]:

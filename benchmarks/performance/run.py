@@ -1,4 +1,4 @@
-"""Runs all measurements of docs/performance.md: prints tables and writes `benchmarks.json`.
+"""Runs all measurements of docs/when_async_pays.md#throughput: prints tables and writes `benchmarks.json`.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
     OMP_NUM_THREADS=1 python benchmarks/performance/run.py --trl_python /tmp/trl/bin/python --out runs/benchmarks

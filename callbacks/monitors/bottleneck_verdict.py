@@ -339,6 +339,7 @@ class BottleneckVerdict(pl.Callback):
         words: printed text of the last verdict.
         collapse: description of an ongoing collapse; None while training is healthy.
         advice: advice on the staleness bound at the end of a run; None before, or if there is no advice.
+        stats: statistics of the whole run at its end; None before.
 
     Raises:
         ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
@@ -352,6 +353,7 @@ class BottleneckVerdict(pl.Callback):
         self.words: str | None = None
         self.collapse: str | None = None
         self.advice: Advice | None = None
+        self.stats: ProducerStats | None = None
         self._trend = CollapseTrend()
         self._staleness = StalenessAdvice()
         self._stale_data = StaleDataWords()
@@ -380,6 +382,7 @@ class BottleneckVerdict(pl.Callback):
         self.is_early = False
         self.words = None
         self.advice = None
+        self.stats = None
         folder = writing_folder(trainer)  # a collective: all ranks must call it
         self._folder = folder if trainer.is_global_zero else None
 
@@ -425,7 +428,7 @@ class BottleneckVerdict(pl.Callback):
         self._stats_before = stats
         advised = None if self.is_early else self._steady.for_run(so_far, is_over=False)
         text = self._words(trainer, pl_module, str(advised or so_far.shares), dropped=dropped_sentence(stats))
-        self._record(trainer, so_far, text, whole_run=True)
+        self._record(trainer, so_far, text, whole_run=True, stats=stats)
         self._record(trainer, verdict, self.words, whole_run=False)
         self._window = StepLoad(self._totals(trainer))
         self._window_began_at = time.time()
@@ -445,13 +448,13 @@ class BottleneckVerdict(pl.Callback):
             verdict = self._diagnose(trainer, pl_module, self._run)
             data = rollout_data(trainer, "BottleneckVerdict")
             advised = None if self.is_early else self._steady.for_run(verdict, is_over=True)
-            stats = data.stats()
+            self.stats = stats = data.stats()
             dropped = None if stats is None else dropped_sentence(stats)
             about_data = self._stale_data.sentences(ADD_VCPO if _lacks_baseline(pl_module) else "")
             few = "; too few steps for a verdict" if self.is_early else ""
             speed = ". ".join([*about_data, f"{advised or verdict.shares}{few}"])
             words = self._words(trainer, pl_module, speed, dropped=dropped)
-            self._record(trainer, verdict, words, whole_run=True)
+            self._record(trainer, verdict, words, whole_run=True, stats=stats)
             if self.collapse is None and dropped is None and not self.is_early:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
             names_bound = not self._steady.has_named("data.max_staleness", advised)
@@ -498,7 +501,14 @@ class BottleneckVerdict(pl.Callback):
         self.verdict = None if self.is_early else verdict
         return verdict
 
-    def _record(self, trainer: AnyTrainer, verdict: Verdict, text: str, whole_run: bool) -> None:
+    def _record(
+        self,
+        trainer: AnyTrainer,
+        verdict: Verdict,
+        text: str,
+        whole_run: bool,
+        stats: ProducerStats | None = None,
+    ) -> None:
         if self._folder is None:
             return
         row = {
@@ -511,6 +521,8 @@ class BottleneckVerdict(pl.Callback):
             "share_won": verdict.share_won,
             "text": text,
         }
+        if stats is not None:
+            row["num_tokens"] = stats.num_tokens
         path = self._folder / "verdicts.jsonl"
         with tolerate_full_disk(str(path)):
             self._folder.mkdir(parents=True, exist_ok=True)

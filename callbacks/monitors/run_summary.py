@@ -80,6 +80,9 @@ class RunSummary(pl.Callback):
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, BottleneckVerdict) and monitor.stats is not None:
+                self.stats = monitor.stats  # those of the report: the engine has gone on since
         self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
         self._restarts = data.engine_restarts if isinstance(data, RolloutDataModule) else ""
 

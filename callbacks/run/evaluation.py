@@ -118,7 +118,7 @@ class Evaluation(pl.Callback):
         self._next_step = min(self._next_step, trainer.global_step + self.every_n_steps)
         data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
-            raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
+            raise ValueError("Evaluation needs an engine, but data.admission=FromTape has none")
         setting = "data.validation.sampling" if self.sampling is None else "Evaluation.sampling"
         data.engine.check_sampling(setting, self.sampling or data.val_sampling, self.num_samples)
         if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
@@ -181,7 +181,7 @@ class Evaluation(pl.Callback):
             metrics = self._finish(trainer)
             pl_module.log_dict(metrics, logger=False, rank_zero_only=True)
         elif self._run.is_lost:
-            log.warning("evaluation of version %d lost with its engine: it begins again", self._run.version)
+            log.warning("the evaluation of version %d was lost with its engine: it starts again", self._run.version)
             self._run = None
             self._next_step = trainer.global_step
         elif self._run.age_s > self.timeout_s:

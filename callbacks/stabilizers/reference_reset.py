@@ -39,8 +39,8 @@ class ReferenceReset(pl.Callback):
             parameter.is_reset = True  # type: ignore[attr-defined]  # so that `RollBack` copies it
         if is_sharded(trainer.strategy.model or pl_module):
             raise ValueError(
-                f"ReferenceReset with trainer.strategy={type(trainer.strategy).__name__}, which shards the reference: "
-                "only whole weights can be copied to it. Leave ReferenceReset out, or use DDP"
+                f"ReferenceReset copies whole weights, but trainer.strategy={type(trainer.strategy).__name__} shards "
+                "the reference policy. Leave ReferenceReset out, or use DDP"
             )
 
     def on_train_batch_end(

@@ -164,7 +164,7 @@ class AgentEpisode(PlayedSample):
             ValueError: the request has tokens only.
         """
         if self.request.prompt is None:
-            raise ValueError("an agent needs the prompt's text or messages, and the request has only its tokens")
+            raise ValueError("an agent needs the prompt's text or messages, but the request has only its tokens")
         return self.request.prompt
 
     @property
@@ -535,7 +535,7 @@ class AgentEpisode(PlayedSample):
         for name, value in sampling.asked.items():
             if value != own[name]:
                 self._rules.warnings.warning(
-                    "an agent asks for %s=%g; it gets data.sampling.%s=%g, by which its tokens train",
+                    "an agent asked for %s=%g, but gets data.sampling.%s=%g, the distribution that is trained on",
                     name,
                     value,
                     name,

@@ -127,7 +127,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
     if isinstance(model, type):
         raise ValueError(f"model must be {wanted}, got the class: write {model.__name__}(...)")
     if hasattr(model, "merge_and_unload"):
-        raise ValueError(f"model must be {wanted}, got a {type(model).__name__}: give model.merge_and_unload()")
+        raise ValueError(f"model must be {wanted}, got a {type(model).__name__}: pass model.merge_and_unload()")
     if not isinstance(model, str | os.PathLike | PreTrainedModel | PolicyModule):
         name = "None" if model is None else f"a {type(model).__name__}: {str(model)[:80]!r}"
         raise ValueError(f"model must be {wanted}, got {name}")
@@ -136,7 +136,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
     if isinstance(model, PolicyModule):
-        raise ValueError("tokenizer goes with a model, and not with a PolicyModule, which reads its own from a folder")
+        raise ValueError("tokenizer cannot be combined with a PolicyModule, which loads its own tokenizer")
 
 
 @contextmanager
@@ -161,8 +161,8 @@ def in_folder(
         return
     if trainer.world_size > 1:
         raise ValueError(
-            f"model: an object is for a run of one process, and this one has {trainer.world_size}: write it with "
-            "save_pretrained, together with its tokenizer, and give the folder"
+            f"model: a model in memory needs a run of one process, but this run has {trainer.world_size}: save it with "
+            "save_pretrained, together with its tokenizer, and pass the folder"
         )
     tokenizer = tokenizer or _own_tokenizer(model)
     run = run_folder(trainer)

@@ -40,8 +40,8 @@ def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule
         checkpoint = read_safely(path, f"ckpt_path={ckpt_path!r}", with_values=True)
         if OPTIMIZERS not in checkpoint:
             raise ValueError(
-                f"ckpt_path={ckpt_path!r} holds weights and no state of an optimizer (save_weights_only), so that no "
-                f"run can go on from it. {START_ANEW}"
+                f"ckpt_path={ckpt_path!r} holds weights but no optimizer state (save_weights_only), so no run can be "
+                f"resumed from it. {START_ANEW}"
             )
         module.saved_weights.check_names(checkpoint, module.policy)
     module.trainer = trainer

@@ -442,7 +442,7 @@ def upload_report(trainer: pl.Trainer) -> None:
     if folder is None or not trainer.is_global_zero or not loggers or reports is None:
         return
     try:
-        path = reports.write_report(folder, out=folder / "report.html")
+        path = reports.write_report(folder)
         for logger in loggers:
             log_file(logger, path, "report")
     except Exception as error:

@@ -73,7 +73,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
     elif resumed_from is None:
         older = [set_aside(log_dir / name) for name in (*TABLES, "config.yaml")]
         if any(older):
-            log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
+            log.warning("trainer.logger: %s holds an earlier run; its files are kept as metrics.1.csv ...", log_dir)
 
 
 def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:

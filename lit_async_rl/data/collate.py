@@ -89,14 +89,14 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and compares_rollouts:
                 raise ValueError(
-                    "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, and an "
-                    "agent has left branches, whose rows are trained one by one. Use a loss of tokens (rl.fit: "
+                    "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, but an "
+                    "agent has left branches, whose rows are trained separately. Use a loss per token (rl.fit: "
                     "recipe=None), or an agent with one conversation"
                 )
             if rollout.branches and len(set(values)) > 1:
                 raise ValueError(
                     f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
-                    "and an agent has left branches, whose tokens get that of the whole rollout. Use an advantage of "
+                    "but an agent has left branches, whose tokens get that of the whole rollout. Use an advantage of "
                     "whole rollouts: GroupMeanStd"
                 )
     units = [
@@ -128,7 +128,7 @@ def collate_step(
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
-        raise InvariantError("completions of a truncated sampler came without the tokens that it could choose")
+        raise InvariantError("completions from truncated sampling lack the tokens that the sampler could choose")
     return [
         _pad(
             part,

@@ -358,7 +358,7 @@ class RolloutSource:
         """Starts sampling held-out prompts concurrently with the rollouts."""
         producer = self._started()
         if not isinstance(producer, Producer):
-            raise SetupError("Evaluation needs an engine, and data.admission=FromTape has none")
+            raise SetupError("Evaluation needs an engine, but data.admission=FromTape has none")
         evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
         producer.owners.add(FIRST_ID, evaluation)
         evaluation.submit()

@@ -294,7 +294,7 @@ def _connect_in_time(trainer: AnyTrainer, set_up: Any, limit_s: float) -> None:
             strategy.launcher.kill(signal.SIGTERM)
         problem = str(error).partition("\n")[0]
         raise RankError(
-            f"the {trainer.world_size} ranks did not all come within {START_TIMEOUT_SETTING}={limit_s:g}: was "
+            f"the {trainer.world_size} ranks did not all arrive within {START_TIMEOUT_SETTING}={limit_s:g}: was "
             f"one killed, or is MASTER_ADDR:MASTER_PORT out of reach or in use? ({problem})"
         ) from error
     finally:
@@ -313,14 +313,14 @@ def _check_group(trainer: AnyTrainer) -> None:
     here = (trainer.global_rank, trainer.world_size)
     if there != here:
         raise ValueError(
-            f"this process is rank {there[0]} of {there[1]} in the process group that there is already, and rank "
+            f"this process is rank {there[0]} of {there[1]} in the existing process group, but rank "
             f"{here[0]} of {here[1]} for trainer.devices and trainer.num_nodes, which must be the same; or {remedy}"
         )
     kind = trainer.strategy.root_device.type  # type: ignore[union-attr]
     kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
     if kind not in kinds:
         raise ValueError(
-            f"trainer.accelerator: the process group that there is already ({dist.get_backend_config()}) moves "
+            f"trainer.accelerator: the existing process group ({dist.get_backend_config()}) moves "
             f"tensors of {sorted(kinds)}, and the Trainer computes on {kind!r}; {remedy}"
         )
 
@@ -357,8 +357,8 @@ def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
             raise RankError(
-                f"rank {other} did not come within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, or "
-                f"does it do something else than rank {dist.get_rank()}? ({problem})"
+                f"rank {other} did not arrive within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, "
+                f"or does it do something else than rank {dist.get_rank()}? ({problem})"
             ) from error
 
 

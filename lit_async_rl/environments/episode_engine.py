@@ -280,7 +280,7 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
         if self.step_cut_turns and not self._is_successor:  # earlier versions had another default
             log.warning(
                 "a turn that is cut at data.sampling.max_tokens is shown to the environment, which may reward it "
-                "(data.engine.step_cut_turns=false: its episode ends unseen, without a reward of that turn)"
+                "(with data.engine.step_cut_turns=false, the episode ends without a reward for that turn)"
             )
         self._environment_spans.lane = recorder().lane(ENVIRONMENT)  # not in validation, which never calls `setup`
 

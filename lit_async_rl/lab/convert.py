@@ -104,7 +104,7 @@ LEFT_OUT = {
     "use_cpu": "trainer.accelerator: cpu",
     "use_dora": "adapters that begin anew are plain LoRA",
     "use_rslora": "set model.lora.alpha to alpha * sqrt(rank)",
-    "vllm_model_impl": "see docs/vllm.md",
+    "vllm_model_impl": "see docs/engines.md",
     "vllm_structured_outputs_regex": "completions are not restricted",
 }
 
@@ -586,7 +586,7 @@ class Conversion:
         self.note(f"look at: model.correction ({reason})")
         self._leave_out_unless(False, "vllm_importance_sampling_.*", reason)
         if mode == "server" or self._is_asynchronous:
-            self.note("look at: data.engine (TRL's vLLM server becomes an engine in this process, see docs/vllm.md)")
+            self.note("look at: data.engine (TRL's vLLM server becomes an engine in this process, see docs/engines.md)")
         self._leave_out_unless(False, "vllm_(server_.*|group_port)", "there is no server")
         arguments: dict[str, Any] = {"gpu_memory_utilization": self.number("vllm_gpu_memory_utilization", 0.3)}
         if self.get("vllm_max_model_length", None) is not None:

@@ -107,7 +107,7 @@ def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ModuleNotFoundError: the package `gguf` is not installed.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise ModuleNotFoundError('lit-async-rl fetch reads GGUF: pip install "lit-async-rl[real-model]"')
+        raise ModuleNotFoundError('lit-async-rl fetch needs gguf: pip install "lit-async-rl[real-model]"')
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     lm = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = lm.config

@@ -363,7 +363,7 @@ def check_complete(info: Mapping[str, Any], setting: str) -> None:
         )
     if unused := sorted(info["unexpected_keys"]):
         log.warning(
-            "%s: its files have %d weights that its model has not, which are left out: %s",
+            "%s: its files have %d weights that the model lacks; they are ignored: %s",
             setting,
             len(unused),
             ", ".join(unused[:4]),

@@ -134,8 +134,8 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
     others = [name for name in SETTINGS_AT_DEFAULT if getattr(config, name, None) != getattr(plain, name, None)]
     if others:
         raise SetupError(
-            f"{setting}: the adapter changes more than weights by two factors ({', '.join(others)} in its "
-            "adapter_config.json); leave continue_adapter out, and it is merged"
+            f"{setting}: the adapter has more than low-rank factors ({', '.join(others)} in its "
+            "adapter_config.json); without continue_adapter it is merged"
         )
     config.lora_dropout = 0.0  # with dropout, ratios of fresh data would not be 1
     config.inference_mode = False

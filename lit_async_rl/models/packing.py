@@ -291,12 +291,12 @@ def check_packable(lm: PreTrainedModel) -> None:
     """
     if kinds := other_layers(lm):
         raise ValueError(
-            f"model.packing: {type(lm).__name__} has {kinds} layers, which do not take its mask; leave it out"
+            f"model.packing: {type(lm).__name__} has {kinds} layers, which take no mask; leave packing out"
         )
     if lm.config.model_type == "gpt_neo":
-        raise ValueError("model.packing: GPTNeoForCausalLM has a mask of its own, by places in the row; leave it out")
+        raise ValueError("model.packing: GPTNeoForCausalLM builds its own mask from positions in a row; leave packing out")
     if "position_ids" not in inspect.signature(body(lm).forward).parameters:
-        raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave it out")
+        raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave packing out")
 
 
 def check_length(lm: PreTrainedModel, length: int) -> None:
@@ -308,5 +308,5 @@ def check_length(lm: PreTrainedModel, length: int) -> None:
     window = context_length(lm)
     if length > window:
         raise ValueError(
-            f"model.packing: a completion and its prompt have {length} tokens, the model's attention window is {window}"
+            f"model.packing: a completion and its prompt have {length} tokens, but the model's attention window is {window}"
         )

@@ -217,7 +217,7 @@ def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
     for pattern, style in styles.items():
         if style not in _STYLES:
             raise ValueError(
-                f"trainer.strategy.tensor_parallel_size={mesh.size()}: {pattern} wants style {style!r}, which is not "
+                f"trainer.strategy.tensor_parallel_size={mesh.size()}: {pattern} needs style {style!r}, which is not "
                 f"among {sorted(_STYLES)}; use 1"
             )
     parallelize_module(body, mesh, {pattern: _STYLES[style]() for pattern, style in styles.items()})

@@ -62,7 +62,7 @@ class StopStrings:
             FileNotFoundError: there is no tokenizer.
         """
         if not model:
-            raise ValueError("sampling.stop needs a tokenizer, and the engine's model was not loaded from a folder")
+            raise ValueError("sampling.stop needs a tokenizer, but the engine's model was not loaded from a folder")
         return cls(load_tokenizer(model), vocab_size)
 
     def may_end(self, stops: tuple[str, ...]) -> Bool[Tensor, " V"]:

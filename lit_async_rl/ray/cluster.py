@@ -185,7 +185,7 @@ class RayCluster(ClusterSettings, Cluster):
         if actors is None:
             return reward
         if reward is None:
-            raise ValueError("cluster.rewards is set, and there is no data.reward: the engine gives the rewards")
+            raise ValueError("cluster.rewards is set, but there is no data.reward: the engine gives the rewards")
         from lit_async_rl.ray.reward_pool import RewardPool, in_pool
 
         settings = self._pool("rewards", actors)
@@ -205,7 +205,7 @@ class RayCluster(ClusterSettings, Cluster):
             return engine
         if not isinstance(engine, EpisodeEngine):
             raise ValueError(
-                f"cluster.environments is set, and data.engine ({type(engine).__name__}) has no environment: "
+                f"cluster.environments is set, but data.engine ({type(engine).__name__}) has no environment: "
                 "it must be an EpisodeEngine"
             )
         from lit_async_rl.ray.environment_pool import EnvironmentPool, RayEnvironment

@@ -148,7 +148,7 @@ def _read_manifest(folder: Path) -> list[TapeFile] | None:
 def _check_order(files: Sequence[TapeFile]) -> None:
     for before, after in pairwise(files):
         if after.first <= before.last:
-            raise ValueError(f"{after.path} holds steps {_steps(after)}, of which {before.path.name} has some, too")
+            raise ValueError(f"{after.path} holds steps {_steps(after)}, but {before.path.name} holds some of these")
 
 
 def _is_set_aside(file: TapeFile) -> bool:
@@ -474,7 +474,7 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     if missing := {"step", "group", "sample", "policy_version"} - set(table.column_names):
         raise ValueError(f"{file.path} is not a tape file: it has no column {min(missing)}")
     if file.rows is not None and table.num_rows != file.rows:
-        raise ValueError(f"{file.path} holds {table.num_rows} rows, and the manifest says {file.rows}")
+        raise ValueError(f"{file.path} holds {table.num_rows} rows, but the manifest lists {file.rows}")
     return table if columns is None else table.select(list(columns))
 
 

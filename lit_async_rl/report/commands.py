@@ -28,8 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", help="also write the timeline of all ranks to this file, for ui.perfetto.dev")
     arguments = parser.parse_args(args)
     try:
-        out = arguments.out or Path(arguments.run, "report.html")
-        path = write_report(arguments.run, arguments.other, out, tape=arguments.tape)
+        path = write_report(arguments.run, arguments.other, arguments.out or None, tape=arguments.tape)
         if arguments.trace is not None:
             merge_traces(trace_files(Path(arguments.run, "timeline")), Path(arguments.trace))
     except (ValueError, OSError) as error:

@@ -46,14 +46,14 @@ PAGE = """<!doctype html>
 
 
 def write_report(
-    run: str | Path, other: str | Path | None = None, out: str | Path = "report.html", tape: str | Path | None = None
+    run: str | Path, other: str | Path | None = None, out: str | Path | None = None, tape: str | Path | None = None
 ) -> Path:
     """Writes the report of a run, or the comparison of two, to one HTML file that opens without a network.
 
     Args:
         run: folder of the run.
         other: folder of a second run to compare with.
-        out: file to write.
+        out: file to write; None is `report.html` in the run's folder.
         tape: folder of the first run's rollout tape; None is `tape` in its folder.
 
     Raises:
@@ -62,13 +62,13 @@ def write_report(
     """
     share = 1.0 if other is None else 0.5
     runs = [RunData(run, tape, share)] + ([] if other is None else [RunData(other, share=share)])
-    path = Path(out)
+    path = Path(run, "report.html") if out is None else Path(out)
     text = page([data.payload() for data in runs])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise OSError(f"out={str(out)!r} cannot be written: {error.strerror}") from error
+        raise OSError(f"out={str(path)!r} cannot be written: {error.strerror}") from error
     return path
 
 

@@ -174,7 +174,10 @@ class RunData:
         maximum = self._curves.values("sample/staleness_max")
         if len(mean) and len(maximum):
             rows.append(["staleness, mean and largest", f"{mean.mean():.2f}, {maximum.max():.0f} versions"])
-        if len(tokens := self._curves.values("sample/total_tokens")):
+        verdict = self._verdict()
+        if verdict and "num_tokens" in verdict and verdict.get("step", 0) >= self._curves.num_steps:
+            rows.append(["tokens generated", f"{verdict['num_tokens']:,.0f}"])
+        elif len(tokens := self._curves.values("sample/total_tokens")):
             rows.append(["tokens generated until the last logged step", f"{tokens[-1]:,.0f}"])
         return rows
 

@@ -85,8 +85,8 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     if not listener.is_working:
         if producer.admission.in_order and listener.engine_error is None:
             log.warning(
-                "this checkpoint is saved after the engine was closed, without its random state, and with %d groups "
-                "that a later version will sample: resumed, the run will not repeat bit for bit",
+                "this checkpoint was saved after the engine had closed, without its random state and with %d "
+                "unfinished groups, which a later version will sample: a resumed run will not repeat bit for bit",
                 len(producer.book.unfinished),
             )
         return [], None

@@ -121,13 +121,13 @@ class Retries:
         if tries is None:
             if num_failed >= LOST_TRIES:
                 raise error
-            self._tries_log.warning("try %d of %d was lost, there is another: %s", num_failed, LOST_TRIES, error)
+            self._tries_log.warning("try %d of %d was lost, trying again: %s", num_failed, LOST_TRIES, error)
             return True
         if num_failed < tries and not is_final:
             pause_s = self.policy.pause_s(num_failed)
             when = f" in {pause_s:g} s" if pause_s else ""
             self._tries_log.warning(
-                "try %d of %s=%d failed, there is another%s: %s", num_failed, setting, tries, when, error
+                "try %d of %s=%d failed, trying again%s: %s", num_failed, setting, tries, when, error
             )
             return True
         if keeps_prompt:

@@ -165,7 +165,7 @@ def check_is_one_file(path: str | Path) -> None:
     if Path(path).is_dir():
         raise ValueError(
             f"ckpt_path={str(path)!r} is a folder of shards, which only the strategy that wrote it can load; "
-            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` makes {path}.consolidated of it"
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` converts it to {path}.consolidated"
         )
 
 
@@ -180,8 +180,8 @@ def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> 
         there = tuple(saved[name].shape) if name in saved else None
         if here != there:
             raise ValueError(
-                f"the checkpoint is of another model: {name} has the shape {there} there and {here} in model.model "
-                "(None: there is no such weight); model.model and model.lora must be those of the checkpoint"
+                f"the checkpoint belongs to another model: {name} has the shape {there} in the checkpoint and {here} "
+                "in model.model (None: there is no such weight); model.model and model.lora must be the checkpoint's"
             )
 
 
@@ -343,8 +343,8 @@ def _copy_unchanged(
     copied = _copy_all(states, known, staged)
     if any(tensor._version != version for tensor, version in before):
         raise RuntimeError(
-            "optimizer states changed outside of an optimizer's step while a checkpoint was taken of them, which was "
-            "not written; trainer.plugins=[AtomicCheckpointIO] takes them before training goes on"
+            "optimizer states changed outside of an optimizer's step while they were copied, so the checkpoint was "
+            "not written; trainer.plugins=[AtomicCheckpointIO] saves them before training continues"
         )
     return copied
 

@@ -202,8 +202,8 @@ def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float)
     if saved["digest"] != digest:
         raise ValueError(
             f"the checkpoint holds adapters of another model: of model.model={saved['model']!r} with the digest "
-            f"{saved['digest'][:12]}, and model.model={model!r} has {digest[:12]} "
-            "(model.dtype and model.lora.modules_to_save count, too)"
+            f"{saved['digest'][:12]}, but model.model={model!r} has the digest {digest[:12]} "
+            "(model.dtype and model.lora.modules_to_save change it, too)"
         )
     if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
         raise ValueError(
@@ -581,13 +581,13 @@ class PolicyModule(pl.LightningModule):
         saved = checkpoint.get(SETTINGS, {"held": {}, "named": {}})
         left_out = [f"{name} ({text})" for name, text in saved["named"].items() if name not in settings]
         if left_out:
-            log.warning("%s has no %s: it has its default", path, ", ".join(left_out))
+            log.warning("%s has no %s: the default is used", path, ", ".join(left_out))
         known = {name: value for name, value in saved["held"].items() if name not in settings}
         given = {**as_objects(known), **settings}
         if "betas" in given:
             given["betas"] = tuple(given["betas"])
         if "model" not in given:
-            raise ValueError(f"{path} does not say which model it was trained from: give model=...")
+            raise ValueError(f"{path} does not name the model it was trained from: pass model=...")
         module = cls(**given)
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)

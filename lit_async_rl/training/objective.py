@@ -151,7 +151,7 @@ class Objective:
             check_token_shape(owner, "its log-probabilities", proximal, shape=tuple(logprobs.shape))
             return proximal
         if reference is None:
-            raise SetupError("the loss needs a reference policy, and there is none")
+            raise SetupError("the loss needs a reference policy, but there is none")
         return reference
 
     def _penalty(

@@ -45,7 +45,7 @@ class SavesBetweenUpdates:
         if not self._is_updating():
             self._save(filepath, weights_only, storage_options)
             return
-        log.warning("checkpoint %s was asked for in the middle of an update: it is written at its end", filepath)
+        log.warning("checkpoint %s was requested in the middle of an update, and is written at its end", filepath)
         self._pending.append(lambda: self._save(filepath, weights_only, storage_options))
 
     def after_saves(self, task: Callable[[], None]) -> None:

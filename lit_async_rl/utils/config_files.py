@@ -32,7 +32,7 @@ def with_bases(file: Path, chain: Sequence[Path] = ()) -> list[Path]:
         OSError: `file` cannot be read.
     """
     if chain and not file.is_file():
-        raise ValueError(f"config={str(chain[-1])!r}: there is no file {file}, which it names as base")
+        raise ValueError(f"config={str(chain[-1])!r}: its base {file} does not exist")
     if file.resolve() in {other.resolve() for other in chain}:
         raise ValueError(f"config={str(chain[-1])!r}: base={str(file)!r} builds on itself")
     check_yaml(file)

@@ -55,7 +55,7 @@ class _VLLMBackend(WeightTransfer):
         """
         if not torch.cuda.is_available():
             raise ValueError(
-                f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, and the trainer sees none: "
+                f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, but the trainer sees none: "
                 "use SharedMemoryTransfer, the default"
             )
         return {"weight_transfer_config": {"backend": self.backend}, "worker_extension_cls": EXTENSION}

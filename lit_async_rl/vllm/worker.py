@@ -133,7 +133,7 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
     before = dict(model.named_parameters())
     for name, tensor in twin.named_parameters():
         if name in (loaded or ()) and before.get(name) is tensor:
-            raise RuntimeError(f"vLLM says that it has loaded {name!r}, and has not")
+            raise RuntimeError(f"vLLM reports {name!r} as loaded, but did not load it")
     return None if loaded is None else set(loaded)
 
 

@@ -17,7 +17,7 @@ from lit_async_rl.agents.mcp import McpAgent, McpServerError, McpTools
 
 pytest.importorskip("mcp", reason="mcp is not installed: `make test-adapters`")
 pytestmark = pytest.mark.timeout(300)
-PAGE = ROOT / "docs" / "agents_reference.md"
+PAGE = ROOT / "docs" / "agents.md"
 PLANTED = "sk-planted-mcp-77aa01c2d3e4"
 SERVER = """
 import os, sys
@@ -162,7 +162,7 @@ def test_a_shared_server_that_has_ended_is_started_again_and_ends_with_the_run(s
 @pytest.mark.parametrize("flags", [(), ("--data.engine.init_args.agent.init_args.per_episode", "true")])
 def test_the_page_trains_with_a_server_and_writes_its_keys_nowhere(tmp_path, tmp_path_factory, flags):
     """The server has one key of a variable, which it writes to stderr, and one of a file."""
-    config = shown(PAGE, tmp_path, 2)
+    config = shown(PAGE, tmp_path, "McpAgent")
     file = tmp_path_factory.mktemp("elsewhere") / "key"
     file.write_text(f"{PLANTED}-of-a-file")
     script = tmp_path / "my_tools.py"

@@ -23,7 +23,7 @@ from lit_async_rl.tasks import CalculatorParser
 from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(400)
-PAGE = ROOT / "docs" / "agents_reference.md"
+PAGE = ROOT / "docs" / "agents.md"
 LOCAL = {"runtime": {"type": "subprocess"}}
 PLANTED = "sk-planted-verifiers-0b6e5a"
 TASKSET = '''
@@ -184,7 +184,7 @@ class Calculating(Instant):
 
 
 def test_null_continues_what_was_sampled_behind_a_call_of_its_tool(tmp_path, monkeypatch):
-    shown(PAGE, tmp_path, 1)
+    shown(PAGE, tmp_path, "VerifiersAgent")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))  # of the tool server
     taskset = {"id": "sums_taskset"}
@@ -226,7 +226,7 @@ def test_prompts_of_something_else_are_refused(taskset):
 
 def test_the_agent_of_the_page_trains_word_for_word_and_no_key_is_written(tmp_path):
     """`null` starts as a program for each episode, and calls its tool on a server; the policy calls it at random."""
-    config = shown(PAGE, tmp_path, 1)
+    config = shown(PAGE, tmp_path, "VerifiersAgent")
     tape = ["--trainer.callbacks+=RolloutTape", "--trainer.callbacks.folder", str(tmp_path / "runs" / "tape")]
     runs = train(
         tmp_path,

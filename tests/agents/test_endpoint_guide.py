@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.slow
 def test_the_agent_in_python_trains(tmp_path):
-    runs = train(tmp_path, shown(PAGE, tmp_path, 1))
+    runs = train(tmp_path, shown(PAGE, tmp_path, "EndpointClients"))
     assert len(next(runs.rglob("metrics.csv")).read_text().splitlines()) > 2
 
 
 @pytest.mark.slow
 def test_the_program_trains_and_no_key_is_written_anywhere(tmp_path):
     """Each agent notes its key where the run cannot see it, and writes its environment to stderr."""
-    config = shown(PAGE, tmp_path, 2)
+    config = shown(PAGE, tmp_path, "CommandAgent")
     keys = tmp_path / "elsewhere"
     keys.mkdir()
     script = tmp_path / "my_agent_script.py"

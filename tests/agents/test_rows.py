@@ -114,7 +114,7 @@ def test_advantages_of_turns_refuse_branches():
         )
         for r in group.rollouts
     ]
-    with pytest.raises(ValueError, match="different advantages, and an agent has left branches"):
+    with pytest.raises(ValueError, match="different advantages, but an agent has left branches"):
         collated([replace(group, rollouts=tuple(rollouts))], advantage=TurnReturns(gamma=0.5))
 
 

@@ -25,7 +25,7 @@ def test_it_is_used(kind, fits, tmp_path):
 
 
 REFUSED = {
-    "no cpu": r"ValueError: accelerator: the process group that there is already (cuda:gloo) moves",
+    "no cpu": r"ValueError: accelerator: the existing process group (cuda:gloo) moves",
     "one device": "ValueError: torchrun has started 2 processes, but devices=1",
     "disagree": "ValueError: all ranks must have the same settings: learning_rate is 0.0001 on rank 0 and 0.0002 "
     "on rank 1; max_steps is 2 on rank 0 and 3 on rank 1",
@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     try:
         said, _ = ranks[0].communicate(timeout=100)
         assert ranks[0].returncode == 1
-        assert "RankError: rank 1 did not come within data.limits.start_timeout_s=3: was it killed" in said
+        assert "RankError: rank 1 did not arrive within data.limits.start_timeout_s=3: was it killed" in said
     finally:
         for rank in ranks:
             rank.kill()

@@ -167,10 +167,10 @@ def test_a_speed_up_without_its_partner_is_found(said):
 
 def test_the_first_screen_says_what_it_is_for_whom_and_the_first_command():
     first = "\n".join(TEXT.splitlines()[:FIRST_LINES])
-    (sentence,) = re.findall(r"^\*\*lit-async-rl .+?\*\*", first, re.M | re.S)
+    sentence = re.findall(r"^\*\*lit-async-rl .+?\*\*", first, re.M | re.S)[0]
     assert re.search(r"\bGRPO\b", sentence)
     assert re.search(r"\bPyTorch Lightning\b", sentence)
-    assert "**It is for people who**" in first
+    assert "**lit-async-rl is for people who**" in first
     assert "**Take something else**" in first
     assert "*version*" in first and "*staleness*" in first, "the two words that everything else rests on"
     commands = [line for block in FENCE.finditer(first + "\n") for line in block["code"].splitlines()]

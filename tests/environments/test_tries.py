@@ -137,7 +137,7 @@ def test_a_run_goes_on_when_an_environment_fails_and_leaves_out_what_always_fail
     fit(make_module(model=MODEL), data, 6, [watch, Texts()])
     assert len(set(watch.trained)) == len(watch.trained) == 24
     assert bad not in texts
-    assert said(caplog, "of data.engine.tries=3 failed, there is another: environment Shaky on prompt")
+    assert said(caplog, "of data.engine.tries=3 failed, trying again: environment Shaky on prompt")
     assert said(caplog, "a prompt is left out after data.engine.tries=3: environment Shaky")
 
 

@@ -15,13 +15,13 @@ TIMEOUT_S = 240.0
 DIGITS = {"prompts": {"class_path": "SortDigits", "init_args": {"size": 2, "split": "held_out"}}}
 
 
-def shown(page: Path, folder: Path, number: int) -> Path:
-    """The page's Python as files, and one of its configurations."""
+def shown(page: Path, folder: Path, name: str) -> Path:
+    """The page's Python as files, and its first configuration that names a class."""
     for block in blocks_of(page):
         if block.language == "python" and block.module:
             (folder / f"{block.module}.py").write_text(block.code)
     path = folder / "shown.yaml"
-    path.write_text([block.code for block in blocks_of(page) if block.language == "yaml"][number])
+    path.write_text(next(block.code for block in blocks_of(page) if block.language == "yaml" and name in block.code))
     return path
 
 

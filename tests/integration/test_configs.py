@@ -124,7 +124,7 @@ def test_a_file_builds_on_others_which_it_overrides(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("base: none.yaml\n", r"mine\.yaml': there is no file .*none\.yaml, which it names as base"),
+        ("base: none.yaml\n", r"mine\.yaml': its base .*none\.yaml does not exist"),
         ("base: 3\n", r"base must be a path or a list of paths, got \[3\]"),
         ("base: mine.yaml\n", r"base='.*mine\.yaml' builds on itself"),
         ("base: [other.yaml, {}]\n", r"base must be a path or a list of paths, got \['other.yaml', {}\]"),

@@ -50,7 +50,7 @@ def test_a_reward_that_hangs_in_its_own_process_is_ended_and_tried_again(tmp_pat
     data, watch = make_data(reward=reward, groups_per_step=2, max_staleness=1, **settings), Watch()
     fit(make_module(), data, 4, [watch])
     assert sorted(watch.trained) == list(range(8)), "no group was given up"
-    (line,) = said(caplog, "try 1 of data.scoring.tries=2 failed, there is another")
+    (line,) = said(caplog, "try 1 of data.scoring.tries=2 failed, trying again")
     assert "did not return within 0.7 s" in line
 
 

@@ -123,7 +123,7 @@ def test_shards_of_another_strategy_or_model_are_refused_in_a_line(tmp_path):
 def test_a_file_of_another_model_is_refused_by_sharded_ones(tmp_path):
     train(tmp_path, "ddp", *LORA[:2])
     (last,) = tmp_path.rglob("last.ckpt")
-    assert "error: the checkpoint is of another model: " in refused(tmp_path, "fsdp2", "--ckpt_path", last)
+    assert "error: the checkpoint belongs to another model: " in refused(tmp_path, "fsdp2", "--ckpt_path", last)
     other = shutil.copytree(ROOT / "lit_async_rl/assets/sort_policy", tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"].add_(0.01)  # neither adapted nor trained

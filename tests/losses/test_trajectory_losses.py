@@ -188,7 +188,7 @@ def test_a_rollback_restores_the_reference_of_the_weights_that_it_restores(actio
 
 @pytest.mark.slow
 def test_a_sharded_reference_is_refused_before_training():
-    with pytest.raises(AssertionError, match=r"ReferenceReset with trainer\.strategy=ModelParallelStrategy, which"):
+    with pytest.raises(AssertionError, match=r"whole weights, but trainer\.strategy=ModelParallelStrategy shards"):
         launch(Path(__file__).parents[1] / "helpers" / "sharded_reference.py", [], 1, timeout_s=150)
 
 

@@ -85,7 +85,7 @@ def test_weights_that_the_model_has_not_are_said(tmp_path, caplog):
     model = folder_of(tmp_path, num_hidden_layers=1)
     with caplog.at_level(logging.WARNING, logger="lit_async_rl"):
         assert len(load_policy(model).model.layers) == 1
-    assert "its files have 9 weights that its model has not, which are left out: model.layers.1" in caplog.text
+    assert "its files have 9 weights that the model lacks; they are ignored: model.layers.1" in caplog.text
 
 
 @pytest.mark.parametrize("continues", [False, True])

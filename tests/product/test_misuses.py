@@ -127,7 +127,7 @@ def test_a_second_run_in_the_folder_of_an_earlier_one_keeps_its_files(process, f
     for seed in (5, 6):
         done = process.run(words_of(dict(command=SMALL, flags=f"{flags} {seed}"), folder), folder)
         assert done.status == 0, done.said
-    assert "trainer.logger: runs/fixed holds an earlier run, whose files are kept, such as metrics.1.csv" in done.said
+    assert "runs/fixed holds an earlier run; its files are kept as metrics.1.csv ..." in done.said
     assert "Warning" not in done.said
     seeds = [yaml.safe_load((folder / "runs/fixed" / name).read_text()) for name in ("config.1.yaml", "config.yaml")]
     assert [settings["seed_everything"] for settings in seeds] == [5, 6]

@@ -104,6 +104,8 @@ def test_printing_draws_charts_that_have_not_come_into_view(driver, report):
     assert driver.execute_script(f"return {drawn}") < 10
     driver.execute_script("dispatchEvent(new Event('beforeprint'))")
     assert driver.execute_script(f"return {drawn} === document.querySelectorAll('#view .chart').length")
+    options = "[...document.querySelectorAll('#view .chart')].map(c => echarts.getInstanceByDom(c).getOption())"
+    assert driver.execute_script(f"return {options}.every(o => o.yAxis[0].name && o.legend[0].type === 'plain')")
 
 
 @pytest.mark.slow

@@ -20,7 +20,9 @@ def data_of(path) -> dict:
 
 
 def test_a_report_is_one_file_that_loads_nothing(tmp_path):
-    out = write_report(make_run(tmp_path / "run" / "v0"), out=tmp_path / "deep" / "report.html")
+    run = make_run(tmp_path / "run" / "v0")
+    assert write_report(run) == run / "report.html"
+    out = write_report(run, out=tmp_path / "deep" / "report.html")
     text = out.read_text()
     own = re.sub(r"<script>.*?</script>", "", text, flags=re.S)
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", own)

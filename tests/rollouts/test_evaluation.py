@@ -198,7 +198,7 @@ def test_one_that_was_lost_with_its_engine_begins_again(caplog):
     evaluation = Evaluation(held_out(), every_n_steps=100, max_concurrent=2, sampling=SamplingParams(max_tokens=9))
     engine = failing("step", "crash", 1)
     fit(make_module(), make_data(engine=engine, groups_per_step=1, group_size=2, max_staleness=0), 9, [evaluation])
-    assert said(caplog, "lost with its engine: it begins again")
+    assert said(caplog, "was lost with its engine: it starts again")
     [result] = evaluation.results
     assert result.oldest_version >= result.version > 0
 

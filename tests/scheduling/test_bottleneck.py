@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lit_async_rl.callbacks import BottleneckVerdict, RunSummary
 from lit_async_rl.callbacks.monitors import bottleneck_verdict
+from lit_async_rl.report.run_data import RunData
 from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Intervals, Setting, Settings, diagnose
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
@@ -143,3 +144,6 @@ def test_no_side_is_named_before_twenty_steps_after_the_first(capsys, tmp_path):
         assert (judge.verdict is None) == judge.is_early == is_early
         assert lines[-1].endswith("too few steps for a verdict") == is_early
         assert (table["bottleneck"] == "not named: too few steps") == is_early
+        (tmp_path / "x" / f"{steps}" / "config.yaml").touch()
+        reported = dict(RunData(tmp_path / "x" / f"{steps}").payload()["summary"])
+        assert reported["tokens generated"] == table["tokens generated"]

@@ -195,7 +195,7 @@ class _Worker:
                 return
             if isinstance(error := fields.get("error"), str):
                 raise ProcessAgentError(f"agent {self._name} cannot be made in its process: {error[:MAX_ERROR_CHARS]}")
-        raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} as it started")
+        raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} while it started")
 
     @property
     def has_ended(self) -> bool:

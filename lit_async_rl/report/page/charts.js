@@ -5,25 +5,34 @@
   const { html, useEffect, useMemo, useRef, useState } = htmPreact;
 
   const CHARTS = [
-    { title: "Reward", about: "Mean of a step: trained on, and of all sampled groups.", names: ["reward/mean", "reward/mean_sampled"] },
-    { title: "Parts of the reward", prefixes: ["reward/part/"] },
-    { title: "Held-out", about: "Prompts that are not trained on: share of correct completions.", prefixes: ["val/", "eval/"] },
-    { title: "Staleness", unit: "versions", about: "Publications between the sampling of a token and its step: mean, 95th percentile, maximum.", names: ["sample/staleness_mean", "sample/staleness_p95", "sample/staleness_max", "perf/steady_staleness"] },
+    { title: "Reward", axis: "reward", about: "Mean of a step.", names: ["reward/mean", "reward/mean_sampled"] },
+    { title: "Parts of the reward", axis: "reward", prefixes: ["reward/part/"] },
+    { title: "Held-out", axis: "share, or reward", about: "Prompts that are not trained on. Accuracy is the share of correct completions.", prefixes: ["val/", "eval/"] },
+    { title: "Staleness", unit: "versions", about: "Publications between the sampling of a token and its step. Steady: versions that pass while a group is in progress.", names: ["sample/staleness_mean", "sample/staleness_p95", "sample/staleness_max", "perf/steady_staleness"] },
     { title: "Lag that the learning rate allows", unit: "versions", about: "Lag at which half of the effective samples would be lost.", names: ["drift/half_lag"] },
-    { title: "Distance of the weights from those that sampled", unit: "L2 norm", about: "Of one step, of the stale data, and the radius within which ratios stay near 1.", names: ["drift/step", "drift/stale", "drift/radius"] },
-    { title: "Path of the weights", unit: "L2 norm", about: "Sum of all steps, and distance from the first weights.", names: ["drift/path", "drift/total"] },
-    { title: "Effective sample size", unit: "share", about: "(Σw)² / (n Σw²) of the importance weights, of sequences and of tokens: 1 is fresh data.", names: ["importance/ess_ratio", "importance/ess_ratio_token"] },
-    { title: "KL(μ‖π) per token", unit: "nats", about: "From the policy that sampled to the one that is trained, by three estimators.", names: ["importance/kl_k1", "importance/kl_k2", "importance/kl_k3"] },
-    { title: "Parts of the log-ratio", unit: "nats per token", about: "From engine and trainer computing differently, and from stale weights.", names: ["ratio/discrepancy", "ratio/staleness"] },
+    { title: "Distance of the weights from those that sampled", unit: "L2 norm", about: "Ratios stay near 1 within the radius.", names: ["drift/step", "drift/stale", "drift/radius"] },
+    { title: "Path of the weights", unit: "L2 norm", about: "How far the weights have moved.", names: ["drift/path", "drift/total"] },
+    { title: "Effective sample size", unit: "share", about: "(Σw)² / (n Σw²) of the importance weights: 1 is fresh data.", names: ["importance/ess_ratio", "importance/ess_ratio_token"] },
+    { title: "KL(μ‖π) per token", unit: "nats", about: "From the policy that sampled to the one that is trained.", names: ["importance/kl_k1", "importance/kl_k2", "importance/kl_k3"] },
+    { title: "Parts of the log-ratio", unit: "nats per token", about: "Discrepancy: engine and trainer compute differently. Staleness: the weights have changed.", names: ["ratio/discrepancy", "ratio/staleness"] },
     { title: "Entropy", unit: "nats", about: "Of the policy, mean over tokens.", names: ["policy/entropy"] },
     { title: "Gradient norm", unit: "L2 norm", about: "Before clipping.", names: ["grad/norm"] },
-    { title: "Cosine of consecutive gradients", names: ["grad/cosine"] },
+    { title: "Cosine of consecutive gradients", axis: "cosine", names: ["grad/cosine"] },
     { title: "Throughput", unit: "tokens per second", about: "Tokens that the trainer trained on.", names: ["perf/tokens_per_s"] },
-    { title: "Idle", unit: "share of the step", about: "Trainer waiting for rollouts; engine with nothing to sample.", names: ["perf/trainer_wait_share", "perf/engine_idle_share"] },
+    { title: "Idle", unit: "share of the step", about: "The trainer waits for rollouts; the engine has nothing to sample.", names: ["perf/trainer_wait_share", "perf/engine_idle_share"] },
     { title: "Completion length", unit: "tokens", names: ["rollout/length_mean"] },
     { title: "Time of a step", unit: "seconds", names: ["perf/step_s"] },
   ];
-  const LABELS = { "val/pass@1": "held-out accuracy", "val/reward": "held-out reward" }; // others: the metric without its group
+  const LABELS = { // of legends; others: the metric without its group
+    "val/pass@1": "held-out accuracy", "val/reward": "held-out reward", "val/cut_share": "cut at the token limit",
+    "reward/mean": "trained on", "reward/mean_sampled": "all sampled groups",
+    "sample/staleness_mean": "mean", "sample/staleness_p95": "95th percentile", "sample/staleness_max": "maximum", "perf/steady_staleness": "steady",
+    "drift/half_lag": "lag", "drift/step": "one step", "drift/stale": "since sampling", "drift/radius": "radius", "drift/path": "sum of all steps", "drift/total": "from the first weights",
+    "importance/ess_ratio": "sequences", "importance/ess_ratio_token": "tokens",
+    "importance/kl_k1": "estimator k1", "importance/kl_k2": "estimator k2", "importance/kl_k3": "estimator k3",
+    "perf/tokens_per_s": "trained tokens", "perf/trainer_wait_share": "trainer waits", "perf/engine_idle_share": "engine idle",
+    "rollout/length_mean": "mean", "perf/step_s": "step", "grad/norm": "gradient", "grad/cosine": "cosine", "policy/entropy": "policy",
+  };
   const label = (name) => LABELS[name] || name.replace(/\w+\//, "");
   const LINES = ["solid", "dashed", "dotted"];
 
@@ -147,7 +156,7 @@
 
   report.curveOption = (runs, chart, names, width) => () => ({
     ...report.chartBase(),
-    grid: { left: chart.unit ? 26 : 8, right: 14, top: 28 + 16 * (Math.ceil((names.length * runs.length) / 3) - 1), bottom: 22, containLabel: true },
+    grid: { left: 26, right: 14, top: 28 + 16 * (Math.ceil((names.length * runs.length) / 3) - 1), bottom: 22, containLabel: true },
     legend: {
       type: "plain", top: 0, left: 0, itemWidth: 22, itemHeight: 8, itemGap: 8, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 12 },
       formatter: (name) => runs.length > 1 ? name.replace(/^(\w: )(.*)$/, (_, run, metric) => run + label(metric)) : label(name), // tooltips have the whole name
@@ -160,7 +169,7 @@
     },
     dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, filterMode: "none" }],
     xAxis: { type: "value", min: "dataMin", max: "dataMax", ...axis(), ...named("optimizer step", 24), splitLine: { show: false } },
-    yAxis: { type: "value", scale: true, ...axis(), ...(chart.unit ? named(chart.unit, 42) : {}) },
+    yAxis: { type: "value", scale: true, ...axis(), ...named(chart.axis || chart.unit || label(names[0]), 42) },
     series: seriesOf(runs, names, width),
   });
 

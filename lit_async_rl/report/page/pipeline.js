@@ -9,8 +9,11 @@
   const SHARES = {
     "engine/decode": "--c0", "engine/prefill": "--c2", "engine/update_weights": "--c3", "reward/score": "--c1", "environment/answer": "--c3",
     "trainer/forward_backward": "--v1", "trainer/optimizer": "--v3", "trainer/wait": "--idle", "trainer/publish": "--span",
-    "trainer/checkpoint": "--v5", "trainer/validation": "--v5",
+    "trainer/checkpoint": "--v4", "trainer/validation": "--v5",
   };
+  const LINES = ["solid", "dashed", "dotted"];
+  const sharesOf = (timeline) => Object.keys(timeline.bins.shares).filter((kind) => SHARES[kind]);
+  const spoken = (kind) => kind.replace("/", ": ").replace("_", " ");
   const short = (kind) => kind.split("/")[1].replace("_", " ");
   const duration = (s) => (s >= 1 ? `${s.toFixed(2)} s` : s >= 1e-3 ? `${(s * 1e3).toFixed(1)} ms` : `${(s * 1e6).toFixed(0)} µs`);
 
@@ -104,20 +107,19 @@
   };
 
   const sharesOption = (timeline) => () => {
-    const names = Object.keys(timeline.bins.shares).filter((kind) => SHARES[kind]);
+    const names = sharesOf(timeline);
     return {
       ...report.chartBase(),
-      legend: { type: "scroll", top: 0, left: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 16 } },
-      grid: { left: 8, right: 14, top: 30, bottom: 8, containLabel: true },
+      grid: { left: 8, right: 14, top: 10, bottom: 8, containLabel: true },
       tooltip: { ...report.chartBase().tooltip, trigger: "axis",
         formatter: (points) => report.tip(`from ${points[0].axisValue.toFixed(1)} s`, points.map((p) => [p.seriesName, `${(100 * p.value[1]).toFixed(1)} %`])) },
       xAxis: { type: "value", min: 0, max: timeline.duration, ...report.axis(), splitLine: { show: false }, axisLabel: { color: report.color("--muted"), showMaxLabel: false, formatter: (v) => `${+v.toFixed(1)} s` } },
       yAxis: { type: "value", min: 0, ...report.axis(), axisLabel: { color: report.color("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } },
       series: names.map((kind, n) => ({
-        type: "line", name: kind.replace("/", ": ").replace("_", " "), step: "end", showSymbol: false, sampling: "average",
+        type: "line", name: spoken(kind), step: "end", showSymbol: false, sampling: "average",
         stack: kind.startsWith("trainer") ? "trainer" : undefined,
         areaStyle: kind.startsWith("trainer") ? { opacity: 0.75, color: report.color(SHARES[kind]) } : undefined,
-        lineStyle: { width: kind.startsWith("trainer") ? 0.5 : 2, type: ["solid", "dashed", "dotted"][n % 3], color: report.color(SHARES[kind]) },
+        lineStyle: { width: kind.startsWith("trainer") ? 0.5 : 2, type: LINES[n % LINES.length], color: report.color(SHARES[kind]) },
         itemStyle: { color: report.color(SHARES[kind]) },
         data: [...timeline.bins.shares[kind], timeline.bins.shares[kind].at(-1)].map((share, i) => [i * timeline.bins.width, share]),
       })),
@@ -202,9 +204,16 @@
       : html`<p class="empty">This run has no timeline (files timeline/rank*.json). The charts show its idle shares by step.</p>`}
   </section>`)}`;
 
+  const DASHES = { solid: "", dashed: "6 4", dotted: "2 3" };
+  const Key = ({ color, line }) => html`<svg viewBox="0 0 22 10" aria-hidden="true">${line === "area"
+    ? html`<rect width="22" height="10" style=${{ fill: color }} />`
+    : html`<line x1="0" y1="5" x2="22" y2="5" stroke-width="2" stroke-dasharray=${DASHES[line]} style=${{ stroke: color }} />`}</svg>`;
+
   const Shares = ({ timeline, theme }) => {
     const option = useMemo(() => sharesOption(timeline), [timeline, theme]);
     return html`<figure><figcaption>share of the time over the whole run</figcaption>
+      <ul class="keys">${sharesOf(timeline).map((kind, n) => html`<li key=${kind}>
+        <${Key} color=${`var(${SHARES[kind]})`} line=${kind.startsWith("trainer") ? "area" : LINES[n % LINES.length]} />${spoken(kind)}</li>`)}</ul>
       <${report.Chart} option=${option} className="middle" label="Share of time of each activity over the run" /></figure>`;
   };
 })();
