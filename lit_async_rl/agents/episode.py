@@ -295,7 +295,7 @@ class AgentEpisode(PlayedSample):
                     found[place] = pair
         fault = next(fault for fault in faults if fault is not None)
         raise AgentCallError(
-            f"no reply of the policy was valid in {MAX_TRIES} tries; the last one: {fault}",
+            f"the policy gave no valid reply in {MAX_TRIES} attempts; the last fault: {fault}",
             "no_valid_reply",
             status=422,
         )

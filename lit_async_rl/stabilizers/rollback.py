@@ -178,8 +178,8 @@ class RollBackToCheckpoint(_LimitedRollback):
     def begin(self, trainer: AnyTrainer) -> None:
         if type(trainer.strategy.checkpoint_io).__name__ == "AsyncCheckpointIO":  # of either Lightning
             raise ValueError(
-                "CollapseAlarm.action=RollBackToCheckpoint: Lightning's AsyncCheckpointIO does not tell when a file is "
-                "complete; use lit_async_rl's BackgroundCheckpointIO in trainer.plugins"
+                "CollapseAlarm.action=RollBackToCheckpoint: Lightning's AsyncCheckpointIO does not report when a file "
+                "is complete; use lit_async_rl's BackgroundCheckpointIO in trainer.plugins"
             )
         newest = _newest(_names(trainer))
         resumed = trainer.ckpt_path

@@ -89,7 +89,7 @@ def test_a_reply_that_breaks_the_rule_is_sampled_again_and_does_not_train(codec,
 def test_an_answer_that_is_never_valid_is_an_error_of_which_nothing_trains(codec, way):
     async def agent(prompt, client):
         with pytest.raises(
-            openai.UnprocessableEntityError, match=f"valid in {MAX_TRIES} tries; .*: it calls none of add"
+            openai.UnprocessableEntityError, match=f"no valid reply in {MAX_TRIES} attempts; .*: it calls none of add"
         ) as error:
             await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required", n=2)
         assert error.value.code == "no_valid_reply"
