@@ -161,8 +161,8 @@ def in_folder(
         return
     if trainer.world_size > 1:
         raise ValueError(
-            f"model: a model in memory needs a run of one process, but this run has {trainer.world_size}: save it with "
-            "save_pretrained, together with its tokenizer, and pass the folder"
+            f"model: an in-memory model needs a single-process run, but this run has {trainer.world_size}: save it "
+            "with save_pretrained, together with its tokenizer, and pass the folder"
         )
     tokenizer = tokenizer or _own_tokenizer(model)
     run = run_folder(trainer)

@@ -421,10 +421,12 @@ def check_request(request: GenerationRequest, max_model_len: int, vocab_size: in
         raise InvariantError(f"a request for no samples: {request}")
     ids = request.prompt_ids
     max_tokens = request.sampling.max_tokens
-    if not ids or len(ids) + max_tokens > max_model_len:
+    if not ids:
+        raise ValueError("a prompt has no tokens")
+    if len(ids) + max_tokens > max_model_len:
         raise ValueError(
             f"a prompt of {len(ids)} tokens and sampling.max_tokens={max_tokens} need {len(ids) + max_tokens} "
-            f"positions, at least one of them for the prompt; the engine has max_model_len={max_model_len}"
+            f"positions, but the engine has max_model_len={max_model_len}"
         )
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(

@@ -209,5 +209,5 @@ class _MetadataReader(pickle.Unpickler):
             ("pathlib._local", "PosixPath"): PurePosixPath,  # the same class in Python 3.13
         }
         if (module, name) not in others:
-            raise pickle.UnpicklingError(f"it holds code, which is never executed: {module}.{name}")
+            raise pickle.UnpicklingError(f"it contains code, which is never executed: {module}.{name}")
         return others[module, name]

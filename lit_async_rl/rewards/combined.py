@@ -71,7 +71,7 @@ class CombinedReward:
         if combine not in ("sum", "product"):
             raise ValueError(f"data.reward.combine must be sum or product, got {combine!r}")
         if combine == "product" and weights:
-            raise ValueError("data.reward.weights belong to combine=sum: a product has none")
+            raise ValueError("data.reward.weights applies to combine=sum only; a product takes no weights")
         named = {"weights": weights or {}, "gates": gates or {}, "success": [] if success is None else [success]}
         for setting, names in named.items():
             if unknown := sorted(set(names) - set(rewards)):

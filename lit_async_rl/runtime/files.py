@@ -457,7 +457,7 @@ def read_in_thread(file: Path, where: str, *, with_values: bool = False) -> Any:
         return torch.load(file, map_location=device, weights_only=True, mmap=with_values)
     except pickle.UnpicklingError as error:
         if match := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
-            raise ValueError(f"{where} holds code, which is never executed: {match[1]}") from None
+            raise ValueError(f"{where} contains code, which is never executed: {match[1]}") from None
         raise ValueError(f"{where} cannot be read: it is damaged, or not a checkpoint") from None
     except Exception as error:  # a damaged archive raises all kinds of errors
         raise ValueError(f"{where} cannot be read: {describe(error)}") from None

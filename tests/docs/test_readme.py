@@ -106,7 +106,7 @@ def is_told(one: dict[str, Any], value: str, item: str) -> bool:
     return (
         all(algorithm in item for algorithm in trained)
         and all(f"{algorithm} on both sides" in item for algorithm in on_both)
-        and ("spare prompts on both sides" in item) == all(spared)
+        and ("both the synchronous and the asynchronous runs sample spare prompts" in " ".join(item.split())) == all(spared)
         and ("spare prompts" in item or not any(spared))
         and (
             sides[1]["name"].startswith("recipe, sync") or sides[1]["name"].startswith(("synchronous", "plain GRPO, s"))
@@ -150,7 +150,7 @@ def test_a_share_of_the_gain_names_its_policy():
         "asynchronous VCPO is 3.0 times as fast",
         "3.0 times as fast as the same loop run synchronously, PPO-clip GRPO",
         "VCPO is 3.1 times as fast as PPO-clip GRPO",
-        "with spare prompts on both sides VCPO is 3.0 times as fast as PPO-clip GRPO",
+        "both the synchronous and the asynchronous runs sample spare prompts: VCPO is 3.0 times as fast as PPO-clip GRPO",
     ],
     ids=["no partner", "no algorithm", "another value", "other conditions"],
 )

@@ -94,7 +94,7 @@ def test_plain_and_async_parts_are_combined_and_token_ids_go_to_those_that_want_
         (dict(rewards={"a": digits}, gates={"b": 1.0}), r"data\.reward\.gates names b"),
         (dict(rewards={"a": digits}, success="b"), r"data\.reward\.success names b"),
         (dict(rewards={"a": digits}, weights={"a": math.nan}), r"data\.reward\.weights\.a must be finite"),
-        (dict(rewards={"a": digits}, combine="product", weights={"a": 2.0}), "weights belong to combine=sum"),
+        (dict(rewards={"a": digits}, combine="product", weights={"a": 2.0}), "weights applies to combine=sum only"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(arguments, message):
