@@ -30,7 +30,7 @@ __all__ = [  # in the order of a run
     *("Reinforce", "PPOClip", "CISPO", "GSPO", "PolicyLoss", "TokenMean", "SequenceMean"),
     *("TokenTruncatedIS", "SequenceTruncatedIS", "IcePop", "Correction"),
     *("ESSLearningRate", "GradientAlignmentControl", "StalenessController", "CollapseAlarm", "StalenessMonitor"),
-    *("LoRA", "SharedPromptPacking", "FSDPStrategy", "ModelParallelStrategy"),
+    *("LoRA", "PrefixTreePacking", "SharedPromptPacking", "FSDPStrategy", "ModelParallelStrategy"),
 ]
 warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here
 

@@ -168,6 +168,7 @@ from .losses.aggregation import SourceMean as SourceMean
 from .losses.aggregation import TokenBudget as TokenBudget
 from .losses.aggregation import TokenMean as TokenMean
 from .models.lora import LoRA as LoRA
+from .models.packing import PrefixTreePacking as PrefixTreePacking
 from .models.packing import SharedPromptPacking as SharedPromptPacking
 from .models.sharding import FSDPStrategy as FSDPStrategy
 from .models.sharding import ModelParallelStrategy as ModelParallelStrategy

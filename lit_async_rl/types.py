@@ -561,6 +561,9 @@ class RolloutBatch:
         group_index: `RolloutGroup.index` of each row, -1 for padding rows.
         lengths: tokens of each row's rollout that the policy wrote, in all of its rows, also where they do not train;
             None if unknown.
+        rollout: number of each row's rollout within the micro-batch, which has all rows of its rollouts; None if every
+            row is a rollout of its own.
+        credits: factor of each token's advantage; None if all are 1. `advantages` contain it.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
         truncated: whether the completions were sampled with top-k, top-p or min-p.
         gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the
@@ -585,6 +588,8 @@ class RolloutBatch:
         rewards: Float[Tensor, " B"],
         group_index: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"] | None = None,
+        rollout: Int[Tensor, " B"] | None = None,
+        credits: Float[Tensor, "B T"] | None = None,
         temperature: float = 1.0,
         truncated: bool = False,
         gradient_scale: float = 1.0,
@@ -607,6 +612,8 @@ class RolloutBatch:
         self.rewards = rewards
         self.group_index = group_index
         self.lengths = lengths
+        self.rollout = rollout
+        self.credits = credits
         self.temperature = temperature
         self.truncated = truncated
         self.gradient_scale = gradient_scale

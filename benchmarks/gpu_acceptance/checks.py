@@ -28,7 +28,7 @@ from vllm_checks import ipc, nccl, sleep, vllm, vllm_0_5b, vllm_1_5b, vllm_delta
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def packing(device: str) -> dict[str, float]:
     packed = model(device, attn_implementation=kind)
     batch = _rows(plain, 4, 8, prompt=256 if device == "cuda" else 64, new=64)
     rows = CausalPolicy(plain)
-    shared = CausalPolicy(packed, packing=SharedPromptPacking())
+    shared = CausalPolicy(packed, packing=PrefixTreePacking())
     error = (_step(rows, batch) - _step(shared, batch))[batch[1]].abs().max().item()
     require(error < 1e-3, f"log-probabilities differ by {error:.2g}")
     rows_s = timed(lambda: _step(rows, batch), device)

@@ -167,7 +167,7 @@ def measure(model: str, lora: bool) -> dict[str, float]:
         pauses.append((time.thread_time() - began[0], time.monotonic() - began[1]))
 
     saver.on_train_batch_end = timed  # type: ignore[method-assign]
-    module = rl.PolicyModule(model, packing=rl.SharedPromptPacking(), learning_rate=1e-5, **settings)
+    module = rl.PolicyModule(model, packing=rl.PrefixTreePacking(), learning_rate=1e-5, **settings)
     data = rl.RolloutDataModule(
         prompts=prompts,
         reward=lambda prompt, completion: len(completion) % 3,

@@ -1,44 +1,134 @@
-"""Speedup of shared-prompt packing in a training pass, measured and by formula.
+"""Time and memory of a training pass on prefix trees, against separate rows.
 
-    python benchmarks/performance/packing.py --output packing.json
+    python benchmarks/performance/packing.py --output docs/measurements/prefix_trees.json
 
-Runs alternate between the two; seconds are medians. The formula counts tokens (lit_async_rl.models.packing); it leaves
-out attention, and the head, which is applied to completions only.
+Each tree is computed in three ways that alternate: padded rows, the tree split at its branches, and the tree with a
+dense mask. Seconds are of processor time, ratios are medians of pairs. `tokens` and `pairs` are what the tree saves by
+count (`PackedRows`), as ratios of rows to tree; `share_of_tokens` is the measured ratio of times divided by that of
+tokens. `kept_mib` is the memory of the tensors that a pass keeps for its backward pass, without parameters.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_async_rl.models.packing import SharedPromptPacking, group_cost
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.models import packing
+from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 
+# (tokens of a node, children of a node) from the root; the last level's nodes are the leaves
+TREES = {
+    "8 completions of 64, prompt 448": ((448, 8), (64, 0)),
+    "8 completions of 128, prompt 512": ((512, 8), (128, 0)),
+    "4 branches, twice, prompt 512": ((512, 4), (64, 4), (32, 0)),
+    "3 levels of pairs": ((256, 2), (128, 2), (64, 2), (32, 0)),
+    "5 levels of pairs": ((512, 2), (256, 2), (128, 2), (64, 2), (32, 0)),
+    "agent: 8 episodes of 4 branches, system prompt 512": ((512, 8), (96, 4), (48, 0)),
+    "4 completions of 512, prompt 1536": ((1536, 4), (512, 0)),
+}
+WAYS = ("rows", "split", "mask")
+Batch = tuple[Tensor, Tensor, Tensor]
 
-def make_batch(prompt: int, completion: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, mask and group index of one group."""
-    ids = torch.randint(3, 90, (group_size, prompt + completion))
-    ids[:, :prompt] = ids[0, :prompt]
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    mask[:, prompt:] = True
-    return ids, mask, torch.zeros(group_size, dtype=torch.long)
+
+def make_batch(levels: tuple[tuple[int, int], ...]) -> Batch:
+    """Token ids, mask and group index of one tree, of which all tokens below the root train in one row."""
+    rows: list[tuple[list[int], list[bool]]] = []
+
+    def grow(level: int, tokens: list[int], trains: list[bool]) -> None:
+        size, children = levels[level]
+        tokens = tokens + torch.randint(3, 250, (size,)).tolist()
+        trains = trains + [level > 0] * size
+        if not children:
+            rows.append((tokens, trains))
+        for _ in range(children):
+            grow(level + 1, tokens, trains)
+            trains = [False] * len(tokens)
+
+    grow(0, [], [])
+    return (
+        torch.tensor([tokens for tokens, _ in rows]),
+        torch.tensor([trains for _, trains in rows]),
+        torch.zeros(len(rows), dtype=torch.long),
+    )
 
 
-def pass_s(policy: CausalPolicy, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float:
-    """Seconds of one forward and backward pass."""
-    ids, mask, group_index = batch
+def pass_s(policy: CausalPolicy, batch: Batch) -> float:
+    """Seconds of processor time of one forward and backward pass."""
     policy.zero_grad()
-    began = time.perf_counter()
-    policy(ids, mask, group_index=group_index).logprobs.sum().backward()
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    began = time.process_time()
+    policy(batch[0], batch[1], group_index=batch[2]).logprobs.sum().backward()
+    return time.process_time() - began
+
+
+def kept_bytes(policy: CausalPolicy, batch: Batch) -> int:
+    """Memory of the tensors that are kept for the backward pass, each storage once, without parameters."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy(batch[0], batch[1], group_index=batch[2])
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in known)
+
+
+def choose(way: str) -> None:
+    """Makes packed passes split, or take the dense mask."""
+    packing.split_is_cheaper = lambda lm, spans, shape: way == "split"
+
+
+def measure(lm: LlamaForCausalLM, levels: tuple[tuple[int, int], ...], repeats: int) -> dict[str, Any]:
+    """Numbers of one tree."""
+    batch = make_batch(levels)
+    packed = CausalPolicy(lm, packing=PrefixTreePacking())
+    policies = {"rows": CausalPolicy(lm), "split": packed, "mask": packed}
+    ids, mask, groups = batch
+    decides = packing.split_is_cheaper
+    chosen = packed.packing.layout(lm, ids[:, :-1], mask[:, 1:], groups.tolist())  # type: ignore[union-attr]
+    is_split = decides(lm, chosen.spans, chosen.until.shape)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    kept = {}
+    for turn in range(repeats + 1):
+        for way in WAYS:
+            choose(way)
+            taken = pass_s(policies[way], batch)
+            if turn:  # the first warms up
+                seconds[way].append(taken)
+            else:
+                kept[way] = kept_bytes(policies[way], batch)
+    packing.split_is_cheaper = decides
+    num_rows = ids.shape[0]
+    length = ids.shape[1] - 1
+    tokens = num_rows * length / chosen.num_tokens
+    times = {
+        way: statistics.median(r / t for r, t in zip(seconds["rows"], seconds[way], strict=True)) for way in WAYS[1:]
+    }
+    return {
+        "rows": num_rows,
+        "tokens_of_tree": chosen.num_tokens,
+        "tokens": tokens,
+        "pairs": num_rows * length * (length + 1) / 2 / chosen.num_pairs,
+        "chosen": "split" if is_split else "mask",
+        "seconds": {way: statistics.median(values) for way, values in seconds.items()},
+        "time": times,
+        "share_of_tokens": {way: ratio / tokens for way, ratio in times.items()},
+        "kept_mib": {way: size / 2**20 for way, size in kept.items()},
+    }
 
 
 def main() -> None:
@@ -47,8 +137,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--attention", default="sdpa", help="flex_attention on a GPU")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -62,36 +150,44 @@ def main() -> None:
         max_position_embeddings=2**16,
     )
     lm = LlamaForCausalLM(config)
-    padded = CausalPolicy(lm.to(args.device))  # type: ignore[arg-type]
-    packed = CausalPolicy(lm, packing=SharedPromptPacking())
-    table: dict[str, dict[str, float]] = {}
-    for prompt, completion, group_size in [(32, 32, 8), (64, 32, 8), (128, 32, 8), (256, 64, 8), (512, 128, 8)]:
-        ids, mask, group_index = make_batch(prompt, completion, group_size)
-        batch = ids.to(args.device), mask.to(args.device), group_index.to(args.device)
-        seconds: dict[str, list[float]] = {"padded": [], "packed": []}
-        for turn in range(args.repeats + 1):
-            for name, policy in [("padded", padded), ("packed", packed)]:
-                lm.set_attn_implementation(args.attention if name == "packed" else "sdpa")
-                taken = pass_s(policy, batch)
-                if turn:  # the first warms up
-                    seconds[name].append(taken)
-        costs = [group_cost(prompt, (completion,) * group_size, shared) for shared in (False, True)]
-        tokens, pairs = (1 - new / old for old, new in zip(*costs, strict=True))
-        saved = 1 - statistics.median(seconds["packed"]) / statistics.median(seconds["padded"])
-        table[f"{prompt} + {group_size} x {completion}"] = {
-            "tokens_saved": tokens,
-            "pairs_saved": pairs,
-            "seconds_padded": statistics.median(seconds["padded"]),
-            "time_saved": saved,
-            "share_of_predicted": saved / tokens,
-        }
+    trees = {}
+    for name, levels in TREES.items():
+        trees[name] = found = measure(lm, levels, args.repeats)
         print(
-            f"prompt {prompt:4}, {group_size} x {completion:3}: tokens -{tokens:.0%}, attention pairs -{pairs:.0%}; "
-            f"time -{saved:.0%}, which is {saved / tokens:.0%} of what tokens predict",
+            f"{name}: {found['tokens_of_tree']} tokens, {found['tokens']:.2f} times fewer; time "
+            + ", ".join(f"{way} {found['time'][way]:.2f} ({found['share_of_tokens'][way]:.2f})" for way in WAYS[1:])
+            + f"; MiB {', '.join(f'{size:.0f}' for size in found['kept_mib'].values())}",
             flush=True,
         )
     if args.output is not None:
-        args.output.write_text(json.dumps(table, indent=2) + "\n")
+        write_measurement(args.output, as_measurement(trees, args.hidden, args.layers))
+
+
+def as_measurement(trees: dict[str, Any], hidden: int, layers: int) -> dict[str, Any]:
+    """The table of the documentation."""
+    times = ["time of rows / split", "of rows / mask"]
+    columns = ["tree", "tokens", "fewer tokens", *times, *(f"kept, {way}" for way in WAYS)]
+    rows = [
+        [
+            name,
+            found["tokens_of_tree"],
+            round(found["tokens"], 2),
+            *(round(found["time"][way], 2) for way in WAYS[1:]),
+            *(f"{found['kept_mib'][way]:.0f} MiB" for way in WAYS),
+        ]
+        for name, found in trees.items()
+    ]
+    return measurement(
+        "prefix_trees",
+        round(min(found["share_of_tokens"]["split"] for found in trees.values()), 2),
+        "ratio of processor time of rows to split trees, divided by the ratio of tokens: the smallest",
+        columns=columns,
+        rows=rows,
+        command="python benchmarks/performance/packing.py --output docs/measurements/prefix_trees.json",
+        machine=f"one thread of two shared cores at a load of {os.getloadavg()[0]:.0f}; Llama of {layers} layers of "
+        f"width {hidden}, float32, torch {torch.__version__}",
+        trees=trees,
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy
 
@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPE, num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
     lm = Qwen2ForCausalLM(config).eval()
-    policies = {"trainer": CausalPolicy(lm), "trainer, packed": CausalPolicy(lm, packing=SharedPromptPacking())}
+    policies = {"trainer": CausalPolicy(lm), "trainer, packed": CausalPolicy(lm, packing=PrefixTreePacking())}
     for _ in range(REPEATS):
         for name, policy in policies.items():
             began = time.process_time()

@@ -24,7 +24,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "max_tokens": 64,
         "steps": 1,
         "warmup": 1,
-        "ours": ["--model.packing", "SharedPromptPacking"],
+        "ours": ["--model.packing", "PrefixTreePacking"],
     },
 }
 

@@ -29,7 +29,7 @@ from lit_async_rl.importance import ess_ratio, masked
 from lit_async_rl.losses import CISPO, PPOClip, Reinforce
 from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
 from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import exact_match
@@ -185,7 +185,7 @@ def train(args: argparse.Namespace) -> Result:
     torch.set_num_threads(1)
     path = asset("sort_policy")
     tokenizer = AutoTokenizer.from_pretrained(path)
-    policy = CausalPolicy(load_policy(path, dtype="float32", device="cpu"), 4096, SharedPromptPacking())
+    policy = CausalPolicy(load_policy(path, dtype="float32", device="cpu"), 4096, PrefixTreePacking())
     sampler: Any = load_policy(path, dtype="float32", device="cpu").requires_grad_(False)
     loss_of = objective(args.recipe, args.cap)
     schedule = SCHEDULES[args.schedule]

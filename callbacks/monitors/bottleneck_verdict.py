@@ -209,7 +209,7 @@ def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -
 
 def _trainer_setting(data: RolloutDataModule, pl_module: AnyModule, padding: float, is_spare: bool) -> Setting | None:
     parts = data.micro_batches_per_step
-    if padding > MAX_PADDING_SHARE and not data.keep_groups_whole:  # rollouts are sorted by length
+    if padding > MAX_PADDING_SHARE and not (data.keep_groups_whole or data.shares_prefixes):  # sorted by length
         return Setting(name="data.micro_batches_per_step", present=parts, suggested=2 * parts)
     if parts > 1 and padding < MAX_PADDING_SHARE / 2:
         return Setting(name="data.micro_batches_per_step", present=parts, suggested=parts // 2)

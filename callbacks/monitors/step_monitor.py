@@ -8,11 +8,13 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from jaxtyping import Bool, Shaped
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import CatMetric
 
@@ -73,6 +75,21 @@ class StepMonitor(pl.Callback):
                 pl_module.log(name, value, prog_bar=name in self.prog_bar)
 
 
+def _is_first(batch: RolloutBatch) -> Bool[Tensor, " B"]:
+    """True in one row of each rollout; False in padding."""
+    return (batch.group_index >= 0) & ~batch.rewards.isnan()
+
+
+def _of_rollouts(
+    values: Shaped[Tensor, " B"], batch: RolloutBatch, reduce: Literal["sum", "amax", "amin"]
+) -> Shaped[Tensor, " R"]:
+    """Values of the R rollouts, from those of their rows."""
+    if batch.rollout is not None:
+        rollout = batch.rollout.to(values.device)
+        values = torch.zeros_like(values).scatter_reduce(0, rollout, values, reduce, include_self=False)[rollout]
+    return values[_is_first(batch).to(values.device)]
+
+
 # -- Rewards, lengths and entropy of rollouts -------------------------------------------------------------------------
 
 
@@ -115,14 +132,15 @@ class RolloutMonitor(StepMonitor):
         self._cut_watch = CutWatch("data.sampling.max_tokens", "rollout/cut_share")
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        real = (batch.group_index >= 0) & ~batch.rewards.isnan()  # a rollout with branches counts once
+        real = _is_first(batch)
         signals: Any = pl_module.stabilizer_signals
         rewards = batch.rewards[real].cpu().double()
         self.reward.update(rewards)
         self.reward_square.update(rewards.square())
         lengths = batch.loss_mask.sum(-1) if batch.lengths is None else batch.lengths
         self.length.update(lengths[real].float().cpu())
-        self.no_signal.update((batch.advantages[real] == 0).all(-1).float().cpu())
+        largest = batch.advantages.abs().amax(-1)
+        self.no_signal.update((_of_rollouts(largest, batch, "amax") == 0).float().cpu())
         self.entropy.update(signals["entropy"][batch.loss_mask].cpu())
         self.loss.update(signals["loss"].cpu().nan_to_num(nan=torch.inf))  # `SumMetric` would ignore NaN
         self._gradient_scale = batch.gradient_scale  # the last micro-batch has the scale of the whole step
@@ -230,12 +248,13 @@ class StalenessMonitor(StepMonitor):
         self.run_mean.update(staleness)
         self.run_max.update(staleness)
         # not -1 as filler: if a tape begins later than the run, its versions are negative
-        newest = batch.versions.masked_fill(~batch.loss_mask, torch.iinfo(batch.versions.dtype).min).amax(-1)
-        oldest = torch.where(batch.loss_mask, batch.versions, newest[:, None]).amin(-1)
-        has_tokens = batch.loss_mask.any(-1)
+        limits = torch.iinfo(batch.versions.dtype)
+        newest = _of_rollouts(batch.versions.masked_fill(~batch.loss_mask, limits.min).amax(-1), batch, "amax")
+        oldest = _of_rollouts(batch.versions.masked_fill(~batch.loss_mask, limits.max).amin(-1), batch, "amin")
+        has_tokens = newest > limits.min
         self.inter.update((signals["version"] - newest)[has_tokens].float().cpu())
         self.intra.update((newest - oldest)[has_tokens].float().cpu())
-        self.mixed.update((newest > oldest)[batch.group_index >= 0].float().cpu())
+        self.mixed.update((newest > oldest).float().cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         tokens = torch.as_tensor(self.tokens.compute())
@@ -280,7 +299,7 @@ class ImportanceMonitor(StepMonitor):
         signals: Any = pl_module.stabilizer_signals
         log_ratio = signals["log_ratio"].cpu()
         mask = signals["mask"].cpu()
-        self.sequences.update(sequence_log_ratio(log_ratio, mask)[batch.group_index.cpu() >= 0])
+        self.sequences.update(_of_rollouts(sequence_log_ratio(log_ratio, mask), batch, "sum"))
         self.tokens.update(log_ratio[mask])
         self.clipped.update(signals["clipped"].cpu()[mask].float())
         self.largest.update(log_ratio[mask])

@@ -72,7 +72,8 @@ class WeightSync(pl.Callback):
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
         data.keep_groups_whole = module.wants_whole_groups
-        data.compares_rollouts = module.objective.needs_whole_groups
+        data.shares_prefixes = module.policy.packing is not None
+        data.needs_single_rows = module.objective.needs_single_rows
         trainer.accumulate_grad_batches = data.micro_batches_per_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

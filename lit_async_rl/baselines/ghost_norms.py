@@ -5,9 +5,9 @@ norm is sum_ts (e_it . e_is) (x_it . x_is), the product of two T x T Gram matric
 2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). One backward pass to the outputs of
 the layers serves all trajectories, because rows of a batch are independent.
 
-Packed rows (`SharedPromptPacking`) are not independent: at positions shared by a group, the gradient is a sum over its
-trajectories. The norms then cover the positions that belong to one trajectory (its own tokens), and the head, which has
-separate inputs for each trajectory. Gradients through the prompt's keys and values are left out.
+Packed rows (`PrefixTreePacking`) are not independent: at positions that several share, the gradient is a sum over them.
+The norms then cover the positions that belong to one trajectory, and the head, which has separate inputs for each
+trajectory. Gradients through the keys and values of shared prefixes are left out.
 
 B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 """
@@ -182,9 +182,9 @@ def gathered(values: Float[Tensor, "R L H"], rows: PackedRows) -> Float[Tensor, 
 
 def packed(grads: Float[Tensor, "B T H"], columns: slice, rows: PackedRows) -> Float[Tensor, "R L H"]:
     """Gradients at packed positions, summed over the trajectories at a shared position; 0 outside of `columns`."""
-    total = grads.new_zeros(rows.branch.numel(), grads.shape[-1])
+    total = grads.new_zeros(rows.uses.numel(), grads.shape[-1])
     total.index_add_(0, rows.target[:, columns].flatten(), grads[:, columns].flatten(0, 1))
-    return total.view(*rows.branch.shape, -1)
+    return total.view(*rows.uses.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,12 @@ class OwnPositions:
 
 
 def own_positions(rows: PackedRows) -> OwnPositions:
-    """Positions of the tokens that a trajectory does not share with the others of its group."""
+    """Positions of the tokens that a trajectory does not share with others of its group."""
     target = rows.target
     source = rows.source.flatten()
-    branch = rows.branch.flatten()
+    uses = rows.uses.flatten()
     here = torch.arange(target.numel(), device=target.device).view_as(target)
-    is_own = (source[target] == here) & (branch[target] > 0)
+    is_own = (source[target] == here) & (uses[target] == 1)
     used = is_own.any(0).nonzero()[:, 0].tolist()
     columns = slice(used[0], used[-1] + 1) if used else slice(0, 1)
     return OwnPositions(columns, target[:, columns], is_own[:, columns])
@@ -240,7 +240,7 @@ class GhostTape:
     evaluated in chunks of `policy.chunk_tokens` tokens.
 
     Args:
-        policy: with or without shared-prompt packing.
+        policy: with or without packing.
         last_blocks: number of last transformer blocks in the norms, besides the head; None is all layers.
 
     Raises:

@@ -177,6 +177,8 @@ class OptimalBaseline:
         mask = batch.loss_mask
         logprobs = stats.logprobs
         coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
+        if batch.credits is not None:  # the advantage of a rollout is multiplied by them, so its gradient has them
+            coefficients = coefficients * batch.credits
         if self.norms is Norms.SCORE:
             norms = score_squared_norms(logprobs, coefficients, mask)
         elif tape is None:
@@ -191,7 +193,8 @@ class OptimalBaseline:
         rows = optimal_advantages(
             log_weights, batch.rewards, batch.group_index, divide_by_std=self.divide_by_std, eps=self.eps
         )
-        return masked(rows[:, None].expand_as(logprobs), mask)
+        advantages = rows[:, None].expand_as(logprobs)
+        return masked(advantages if batch.credits is None else advantages * batch.credits, mask)
 
 
 def _support(batch: RolloutBatch) -> Support | None:

@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -512,7 +512,7 @@ def known_names(bases: Sequence[type]) -> list[str]:
 
 
 def _is_kind(found: type, base: type) -> bool:
-    if found is base and (inspect.isabstract(found) or found.__subclasses__()):
+    if found is base and (inspect.isabstract(found) or (found.__subclasses__() and not is_dataclass(found))):
         return False  # a base of those that can be chosen
     try:
         return issubclass(found, base)

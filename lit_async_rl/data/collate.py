@@ -2,8 +2,9 @@
 
 B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches: the advantage of a
 branch is that of its rollout times its credit, and the token weight is that of its rollout, whose length counts the
-tokens of all rows. Rollouts are sorted by length and cut into contiguous runs, which minimizes the
-padded size of the largest micro-batch and with it peak memory.
+tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into contiguous runs, which
+minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are shared, groups are, by
+the tokens of their trees (`lit_async_rl.data.tree_cuts`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
+from lit_async_rl.data.tree_cuts import split_trees
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.types import (
@@ -46,7 +48,12 @@ class _Row:
     advantages: Sequence[float]  # of the completion's tokens
     token_weight: float
     group_index: int
+    rollout_index: tuple[int, int]  # group, and number within it
     max_staleness: int | None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.rollout.token_ids
 
     @property
     def length(self) -> int:
@@ -63,16 +70,18 @@ def collate_step(
     temperature: float,
     truncated: bool = False,
     keep_groups_whole: bool = False,
-    compares_rollouts: bool = False,
+    shares_prefixes: bool = False,
+    needs_single_rows: str = "",
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
     Groups are sorted by admission first, so the result does not depend on the order in which they finished. With
-    `keep_groups_whole` no group is split over micro-batches.
+    `keep_groups_whole` no group is split over micro-batches. With `shares_prefixes` micro-batches are balanced by the
+    tokens that `PrefixTreePacking` computes, and a group that is larger than a micro-batch is cut.
 
     Raises:
-        ValueError: a rollout has branches, and the objective compares whole rollouts (`compares_rollouts`), or its
-            tokens have different advantages.
+        ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the
+            remedy), or its tokens have different advantages.
     """
     whole = sorted(groups, key=lambda group: group.index)
     advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
@@ -87,11 +96,10 @@ def collate_step(
     weights = iter(of_rollouts)
     for group, rows in zip(groups, advantages, strict=True):
         for rollout, values in zip(group.rollouts, rows, strict=True):
-            if rollout.branches and compares_rollouts:
+            if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, but an "
-                    "agent has left branches, whose rows are trained separately. Use a loss per token (rl.fit: "
-                    "recipe=None), or an agent with one conversation"
+                    f"{needs_single_rows}, or an agent with one conversation: an agent has left branches, with which a "
+                    "rollout has several rows"
                 )
             if rollout.branches and len(set(values)) > 1:
                 raise ValueError(
@@ -99,7 +107,7 @@ def collate_step(
                     "but an agent has left branches, whose tokens get that of the whole rollout. Use an advantage of "
                     "whole rollouts: GroupMeanStd"
                 )
-    units = [
+    groups_of_rows = [
         [
             _Row(
                 group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
@@ -112,18 +120,23 @@ def collate_step(
                 ],
                 token_weight=token_weight,
                 group_index=group.index,
+                rollout_index=(group.index, number),
                 max_staleness=group.max_staleness,
             )
-            for rollout, values, token_weight, length in zip(
-                group.rollouts, rows, weights, num_policy_tokens, strict=False
+            for number, (rollout, values, token_weight, length) in enumerate(
+                zip(group.rollouts, rows, weights, num_policy_tokens, strict=False)
             )
             for row in (rollout, *rollout.branches)
         ]
         for group, rows in zip(groups, advantages, strict=True)
     ]
-    if not keep_groups_whole:
-        units = [[row] for unit in units for row in unit]
-    parts = split_units(units, num_micro_batches)
+    units = [_by_rollout(rows) for rows in groups_of_rows]
+    if shares_prefixes:
+        parts = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
+    else:
+        parts = split_units(
+            groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
+        )
     rollouts = [row for group in groups for rollout in group.rollouts for row in (rollout, *rollout.branches)]
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
@@ -140,6 +153,11 @@ def collate_step(
         )
         for part in parts
     ]
+
+
+def _by_rollout(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Rows of each rollout of a group."""
+    return [list(members) for _, members in groupby(rows, key=lambda row: row.rollout_index)]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -194,9 +212,11 @@ def _pad(
     masks = ((True,) * len(r.token_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
     loss_mask = _fill(completion, masks, False)
     weights = torch.tensor([[row.token_weight] for row in rows] or [[0.0]])
+    numbers = {index: n for n, index in enumerate(dict.fromkeys(row.rollout_index for row in rows))}
+    has_credits = any(rollout.credit != 1 for rollout in rollouts)
     bounds = [UNBOUNDED if row.max_staleness is None else row.max_staleness for row in rows] or [UNBOUNDED]
     return RolloutBatch(
-        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.token_ids for row in rows), pad_token_id),
+        input_ids=_fill(attention_mask, (row.tokens for row in rows), pad_token_id),
         attention_mask=attention_mask,
         loss_mask=loss_mask,
         behavior_logprobs=_fill(completion, (r.logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
@@ -206,6 +226,8 @@ def _pad(
         rewards=torch.tensor([row.reward for row in rows] or [0.0]),
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         lengths=torch.tensor([row.num_policy_tokens for row in rows] or [0]),
+        rollout=torch.tensor([numbers[row.rollout_index] for row in rows]) if len(numbers) < len(rows) else None,
+        credits=_fill(completion, ((r.credit,) * len(r.token_ids) for r in rollouts), 1.0) if has_credits else None,
         temperature=temperature,
         truncated=truncated,
         max_staleness=torch.tensor(bounds),

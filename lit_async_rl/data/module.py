@@ -102,7 +102,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Attributes:
         keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
-        compares_rollouts: whether the objective compares whole rollouts, so that none may have branches; likewise.
+        shares_prefixes: whether prefixes are computed once, so that micro-batches are cut along trees; likewise.
+        needs_single_rows: setting that a rollout of several rows is refused with, and its remedy; likewise.
         configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
 
     Raises:
@@ -180,7 +181,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replay = replay
         self.validation = validation
         self.keep_groups_whole = False
-        self.compares_rollouts = False
+        self.shares_prefixes = False
+        self.needs_single_rows = ""
         rules.refuse(
             rules.of_engine(engine, reward, self.admission, sampling=sampling),
             rules.of_rewards(
@@ -292,7 +294,8 @@ class RolloutDataModule(pl.LightningDataModule):
             temperature=self.sampling.temperature,
             truncated=self.sampling.truncates and self.engine.has_model,
             keep_groups_whole=self.keep_groups_whole,
-            compares_rollouts=self.compares_rollouts,
+            shares_prefixes=self.shares_prefixes,
+            needs_single_rows=self.needs_single_rows,
             **settings,
         )
 

@@ -121,12 +121,14 @@ class PolicyLoss(ABC):
         needs_head: smallest admissible `data.sampling.head`; None if the loss reads no recorded distributions, 0 if
             only their entropy.
         needs_whole_groups: True if it compares the completions of one prompt, which must be in one micro-batch.
+        needs_single_rows: True if it reads the ratios of the tokens before a token, so that no rollout may branch.
     """
 
     uses_proximal: ClassVar[bool] = True
     needs_behavior_proximal: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     needs_whole_groups: ClassVar[bool] = False
+    needs_single_rows: ClassVar[bool] = False
     needs_entropy: ClassVar[bool] = False
     needs_head: ClassVar[int | None] = None
 

@@ -337,6 +337,8 @@ class MinPRO(PolicyLoss):
         ValueError: the cap is not positive.
     """
 
+    needs_single_rows: ClassVar[bool] = True
+
     cap: float = 2.0
 
     def __post_init__(self) -> None:
@@ -364,6 +366,8 @@ class PNPO(PolicyLoss):
     Raises:
         ValueError: a bound is negative.
     """
+
+    needs_single_rows: ClassVar[bool] = True
 
     clip_low: float = 0.2
     clip_high: float = 0.2

@@ -1,18 +1,23 @@
-"""Shared-prompt attention: the common prefix of a group is computed once.
+"""Attention over prefix trees: what rows have in common at their beginning is computed once.
 
-A group is packed as prompt, completion 1, ..., completion G. A token attends to the prompt and its own completion;
-positions restart at the prompt's end, so every token has the same output as in a row of its own (Periodic Asynchrony,
-arXiv:2511.18871; the same layout as Prefix Grouper, arXiv:2506.05433). The first token of each completion is predicted
-at the prompt's last position, whose gradient therefore sums over the completions.
+Rows of one group (the completions of a prompt, the turns and branches of an agent's episodes) form a tree. Its tokens
+are laid out in depth-first order, so that the descendants of a token follow it without a gap, up to a place `until`.
+Token j is an ancestor of token i, or i itself, exactly if
 
-For a prompt of P and completions of L_1 ... L_G tokens
+    j <= i < until[j]
 
-    tokens            G P + sum L_i                    ->  P + sum L_i
-    attention pairs   sum (P + L_i)(P + L_i + 1) / 2   ->  P (P + 1) / 2 + sum (P L_i + L_i (L_i + 1) / 2)
+which is the attention mask. The position of a token is its depth, the same as in a row of its own, and so is its output
+(the tree masks of AReaL; for one level Periodic Asynchrony, arXiv:2511.18871, and Prefix Grouper, arXiv:2506.05433). A
+tree is a way to compute rows and does not define them: hidden states are gathered by row and position, so that losses
+see ordinary rows. The gradient at a shared token sums over its rows.
 
-Here "prompt" is the longest common prefix of the rows of a group. Tokens that predict nothing (at least the last one of
-each completion) are omitted. The input has B rows (completions) of T positions, the packed form R rows of L positions.
-H is the hidden size.
+With the runs s of n_s tokens between two branchings, and D_s tokens below each of them
+
+    tokens            sum over rows of length             ->  sum n_s
+    attention pairs   sum over rows of L (L + 1) / 2      ->  sum (n_s (n_s + 1) / 2 + n_s D_s)
+
+Tokens that predict nothing (at least the last one of each row) are omitted. The input has B rows of T positions, the
+packed form R rows of L positions. H is the hidden size.
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -32,68 +37,84 @@ from transformers import PreTrainedModel
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.routers import Replaying
+from lit_async_rl.models.tree_attention import Span, TreeMask, can_split, split_is_cheaper, tree_mask
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.device_memory import to_device
 
-# -- Layout: positions of the tokens of completions in the packed rows ------------------------------------------------
+# -- Layout: places of the tokens of rows in the packed rows ----------------------------------------------------------
 
 
 FLEX_BLOCK = 128  # of FlexAttention's masks; lengths that are multiples of it are compiled for less often
-_PADDING = -1  # branch of positions that hold no token
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Layout of groups in packed rows.
+    """Layout of trees in packed rows.
 
     Attributes:
         source: index of each packed token in the flattened [B, T] input (0 for padding).
         position: position of the token in its input row.
-        group: group within the packed row; groups do not attend to each other.
-        branch: 0 is the shared prefix, then completions from 1 on; -1 is padding.
+        until: place in the packed row behind the token's last descendant.
+        uses: number of input rows that have the token; 0 is padding.
         target: index in the flattened [R, L] rows of each needed input position; 0 elsewhere.
+        spans: runs of tokens without a branching between them.
     """
 
     source: Int[Tensor, "R L"]
     position: Int[Tensor, "R L"]
-    group: Int[Tensor, "R L"]
-    branch: Int[Tensor, "R L"]
+    until: Int[Tensor, "R L"]
+    uses: Int[Tensor, "R L"]
     target: Int[Tensor, "B T"]
+    spans: tuple[Span, ...]
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens without padding."""
-        return int((self.branch != _PADDING).sum())
+        return int((self.uses > 0).sum())
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of a token and one that it attends to, without padding."""
+        return sum(span.num_pairs for span in self.spans)
 
     def to(self, device: torch.device) -> PackedRows:
         """Copy on another device; does not wait for work that is queued there."""
-        return PackedRows(**{name: to_device(value, device) for name, value in vars(self).items()})
+        tensors = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return PackedRows(**tensors, spans=self.spans)
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """Positions `begin` to `end` of input row `rows[0]`, computed once for all of `rows`."""
+class _Tree:
+    """The tokens of one group in depth-first order; `places` of a row are those of its tokens."""
 
-    rows: tuple[int, ...]
-    begin: int
-    end: int
-    branch: int
+    source: np.ndarray
+    position: np.ndarray
+    until: np.ndarray
+    uses: np.ndarray
+    places: dict[int, np.ndarray]
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Begin, end and end of the descendants of each run of tokens with the same descendants."""
+        begins = np.flatnonzero(np.diff(self.until, prepend=-1))
+        ends = np.append(begins[1:], len(self.until))
+        return list(zip(begins.tolist(), ends.tolist(), self.until[begins].tolist(), strict=True))
 
 
 def pack(
     input_ids: Int[Tensor, "B T"],
     needed: Bool[Tensor, "B T"],
     group_index: Sequence[int],
-    row_tokens: int = 0,
+    row_tokens: int | None = 0,
     multiple: int = 1,
 ) -> PackedRows:
     """Packs the tokens that `needed` positions depend on, on the CPU; rows without needed positions are omitted.
 
     Args:
-        input_ids: unpacked rows.
+        input_ids: unpacked rows; equal numbers mean equal tokens.
         needed: True at positions that predict a trained token.
-        group_index: group of each row.
-        row_tokens: capacity of a packed row, in tokens; longer groups have a row of their own.
+        group_index: group of each row; rows share prefixes within a group.
+        row_tokens: capacity of a packed row, in tokens; larger trees have a row of their own. None is one row.
         multiple: L is a multiple of it.
     """
     width = input_ids.shape[1]
@@ -104,41 +125,69 @@ def pack(
             members.setdefault(index, []).append(row)
     if not members:
         raise InvariantError("no position is needed, so there is nothing to pack")
-    # lists, because there are many short segments, and a tensor operation on a short one costs as much as on a long one
-    ids = input_ids.tolist()
-    groups = [_segments(ids, rows, lengths) for rows in members.values()]
-    sizes = [sum(segment.end - segment.begin for segment in group) for group in groups]
-    bins = _first_fit(sizes, row_tokens)
+    ids = input_ids.numpy()
+    trees = [_tree(ids, rows, lengths) for rows in members.values()]
+    sizes = [len(tree.source) for tree in trees]
+    bins = [list(range(len(trees)))] if row_tokens is None else _first_fit(sizes, row_tokens)
     longest = max(sum(sizes[n] for n in numbers) for numbers in bins)
     length = -(-longest // multiple) * multiple
-    fields: list[list[list[int]]] = [[], [], [], []]
-    target = [[0] * width for _ in ids]
+    source, position, uses = (np.zeros((len(bins), length), dtype=np.int64) for _ in range(3))
+    until = np.tile(np.arange(1, length + 1), (len(bins), 1))  # padding attends to itself: a softmax over none is NaN
+    target = np.zeros(ids.shape, dtype=np.int64)
+    spans = []
     for number, numbers in enumerate(bins):
-        columns: tuple[list[int], ...] = [], [], [], []
-        source, position, group_of, branch = columns
+        begin = 0
         for n in numbers:
-            for segment in groups[n]:
-                part = range(segment.begin, segment.end)
-                place = number * length + len(source)
-                first = segment.rows[0] * width
-                for row in segment.rows:
-                    target[row][segment.begin : segment.end] = range(place, place + len(part))
-                source += range(first + segment.begin, first + segment.end)
-                position += part
-                group_of += [n] * len(part)
-                branch += [segment.branch] * len(part)
-        for field, values, padding in zip(fields, columns, (0, 0, 0, _PADDING), strict=True):
-            field.append(values + [padding] * (length - len(values)))
-    tensors = dict(zip(("source", "position", "group", "branch"), map(torch.tensor, fields), strict=True))
-    return PackedRows(**tensors, target=torch.tensor(target))
+            tree = trees[n]
+            part = number, slice(begin, begin + sizes[n])
+            source[part] = tree.source
+            position[part] = tree.position
+            until[part] = tree.until + begin
+            uses[part] = tree.uses
+            for row, places in tree.places.items():
+                target[row, : len(places)] = places + number * length + begin
+            spans += [Span(number, *(place + begin for place in places)) for places in tree.spans]
+            begin += sizes[n]
+    fields = dict(source=source, position=position, until=until, uses=uses, target=target)
+    return PackedRows(**{name: torch.from_numpy(value) for name, value in fields.items()}, spans=tuple(spans))
 
 
-def _segments(ids: Sequence[list[int]], rows: list[int], lengths: Sequence[int]) -> list[_Segment]:
-    """Common prefix of the rows, then the remainder of each row."""
-    columns = zip(*(ids[row][: lengths[row]] for row in rows), strict=False)  # ends with the shortest row
-    shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
-    tails = [_Segment((row,), shared, lengths[row], branch=branch) for branch, row in enumerate(rows, start=1)]
-    return [_Segment(tuple(rows), 0, shared, branch=0), *tails]
+def _tree(ids: np.ndarray, rows: Sequence[int], lengths: Sequence[int]) -> _Tree:
+    """The tree of some rows, of which only the first `lengths` tokens count.
+
+    In the order of their tokens, each row continues its predecessor at the place where the two part: that is the
+    depth-first order.
+    """
+    source: list[np.ndarray] = []
+    position: list[np.ndarray] = []
+    places: dict[int, np.ndarray] = {}
+    until = np.zeros(sum(lengths[row] for row in rows), dtype=np.int64)
+    uses = np.zeros_like(until)
+    size = 0
+    before = np.zeros(0, dtype=np.int64)  # places of the row before, and its tokens
+    tokens = ids[0, :0]
+    for row in sorted(rows, key=lambda row: ids[row, : lengths[row]].tolist()):
+        length = lengths[row]
+        common = min(len(before), length)
+        differs = np.flatnonzero(tokens[:common] != ids[row, :common])
+        common = int(differs[0]) if len(differs) else common
+        until[before[common:]] = size  # their last descendant was the one before
+        own = np.arange(common, length)
+        before = np.concatenate([before[:common], size + own - common])
+        tokens = ids[row, :length]
+        source.append(row * ids.shape[1] + own)
+        position.append(own)
+        uses[before] += 1
+        places[row] = before
+        size += len(own)
+    until[before] = size
+    return _Tree(
+        source=np.concatenate(source),
+        position=np.concatenate(position),
+        until=until[:size],
+        uses=uses[:size],
+        places=places,
+    )
 
 
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -157,19 +206,21 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class SharedPromptPacking:
-    """Computes the shared prefix of each group once (setting `model.packing`).
+class PrefixTreePacking:
+    """Computes once what rows of a group have in common at their beginning (setting `model.packing`).
 
-    Log-probabilities and gradients are unchanged. It saves most with long prompts and whole groups
-    (`data.keep_groups_whole`, set by `WeightSync`); prefixes are shared within a group only.
+    That is the prompt of completions, and all turns that the branches of an agent's episode share, at any depth.
+    Log-probabilities and gradients are those of separate rows. It saves most where whole groups are in one micro-batch;
+    prefixes are shared within a group only, and not between tokens that recorded other experts (`sampling.experts`).
 
-    With `attn_implementation: flex_attention` (for GPUs: forbidden blocks are skipped) the mask is a FlexAttention
-    block mask, made by compiled code, and rows are padded to a multiple of 128 tokens. With `sdpa` or `eager` it is a
-    dense one of R L^2 entries, for which one group in a row is best.
+    Attention depends on `attn_implementation`. `sdpa` on a CPU computes exactly the pairs of the tree, run by run, in
+    one row without padding; a dense mask of R L^2 entries where that is cheaper (small trees), and on a GPU. `eager`
+    takes the dense mask, for which one group in a row is best. `flex_attention`, for GPUs, takes a block mask, made by
+    compiled code, and rows are padded to a multiple of 128 tokens.
 
     Args:
-        row_tokens: largest number of tokens in a packed row of several groups; a longer group has a row of its own. 0
-            gives each group its own row.
+        row_tokens: with a mask, largest number of tokens in a packed row of several groups; a longer group has a row of
+            its own. 0 gives each group its own row.
 
     Raises:
         ValueError: `row_tokens` is negative.
@@ -195,7 +246,7 @@ class SharedPromptPacking:
             input_ids: unpacked rows.
             needed: positions of the returned hidden states.
             group_index: group of each row.
-            experts: experts to replay in n routers; the shared prefix takes those of the group's first row.
+            experts: experts to replay in n routers; tokens with other experts are not shared.
 
         Returns:
             The hidden states of N positions, and the layout.
@@ -203,16 +254,11 @@ class SharedPromptPacking:
         Raises:
             ValueError: the input is longer than the model's attention window.
         """
+        tokens = input_ids if experts is None else _with_experts(input_ids, experts)
         # one transfer, which waits for the device, and none back that does
-        whole = torch.cat([input_ids, needed.to(input_ids.dtype), group_index[:, None]], 1).cpu()
+        whole = torch.cat([tokens, needed.to(tokens.dtype), group_index[:, None]], 1).cpu()
         width = input_ids.shape[1]
-        rows = pack(
-            whole[:, :width],
-            whole[:, width:-1].bool(),
-            whole[:, -1].tolist(),
-            row_tokens=self.row_tokens,
-            multiple=FLEX_BLOCK if lm.config._attn_implementation == "flex_attention" else 1,
-        )
+        rows = self.layout(lm, whole[:, :width], needed=whole[:, width:-1].bool(), group_index=whole[:, -1].tolist())
         check_length(lm, int(rows.position.max()) + 1)
         rows = rows.to(input_ids.device)
         with Replaying(None if experts is None else experts.flatten(0, 1)[rows.source.flatten()]):
@@ -224,52 +270,56 @@ class SharedPromptPacking:
             ).last_hidden_state
         return hidden.flatten(0, 1)[rows.target[needed]], rows
 
+    def layout(
+        self,
+        lm: PreTrainedModel,
+        input_ids: Int[Tensor, "B T"],
+        needed: Bool[Tensor, "B T"],
+        group_index: Sequence[int],
+    ) -> PackedRows:
+        """Layout for the model's attention: trees in one row where it is split at branches, or else in several."""
+        multiple = FLEX_BLOCK if lm.config._attn_implementation == "flex_attention" else 1
+        rows = pack(input_ids, needed, group_index, row_tokens=self.row_tokens, multiple=multiple)
+        if not can_split(lm) or not split_is_cheaper(lm, rows.spans, rows.until.shape):
+            return rows
+        return pack(input_ids, needed, group_index, row_tokens=None)
 
-def group_cost(prompt: int, completions: Sequence[int], shared: bool) -> tuple[int, int]:
-    """Tokens and attention pairs of one group by the module's formula, unpacked or with a shared prompt."""
-    if shared:
-        pairs = prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in completions)
-        return prompt + sum(completions), pairs
-    return sum(prompt + n for n in completions), sum((prompt + n) * (prompt + n + 1) // 2 for n in completions)
+
+@dataclass(frozen=True)
+class SharedPromptPacking(PrefixTreePacking):
+    """Former name of `PrefixTreePacking`, of when only the prompt of completions was shared."""
+
+
+def _with_experts(input_ids: Int[Tensor, "B T"], experts: Int[Tensor, "B T n k"]) -> Int[Tensor, "B T"]:
+    """Numbers that are equal where tokens and their recorded experts are."""
+    both = torch.cat([input_ids[..., None], experts.flatten(2).to(input_ids.dtype)], -1)
+    return both.flatten(0, 1).unique(dim=0, return_inverse=True)[1].view_as(input_ids)
 
 
 def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
-    """Attention mask of packed rows: causal, over the prefix and the token's completion.
-
-    Padding attends to itself, because a softmax over an empty set is NaN.
+    """Attention mask of packed rows: a token attends to its ancestors and itself, padding to itself.
 
     Raises:
         ValueError: the attention implementation does not take a mask.
     """
-    group = rows.group
-    branch = rows.branch
-    position = rows.position
-
-    def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = branch[row, key] == branch[row, query]
-        prefix = (branch[row, key] == 0) & (branch[row, query] > 0)
-        before = position[row, key] <= position[row, query]
-        real = branch[row, key] >= 0
-        return ((group[row, key] == group[row, query]) & (own | prefix) & before & real) | (query == key)
-
-    num_rows, length = rows.branch.shape
+    until = rows.until
     implementation = lm.config._attn_implementation
     if implementation == "flex_attention":
-        return _block_mask_maker(branch.device)(
-            lambda b, h, q, k: sees(b, q, k), num_rows, None, length, length, device=str(branch.device)
+        num_rows, length = until.shape
+        return _block_mask_maker(until.device)(
+            lambda b, h, q, k: (k <= q) & (q < until[b, k]), num_rows, None, length, length, device=str(until.device)
         )
     if implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"model.packing needs model.attn_implementation sdpa, eager or flex_attention, got {implementation}"
         )
-    row = torch.arange(num_rows, device=branch.device)[:, None, None, None]
-    query = torch.arange(length, device=branch.device)[:, None]
-    key = torch.arange(length, device=branch.device)
-    mask = sees(row, query, key)
+    if can_split(lm) and split_is_cheaper(lm, rows.spans, until.shape):
+        return TreeMask.of(until, rows.spans)
+    mask = tree_mask(until)
     if implementation == "sdpa":
         return mask
     lowest = torch.finfo(lm.dtype).min  # eager attention adds the mask to the scores
-    return torch.zeros(mask.shape, dtype=lm.dtype, device=branch.device).masked_fill_(~mask, lowest)
+    return torch.zeros(mask.shape, dtype=lm.dtype, device=until.device).masked_fill_(~mask, lowest)
 
 
 def _block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
@@ -294,13 +344,13 @@ def check_packable(lm: PreTrainedModel) -> None:
             f"model.packing: {type(lm).__name__} has {kinds} layers, which take no mask; leave packing out"
         )
     if lm.config.model_type == "gpt_neo":
-        raise ValueError("model.packing: GPTNeoForCausalLM builds its own mask from positions in a row; leave packing out")
+        raise ValueError("model.packing: GPTNeoForCausalLM builds a mask of its own; leave packing out")
     if "position_ids" not in inspect.signature(body(lm).forward).parameters:
         raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave packing out")
 
 
 def check_length(lm: PreTrainedModel, length: int) -> None:
-    """Checks that the longest prompt with completion fits into the attention window.
+    """Checks that the longest row fits into the attention window.
 
     Raises:
         ValueError: it does not; sliding windows are not supported, because all layers share one mask.
@@ -308,5 +358,6 @@ def check_length(lm: PreTrainedModel, length: int) -> None:
     window = context_length(lm)
     if length > window:
         raise ValueError(
-            f"model.packing: a completion and its prompt have {length} tokens, but the model's attention window is {window}"
+            f"model.packing: a completion and its prompt have {length} tokens, but the model's "
+            f"attention window is {window}"
         )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, rotary_length
-from lit_async_rl.models.packing import PackedRows, SharedPromptPacking, check_packable
+from lit_async_rl.models.packing import PackedRows, PrefixTreePacking, check_packable
 from lit_async_rl.models.routers import Replaying, replay_in
 from lit_async_rl.utils.checks import check_range
 
@@ -45,13 +45,13 @@ class CausalPolicy(nn.Module):
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
         chunk_tokens: largest number of tokens with logits in memory; with more than one chunk, logits are recomputed in
             the backward pass.
-        packing: shared-prompt attention, for forward passes with `group_index`.
+        packing: computation on prefix trees, for forward passes with `group_index`.
 
     Raises:
         ValueError: the model cannot be packed.
     """
 
-    def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: SharedPromptPacking | None = None) -> None:
+    def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: PrefixTreePacking | None = None) -> None:
         super().__init__()
         check_range("model", "integer >= 1", logprob_chunk_tokens=chunk_tokens)
         self.lm = lm

@@ -8,6 +8,7 @@ A module provides signals as a dict in `self.stabilizer_signals` in every `train
 | `mask` | True where a token counts; all tokens, if missing | Bool, as `log_ratio` |
 | `entropy` | entropy of the policy at each position, in nats | Float, as `log_ratio` |
 | `staleness` | age of the token's policy, in versions | Int, as `log_ratio` |
+| `rollout` | number of each row's rollout in the micro-batch; each row is one, if missing | Int [B] |
 | `rewards` | reward of each completion | Float [B] |
 | `advantages`, `clipped`, `correction_weights` | used by monitors | as `log_ratio` |
 | `version` | policy version | int |
@@ -121,6 +122,10 @@ class SignalCollector:
         is_sample = mask if mask.ndim == 1 else mask.any(-1)
         masked = torch.where(mask, log_ratio, 0.0)
         log_weights = masked if masked.ndim == 1 else masked.sum(-1)
+        if (rollout := signals.get("rollout")) is not None:  # a token counts once, whichever row it trains in
+            rollout = rollout.to(log_weights.device)
+            log_weights = torch.zeros_like(log_weights).index_add(0, rollout, log_weights)
+            is_sample = torch.zeros_like(log_weights).index_add(0, rollout, is_sample.to(log_weights.dtype)) > 0
         # rows that do not count get -inf (weight 0): removing them would synchronise with the device
         self._log_weights.append(torch.where(is_sample, log_weights, -torch.inf))
         kl = kl_k3(torch.where(tokens, log_ratio, 0.0)).sum()

@@ -31,7 +31,7 @@ from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.losses.reference_kl import KLEstimator
 from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
-from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.packing import PrefixTreePacking, SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
@@ -75,7 +75,7 @@ CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
 def load_policies(
     model: str,
     logprob_chunk_tokens: int,
-    packing: SharedPromptPacking | None,
+    packing: PrefixTreePacking | None,
     lora: LoRA | None,
     on_meta_device: bool,
     needs_reference: bool,
@@ -87,7 +87,7 @@ def load_policies(
     Args:
         model: Hugging Face name or folder.
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
-        packing: of the prompts of a group; None is none.
+        packing: of the rows of a group; None is none.
         lora: adapters to train; None trains all weights.
         on_meta_device: whether weights are loaded later, when they are sharded.
         needs_reference: whether there is a KL penalty.
@@ -254,7 +254,7 @@ class PolicyModule(pl.LightningModule):
         attn_implementation: as in transformers; None is its default, or `eager` where that ignores a setting of the
             model's configuration (the soft cap of Gemma 2's attention).
         random_init: take only the architecture from `model`, with random weights.
-        packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
+        packing: compute the prefixes that rows of a group share only once, `PrefixTreePacking()`.
         self_check: refuse an unsharded model of which a few tokens differ from plain (eager) forward passes, before
             training.
 
@@ -289,7 +289,7 @@ class PolicyModule(pl.LightningModule):
         dtype: str = "float32",
         attn_implementation: str | None = None,
         random_init: bool = False,
-        packing: SharedPromptPacking | None = None,
+        packing: PrefixTreePacking | SharedPromptPacking | None = None,  # a parser takes no other subclass
         self_check: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -345,7 +345,7 @@ class PolicyModule(pl.LightningModule):
     @property
     def wants_whole_groups(self) -> bool:
         """Whether all completions of a prompt must be in one micro-batch."""
-        return self.objective.needs_whole_groups or self.policy.packing is not None
+        return self.objective.needs_whole_groups
 
     @property
     def is_changed(self) -> bool:

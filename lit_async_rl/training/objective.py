@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lit_async_rl import rules
 from lit_async_rl.baselines.ghost_norms import surrogate_loss
-from lit_async_rl.baselines.optimal import OptimalBaseline
+from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.weights import Proximal
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
+from lit_async_rl.training.whole_rollouts import WholeRollouts
 from lit_async_rl.types import RolloutBatch, known_support, log_mass
 from lit_async_rl.utils.checks import check_token_shape
 
@@ -90,6 +91,17 @@ class Objective:
         compares = self.kl_coefficient > 0 and self.kl_estimator == "sequence"
         return compares or self.baseline is not None or self.loss.needs_whole_groups
 
+    @property
+    def needs_single_rows(self) -> str:
+        """The setting that a rollout of several rows is refused with, and its remedy; empty if there is none."""
+        if self.loss.needs_single_rows:
+            return f"model.loss={type(self.loss).__name__}: use a loss of tokens or of whole completions"
+        if self.kl_coefficient > 0 and self.kl_estimator == "sequence":  # branches have no order of their tokens
+            return "model.kl_estimator=sequence: use token"
+        if self.baseline is not None and self.baseline.norms is Norms.GHOST:  # norms of rows do not add up
+            return "model.baseline.norms=GHOST: use SCORE or PER_TRAJECTORY"
+        return ""
+
     def __call__(
         self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
@@ -107,6 +119,12 @@ class Objective:
                 reference_logprobs = _token_stats(reference, batch).logprobs
         with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
             stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts)
+        rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
+        rows = batch
+        if rollouts is not None:
+            batch = rollouts.of_batch(batch)
+            stats = _of_rollouts(stats, rollouts)
+            reference_logprobs = None if reference_logprobs is None else rollouts.of_tokens(reference_logprobs)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch=batch)
@@ -119,21 +137,23 @@ class Objective:
         output = self.loss(_loss_inputs(stats, proximal_logprobs, advantages, staleness=staleness, batch=batch))
         loss = (batch.token_weights * output.per_token * weights).sum()
         if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
-            rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
-            loss = surrogate_loss(tape, -rows, loss)
-        signals = {
+            of_rollouts = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
+            loss = surrogate_loss(tape, -of_rollouts, loss)
+        signals: dict[str, Any] = {
             "log_ratio": detached - batch.behavior_logprobs,
             "mask": batch.loss_mask,
             "entropy": stats.entropy.detach(),
             "staleness": staleness,
             "advantages": advantages,
-            "rewards": torch.where(batch.group_index >= 0, batch.rewards, torch.nan),  # NaN in padding rows
             "clipped": output.clipped,
             "correction_weights": weights,
-            "version": version,
         }
         if reference_logprobs is not None:
             signals["ref_log_ratio"] = detached - reference_logprobs
+        if rollouts is not None:
+            signals = {name: rollouts.to_rows(values) for name, values in signals.items()} | {"rollout": rows.rollout}
+        signals["rewards"] = torch.where(rows.group_index >= 0, rows.rewards, torch.nan)  # NaN in padding rows
+        signals["version"] = version
         loss = loss + self._penalty(stats, reference_logprobs, batch)
         signals["loss"] = loss.detach()
         return loss, signals
@@ -172,6 +192,15 @@ class Objective:
         if self.entropy_coefficient != 0:
             penalty = penalty - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
         return penalty
+
+
+def _of_rollouts(stats: TokenStats, rollouts: WholeRollouts) -> TokenStats:
+    """Statistics with one row for each rollout."""
+    return TokenStats(
+        logprobs=rollouts.of_tokens(stats.logprobs),
+        entropy=rollouts.of_tokens(stats.entropy),
+        head=rollouts.of_tokens(stats.head),
+    )
 
 
 def _loss_inputs(

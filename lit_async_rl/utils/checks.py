@@ -179,7 +179,7 @@ EXAMPLES = {  # of objects that a setting may be, by the class that is wanted
     "RateSchedule": "Cosine(warmup=0.1)",
     "LoRA": "LoRA(rank=16)",
     "Sharding": "Sharding()",
-    "SharedPromptPacking": "SharedPromptPacking()",
+    "PrefixTreePacking": "PrefixTreePacking()",
     "RolloutEngine": "EmbeddedEngine()",
     "AdmissionPolicy": "FixedLag()",
     "SamplingParams": "SamplingParams(max_tokens=6)",

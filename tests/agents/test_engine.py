@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import math
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import lightning.pytorch as pl
 import openai
@@ -607,6 +609,38 @@ def test_a_run_trains_on_branches_and_goes_on_without_dead_agents():
         assert all(len(rollout.branches) == 2 for rollout in group.rollouts)
         oldest = min(version for rollout in group.rollouts for version in rollout.all_versions)
         assert oldest >= group.admitted_version
+
+
+def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed():
+    """Weights of whole rollouts and the optimal baseline, with all default callbacks and prefixes computed once."""
+    groups = Groups()
+    for steps, checkpoint in ((2, None), (4, "runs/version_0/checkpoints/last.ckpt")):
+        engine = AgentEngine(
+            EmbeddedEngine(num_slots=8), Branching(), chat_template=TEMPLATE, parser=CalculatorParser()
+        )
+        trainer = rl.fit(
+            MODEL,
+            Addition(3, size=1000),
+            engine=engine,
+            sampling=SamplingParams(max_tokens=12),
+            packing=rl.PrefixTreePacking(),
+            micro_batches_per_step=2,
+            groups_per_step=3,
+            group_size=4,
+            max_staleness=2,
+            max_steps=steps,
+            ckpt_path=checkpoint,
+            callbacks=[groups],
+            accelerator="cpu",
+            enable_progress_bar=False,
+        )
+        assert trainer.global_step == steps
+        assert isinstance(trainer.lightning_module.objective.baseline, rl.OptimalBaseline)
+    assert all(len(rollout.branches) == 2 for group in groups.seen for rollout in group.rollouts)
+    with Path("runs/version_0/metrics.csv").open() as file:
+        shares = [float(row["importance/ess_ratio"]) for row in csv.DictReader(file) if row["importance/ess_ratio"]]
+    assert len(shares) == 4
+    assert all(0 < share <= 1 for share in shares)
 
 
 def test_a_tape_of_branches_is_replayed_to_the_bit(tmp_path):

@@ -10,6 +10,8 @@ from agent_runs import MODEL, branch, groups
 from flow import make_module
 
 from lit_async_rl.advantages.group import GroupMeanStd, LengthWeighted, TurnReturns
+from lit_async_rl.baselines.optimal import OptimalBaseline
+from lit_async_rl.corrections.weights import CurrentProximal, TokenTruncatedIS
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.completion_check import find_fault
@@ -97,11 +99,13 @@ def test_the_length_of_a_rollout_is_that_of_all_rows():
     assert [row[0] for row in values[0]] == expected
 
 
-def test_objectives_that_compare_rollouts_refuse_branches():
-    with pytest.raises(ValueError, match="an agent has left branches"):
-        collated(groups(), compares_rollouts=True)
+def test_an_objective_that_needs_single_rows_refuses_branches_by_its_name():
+    parts = dict(loss=Reinforce(), proximal=CurrentProximal(), correction=TokenTruncatedIS())
+    needs = make_module(model=MODEL, baseline=OptimalBaseline(), **parts).objective.needs_single_rows
+    with pytest.raises(ValueError, match=r"norms=GHOST: use SCORE.*an agent has left branches"):
+        collated(groups(), needs_single_rows=needs)
     without = [replace(g, rollouts=tuple(replace(r, branches=()) for r in g.rollouts)) for g in groups()]
-    assert collated(without, compares_rollouts=True)
+    assert collated(without, needs_single_rows=needs)
 
 
 def test_advantages_of_turns_refuse_branches():

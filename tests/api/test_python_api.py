@@ -74,7 +74,7 @@ def test_every_option_at_once_with_one_statement_of_each(tmp_path, capsys):
     assert (trainer.global_step, module.version, data.model) == (6, 2, MODEL)
     assert own.steps == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
     assert own.accumulate == 2
-    assert data.keep_groups_whole
+    assert data.shares_prefixes
     folder = tmp_path / "tb" / "mine" / "version_0"
     assert list(folder.rglob("last.ckpt"))
     assert list(folder.glob("events.out*"))

@@ -21,9 +21,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams, default_bound
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models import packing as packing_module
 from lit_async_rl.models.architecture import context_length, other_layers
 from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, full_logprobs, random_tokens
 from lit_async_rl.models.weights import stream_weights
@@ -188,9 +189,7 @@ def examine(kind: type[PreTrainedConfig], folder: Path) -> dict[str, str]:
     except ValueError as error:
         return dict.fromkeys(PARTS, _named(error, kind.model_type, kind.__name__))
     found = {}
-    packed = SharedPromptPacking(row_tokens=40)
-    policies = (partial(_assert_policy, packing=packing) for packing in (None, packed))
-    checks = dict(zip(PARTS, (*policies, partial(_decode, folder=folder)), strict=True))
+    checks = dict(zip(PARTS, (_assert_policy, _assert_packed, partial(_decode, folder=folder)), strict=True))
     for part in PARTS:
         try:
             checks[part](lm)
@@ -221,7 +220,15 @@ def _batch(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     return ids, mask, torch.tensor([group for *_, group in shapes])
 
 
-def _assert_policy(lm: PreTrainedModel, packing: SharedPromptPacking | None) -> None:
+def _assert_packed(lm: PreTrainedModel) -> None:
+    """With a mask, and with attention split at branches, which these trees are too small for."""
+    for splits in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape, splits=splits: splits)
+            _assert_policy(lm, PrefixTreePacking(row_tokens=40))
+
+
+def _assert_policy(lm: PreTrainedModel, packing: PrefixTreePacking | None = None) -> None:
     policy = CausalPolicy(lm, chunk_tokens=5, packing=packing)
     check_policy(policy, default_bound("float32"))
     ids, mask, groups = _batch(lm)

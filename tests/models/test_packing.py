@@ -1,6 +1,8 @@
-"""Shared prompts: same log-probabilities and gradients as rows of their own, less work, by the formula."""
+"""Prefix trees: same log-probabilities and gradients as rows of their own, less work, by the formula."""
 
+import random
 import shutil
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -9,14 +11,19 @@ from families import FAMILIES, SIZE
 from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.models import packing as packing_module
 from lit_async_rl.models.lora import LoRA, add_lora
-from lit_async_rl.models.packing import SharedPromptPacking, attention_mask, group_cost, pack
+from lit_async_rl.models.packing import PrefixTreePacking, attention_mask, pack
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.tree_attention import TreeMask, tree_mask
+from lit_async_rl.training.module import CHECKPOINTING, PolicyModule
+from lit_async_rl.utils.object_config import as_config, as_objects
 
 
 def groups(shapes, width=None, seed=0):
@@ -30,6 +37,68 @@ def groups(shapes, width=None, seed=0):
         ids[row, : p + c] = torch.cat([prompts[n], torch.randint(3, 40, (c,), generator=generator)])
         mask[row, p : p + c] = True
     return ids, mask, torch.tensor([n for n, _, _ in rows])
+
+
+def trees(seed, levels=6, leaves=64, width=31):
+    """Rows of random trees in random order: some begin alike up to any depth, some are equal, or begin another one."""
+    chance = random.Random(seed)
+
+    def grow(prefix, level):
+        prefix = prefix + [chance.randrange(3, 40) for _ in range(chance.randrange(5))]
+        if level == 0 or len(prefix) > width - 5:
+            return [[*prefix[: width - 1], chance.randrange(3, 40)]]
+        return [row for _ in range(chance.randrange(1, 4)) for row in grow(prefix, level - 1)]
+
+    rows = [(n, row) for n in range(chance.randrange(1, 4)) for row in grow([1], chance.randrange(1, levels + 1))]
+    rows = chance.sample(rows, min(leaves, len(rows)))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for number, (_, row) in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+        mask[number, 1 : len(row)] = torch.tensor([chance.random() < 0.6 for _ in row[1:]], dtype=torch.bool)
+    return ids, mask, torch.tensor([n for n, _ in rows])
+
+
+def slow_tree(ids, mask, group_index):
+    """Each prefix that something depends on, once: its tokens and its ancestors."""
+    prefixes = set()
+    for row, trains, group in zip(ids.tolist(), mask.tolist(), group_index.tolist(), strict=True):
+        length = max((place for place, on in enumerate(trains) if on), default=0)
+        prefixes |= {(group, *row[:end]) for end in range(1, length + 1)}
+    return len(prefixes), sum(len(prefix) - 1 for prefix in prefixes)
+
+
+@pytest.fixture
+def always_split(monkeypatch):
+    """Small trees, too, are split at branches and not masked."""
+    monkeypatch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape: True)
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Casts to float32 (in norms, eager attention, and of logits) are left out where values are in float64."""
+    to, to_float, softmax = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax
+
+    def soft(values, dim=None, dtype=None, **options):
+        return softmax(values, dim=dim, dtype=None if values.dtype == torch.float64 else dtype, **options)
+
+    def kept(self, *args, **kwargs):
+        is_cast = self.dtype == torch.float64 and args[:1] == (torch.float32,)
+        return self if is_cast else to(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "softmax", soft)
+    monkeypatch.setattr(torch.Tensor, "to", kept)
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_float(self))
+
+
+def assert_same(lm, batch, bound, packing=None):
+    """Loss and gradient, relative to the norms of those of separate rows."""
+    if not batch[1].any():
+        return
+    expected = results(CausalPolicy(lm), *batch)
+    found = results(CausalPolicy(lm, packing=packing or PrefixTreePacking()), *batch)
+    for value, right in zip(found, expected, strict=True):
+        assert (value - right).norm() <= bound * right.norm()
 
 
 MIXED = [(7, (3, 5, 1)), (2, (4,)), (5, (0, 2, 6, 6)), (1, (3, 2))]
@@ -59,7 +128,7 @@ def test_packed_equals_padded(family, attention, row_tokens):
     lm.set_attn_implementation(attention)
     batch = groups(MIXED)
     expected = results(CausalPolicy(lm), *batch)
-    found = results(CausalPolicy(lm, packing=SharedPromptPacking(row_tokens)), *batch)
+    found = results(CausalPolicy(lm, packing=PrefixTreePacking(row_tokens)), *batch)
     for value, right in zip(found, expected, strict=True):
         torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
 
@@ -77,14 +146,126 @@ def test_any_groups_in_any_order_with_holes_in_the_mask(shapes, row_tokens, orde
     rows = torch.tensor(order.sample(range(len(ids)), len(ids)))
     mask &= torch.rand(mask.shape) < 0.7  # tool outputs; and then some completions have nothing to train on
     batch = ids[rows], mask[rows], group_index[rows]
-    plain, packed = CausalPolicy(lm), CausalPolicy(lm, packing=SharedPromptPacking(row_tokens))
+    plain, packed = CausalPolicy(lm), CausalPolicy(lm, packing=PrefixTreePacking(row_tokens))
     for value, right in zip(results(packed, *batch), results(plain, *batch), strict=True):
         torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)  # statistics are float32
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.usefixtures("always_split", "in_float64")
+def test_random_trees_that_are_split_at_branches_equal_rows(family, seed):
+    torch.manual_seed(1)
+    lm = FAMILIES[family]().eval()
+    assert_same(lm, trees(seed), 1e-5)
+    assert_same(lm.double(), trees(seed), 1e-9)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("row_tokens", [0, 60])
+@pytest.mark.usefixtures("in_float64")
+def test_random_trees_with_a_mask_equal_rows(attention, row_tokens):
+    torch.manual_seed(1)
+    lm = FAMILIES["llama"]().double().eval()
+    lm.set_attn_implementation(attention)
+    for seed in (2, 3):
+        assert_same(lm, trees(seed), 1e-9, PrefixTreePacking(row_tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_hundred_random_trees_equal_rows(split, checkpointing, monkeypatch, request):
+    request.getfixturevalue("in_float64")
+    monkeypatch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape: split)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        lm = list(FAMILIES.values())[seed % len(FAMILIES)]().eval()
+        if checkpointing:
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+            lm.train()
+        for module in lm.modules():
+            if isinstance(module, nn.Dropout):  # as `load_policy` does
+                module.p = 0.0
+        batch = trees(1000 * split + 100 * checkpointing + seed)
+        assert_same(lm, batch, 1e-5)
+        assert_same(lm.double(), batch, 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_prefix_is_computed_once_and_sees_its_ancestors(seed):
+    ids, mask, group_index = trees(seed)
+    rows = pack(ids[:, :-1], mask[:, 1:], group_index.tolist(), None)
+    assert (rows.num_tokens, rows.num_pairs) == slow_tree(ids, mask, group_index)
+    assert rows.until.shape == (1, rows.num_tokens)
+    row, query, key = attention_mask(FAMILIES["llama"](), rows)[:, 0].nonzero().T
+    first = ids[:, :-1].flatten()[rows.source[row, query]], ids[:, :-1].flatten()[rows.source[row, key]]
+    assert len(query) == rows.num_pairs
+    assert (rows.position[row, key] <= rows.position[row, query]).all()
+    whole = {tuple(one[: end + 1]) for one in ids.tolist() for end in range(len(one))}
+    for place in range(0, rows.num_tokens, 7):
+        ancestors = first[1][query == place].tolist()
+        assert tuple(ancestors) in whole
+        assert len(ancestors) == int(rows.position[0, place]) + 1
+
+
+@pytest.mark.usefixtures("always_split")
+def test_a_model_that_changes_the_mask_gets_a_dense_one():
+    lm = FAMILIES["llama"]().eval()
+    ids, mask, group_index = trees(0)
+    rows = pack(ids[:, :-1], mask[:, 1:], group_index.tolist(), None)
+    tree = attention_mask(lm, rows)
+    assert type(tree) is TreeMask
+    dense = tree_mask(rows.until)
+    assert tree.shape == dense.shape
+    for changed, right in ((tree[..., :9], dense[..., :9]), (~tree, ~dense), (tree.clone(), dense)):
+        assert type(changed) is torch.Tensor
+        assert torch.equal(changed, right)
+    query = torch.randn(1, 2, rows.num_tokens, 8)
+    value = torch.randn(1, 2, rows.num_tokens, 4)  # the kernel that splits takes heads of one size
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(sdpa(query, query, value, attn_mask=tree), sdpa(query, query, value, attn_mask=dense))
+    found = sdpa(query, query, query, attn_mask=tree, scale=0.3)
+    torch.testing.assert_close(found, sdpa(query, query, query, attn_mask=dense, scale=0.3))
+
+
+def test_small_trees_are_masked_and_large_ones_split():
+    lm = FAMILIES["llama"]()
+    for prompt, completions, is_split in ((7, (3,) * 8, False), (2000, (60,) * 8, True)):
+        ids, mask, group_index = groups([(prompt, completions)] * 2)
+        rows = PrefixTreePacking().layout(lm, ids[:, :-1], mask[:, 1:], group_index.tolist())
+        assert isinstance(attention_mask(lm, rows), TreeMask) is is_split
+        assert len(rows.until) == (1 if is_split else 2)
+
+
+def test_tokens_whose_recorded_experts_differ_are_not_shared():
+    lm = FAMILIES["llama"]().eval()
+    ids, mask, group_index = groups([(6, (3, 3))])
+    experts = torch.zeros(*ids.shape, 2, 1, dtype=torch.int16)
+    experts[1, 2] = 1
+    sizes = [
+        PrefixTreePacking().features(lm, ids[:, :-1], mask[:, 1:], group_index, chosen)[1].num_tokens
+        for chosen in (None, experts[:, :-1] * 0, experts[:, :-1])
+    ]
+    assert sizes == [10, 10, 14]
+
+
+@pytest.mark.parametrize("name", ["SharedPromptPacking", "PrefixTreePacking"])
+def test_the_former_name_works_in_files_of_settings_and_checkpoints(name):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--packing", type=get_type_hints(PolicyModule.__init__)["packing"])
+    for text in (name, f"{{class_path: {name}, init_args: {{row_tokens: 0}}}}", "{row_tokens: 0}"):
+        packing = parser.instantiate(parser.parse_args(["--packing", text])).packing
+        assert isinstance(packing, PrefixTreePacking)
+        assert packing.row_tokens == 0
+    held, named = as_config({"model": {"packing": getattr(packing_module, name)(3)}})
+    assert not named
+    assert as_objects(held["model"]) == {"packing": getattr(packing_module, name)(3)}
+
+
 def test_a_batch_of_padding_reaches_every_parameter():
     lm = FAMILIES["llama"]()
-    policy = CausalPolicy(lm, packing=SharedPromptPacking())
+    policy = CausalPolicy(lm, packing=PrefixTreePacking())
     ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.bool)
     policy(ids, mask, group_index=torch.tensor([-1])).logprobs.sum().backward()
     assert all(p.grad is not None for p in policy.parameters())
@@ -96,20 +277,16 @@ def test_tokens_and_pairs_are_those_of_the_formula(prompt, completions):
     ids[:, prompt] = torch.arange(len(ids))  # completions differ from their first token on
     rows = pack(ids[:, :-1], mask[:, 1:], group_index.tolist())
     last_left_out = [n - 1 for n in completions]
-    tokens, pairs = group_cost(prompt, last_left_out, shared=True)
-    assert rows.num_tokens == tokens
-    assert int(attention_mask(FAMILIES["llama"](), rows).sum()) == pairs
-    alone = [group_cost(prompt, (n,), shared=False) for n in completions]
-    assert group_cost(prompt, completions, shared=False) == tuple(map(sum, zip(*alone, strict=True)))
-    saved_pairs = group_cost(prompt, completions, shared=False)[1] - group_cost(prompt, completions, shared=True)[1]
-    assert saved_pairs == (len(completions) - 1) * prompt * (prompt + 1) // 2
+    assert rows.num_tokens == prompt + sum(last_left_out)
+    pairs = prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in last_left_out)
+    assert rows.num_pairs == int(attention_mask(FAMILIES["llama"](), rows).sum()) == pairs
 
 
 def test_groups_share_rows_up_to_the_limit():
     ids, mask, group_index = groups(MIXED)
     rows = {limit: pack(ids[:, :-1], mask[:, 1:], group_index.tolist(), limit) for limit in (0, 20, 1000)}
-    assert [len(packed.branch) for packed in rows.values()] == [4, 2, 1]
-    assert rows[20].branch.shape[1] <= 20
+    assert [len(packed.uses) for packed in rows.values()] == [4, 2, 1]
+    assert rows[20].uses.shape[1] <= 20
     assert len({packed.num_tokens for packed in rows.values()}) == 1
 
 
@@ -139,13 +316,13 @@ def _flex_on_cpu():
 def test_rows_of_flex_attention_are_whole_blocks():
     lm = FAMILIES["llama"]().eval()
     ids, mask, group_index = groups(MIXED)
-    packing = SharedPromptPacking(40)
+    packing = PrefixTreePacking(40)
     with torch.no_grad():
         expected = CausalPolicy(lm)(ids, mask).logprobs
         lm.set_attn_implementation("flex_attention")
         stats = CausalPolicy(lm, packing=packing)(ids, mask, group_index=group_index)
     assert stats.rows is not None
-    assert stats.rows.branch.shape[1] == 128
+    assert stats.rows.uses.shape[1] == 128
     torch.testing.assert_close(stats.logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -153,9 +330,9 @@ def test_the_layout_takes_one_transfer_from_the_device():
     lm = FAMILIES["llama"]().eval()
     ids, mask, group_index = groups(MIXED)
     with torch.no_grad(), DeviceWaits() as counted:
-        features, rows = SharedPromptPacking(40).features(lm, ids[:, :-1], mask[:, 1:], group_index)
+        features, rows = PrefixTreePacking(40).features(lm, ids[:, :-1], mask[:, 1:], group_index)
     assert counted.found["cpu"] == 1
-    assert rows.branch.shape[1] <= 40
+    assert rows.uses.shape[1] <= 40
     assert len(features) == int(mask[:, 1:].sum())
 
 
@@ -193,7 +370,7 @@ def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing
         dict(lora=LoRA(rank=2), gradient_checkpointing=True),
     ):
         ends = []
-        for packing in (None, SharedPromptPacking()):
+        for packing in (None, PrefixTreePacking()):
             torch.manual_seed(3)
             module = make_module(packing=packing, optimizer=sgd, **options)
             fit(module, make_data(max_staleness=0), 3)
@@ -205,7 +382,7 @@ def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing
 @pytest.mark.parametrize("norms", [Norms.PER_TRAJECTORY, Norms.SCORE])
 def test_an_optimal_baseline_that_does_not_depend_on_the_layout_makes_the_same_update(norms):
     ends = []
-    for packing in (None, SharedPromptPacking()):
+    for packing in (None, PrefixTreePacking()):
         module = make_module(packing=packing, loss=Reinforce(), baseline=OptimalBaseline(norms), optimizer=sgd)
         fit(module, make_data(max_staleness=0), 2)
         ends.append(parameters(module))
@@ -214,22 +391,22 @@ def test_an_optimal_baseline_that_does_not_depend_on_the_layout_makes_the_same_u
 
 def test_what_cannot_be_packed_is_refused_by_name():
     with pytest.raises(ValueError, match="row_tokens"):
-        SharedPromptPacking(-1)
+        PrefixTreePacking(-1)
     mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match="MambaForCausalLM"):
-        CausalPolicy(mamba, packing=SharedPromptPacking())
+        CausalPolicy(mamba, packing=PrefixTreePacking())
     short = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=1, n_positions=8))
     with pytest.raises(ValueError, match="window is 8"):
-        CausalPolicy(short, packing=SharedPromptPacking())(*groups([(7, (4,))])[:2], group_index=torch.tensor([0]))
+        CausalPolicy(short, packing=PrefixTreePacking())(*groups([(7, (4,))])[:2], group_index=torch.tensor([0]))
     flash = FAMILIES["llama"]()
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
-        CausalPolicy(flash, packing=SharedPromptPacking())(*groups([(2, (4,))])[:2], group_index=torch.tensor([0]))
+        CausalPolicy(flash, packing=PrefixTreePacking())(*groups([(2, (4,))])[:2], group_index=torch.tensor([0]))
 
 
 def test_lora_is_seen_through():
     torch.manual_seed(1)
     lm = add_lora(FAMILIES["llama"]().eval(), LoRA(rank=2))
     batch = groups(MIXED)
-    found = CausalPolicy(lm, packing=SharedPromptPacking())(*batch[:2], group_index=batch[2]).logprobs
+    found = CausalPolicy(lm, packing=PrefixTreePacking())(*batch[:2], group_index=batch[2]).logprobs
     torch.testing.assert_close(found, CausalPolicy(lm)(*batch[:2]).logprobs, atol=1e-5, rtol=0)

@@ -1,0 +1,152 @@
+"""Micro-batches of prefix trees: cut between trees, and within those that are larger than a micro-batch.
+
+A tree is a group, whose rows share prefixes (`PrefixTreePacking`). Its size is the number of tokens that are computed,
+each shared prefix once. A tree is cut between rollouts, whose rows stay together; the prefix that its parts have in
+common is computed in each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TypeVar, runtime_checkable
+
+
+@runtime_checkable
+class TokenSequence(Protocol):
+    """A row of tokens."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All of them."""
+
+
+Row = TypeVar("Row", bound=TokenSequence)
+
+
+@dataclass(frozen=True)
+class TreeSizes:
+    """Sizes of parts of a tree. Rows are numbered in the order of their tokens.
+
+    Attributes:
+        lengths: of the rows.
+        common: tokens that each row has in common with its predecessor.
+    """
+
+    lengths: Sequence[int]
+    common: Sequence[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]]) -> TreeSizes:
+        """Sizes of the tree of some rows, which are in the order of their tokens."""
+        common = [0, *(_num_common(*pair) for pair in pairwise(rows))]
+        return cls([len(row) for row in rows], common)
+
+    def of_part(self, numbers: Sequence[int]) -> int:
+        """Number of tokens of the tree of some rows, by their numbers in ascending order."""
+        total = 0
+        before = None
+        for number in numbers:
+            shared = 0 if before is None else min(self.common[before + 1 : number + 1])
+            total += self.lengths[number] - shared
+            before = number
+        return total
+
+
+def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Length of the common prefix, by bisection: slices compare at once."""
+    low = 0
+    high = min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A group: its rollouts by the order of their first rows, and the numbers of the rows of each."""
+
+    rollouts: Sequence[Sequence[TokenSequence]]
+    numbers: Sequence[Sequence[int]]
+    sizes: TreeSizes
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self.of_part(range(len(self.rollouts)))
+
+    def of_part(self, rollouts: Sequence[int]) -> int:
+        """Number of tokens of some rollouts."""
+        return self.sizes.of_part(sorted(number for n in rollouts for number in self.numbers[n]))
+
+
+def tree_size(rollouts: Sequence[Sequence[TokenSequence]]) -> int:
+    """Number of tokens that are computed for the rollouts of a group, from the rows of each."""
+    return _tree(rollouts).size
+
+
+def _tree(rollouts: Sequence[Sequence[TokenSequence]]) -> _Tree:
+    rows = sorted((row.tokens, n) for n, rollout in enumerate(rollouts) for row in rollout)
+    numbers: dict[int, list[int]] = {}
+    for number, (_, n) in enumerate(rows):
+        numbers.setdefault(n, []).append(number)
+    sizes = TreeSizes.of([tokens for tokens, _ in rows])
+    return _Tree([rollouts[n] for n in numbers], list(numbers.values()), sizes)
+
+
+def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_whole: bool) -> list[list[Row]]:
+    """Partitions groups into `num_parts` lists of rows, of which the largest tree is as small as this search finds.
+
+    Groups are sorted by size. Parts may be empty.
+
+    Args:
+        groups: rows of each rollout of each group.
+        num_parts: number of micro-batches.
+        keep_whole: never cut a group.
+    """
+    trees = sorted((_tree(group) for group in groups if group), key=lambda tree: tree.size)
+    sizes = [tree.size for tree in trees]
+    low = max((tree.size if keep_whole else _largest(tree) for tree in trees), default=0)
+    high = sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(trees, sizes, middle, keep_whole=keep_whole)) <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    parts = _fill(trees, sizes, high, keep_whole=keep_whole)
+    found: list[list[Row]] = [[row for tree, n in part for row in tree.rollouts[n]] for part in parts]  # type: ignore[misc]
+    return found + [[] for _ in range(num_parts - len(found))]
+
+
+def _largest(tree: _Tree) -> int:
+    return max(tree.of_part([n]) for n in range(len(tree.rollouts)))
+
+
+def _fill(
+    trees: Sequence[_Tree], sizes: Sequence[int], capacity: int, keep_whole: bool
+) -> list[list[tuple[_Tree, int]]]:
+    """Parts of at most `capacity` tokens, in order; only trees that exceed it are cut."""
+    parts: list[list[tuple[_Tree, int]]] = []
+    used = capacity + 1  # of the last part
+    for tree, size in zip(trees, sizes, strict=True):
+        whole = range(len(tree.rollouts))
+        pieces = [whole] if keep_whole or size <= capacity else [range(n, n + 1) for n in whole]
+        before = used
+        begun: list[int] = []  # rollouts of the tree in the last part
+        for piece in pieces:
+            enlarged = before + tree.of_part([*begun, *piece])
+            if enlarged > capacity:
+                parts.append([])
+                before = 0
+                begun = []
+                enlarged = tree.of_part(piece)
+            begun += piece
+            used = enlarged
+            parts[-1] += [(tree, n) for n in piece]
+    return parts
