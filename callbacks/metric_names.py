@@ -188,9 +188,10 @@ METRICS: dict[str, list[Metric]] = {
     """),
     "StalenessController": _metrics("""
         controller/log_odds | nats | of a collapse within the next 20 steps
+        controller/corrected | share | 1 once the loss is corrected, 0 before
         controller/lr_scale | factor | of the learning rate
         controller/bound | versions | `max_staleness` of groups admitted from now on
-        controller/num_changes | changes | of rate or bound so far
+        controller/num_changes | changes | of correction, rate or bound so far
         controller/num_rollbacks | rollbacks | so far
     """),
     "AdaptiveStaleness": _metrics("""

@@ -16,7 +16,7 @@ from lit_async_rl import rules
 from lit_async_rl.baselines.ghost_norms import surrogate_loss
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
-from lit_async_rl.corrections.weights import Proximal
+from lit_async_rl.corrections.weights import CurrentProximal, Proximal
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
@@ -89,6 +89,12 @@ class Objective:
         """Whether all completions of a prompt must be in one micro-batch."""
         compares = self.kl_coefficient > 0 and self.kl_estimator == "sequence"
         return compares or self.baseline is not None or self.loss.needs_whole_groups
+
+    def corrected(self, correction: Correction) -> Objective | None:
+        """The same objective with this correction; None if it has one, or its loss contains the ratio already."""
+        if self.correction is not None or self.loss.uses_proximal:
+            return None
+        return dataclasses.replace(self, proximal=CurrentProximal(), correction=correction)
 
     def __call__(
         self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int

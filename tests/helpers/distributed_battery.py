@@ -1,4 +1,4 @@
-"""Run by two processes: all callbacks at once, also where one rank has nothing to train on.
+"""Run by two processes: all callbacks at once, also where one rank has nothing to train on; a rollback.
 
 python distributed_battery.py FOLDER
 """
@@ -6,7 +6,10 @@ python distributed_battery.py FOLDER
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from battery import SITUATIONS, run
+from controlled_runs import controlled
+from flow import parameters
 from lightning.pytorch.strategies import DDPStrategy
 
 RUNS = {
@@ -21,6 +24,14 @@ def main(folder: str) -> None:
             settings = dict(SITUATIONS[situation])
             trainer = settings.pop("trainer", {}) | dict(strategy=DDPStrategy(process_group_backend="gloo"), devices=2)
             run(Path(folder), kind, trainer=trainer, **settings)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    controller, trained, module, _ = controlled(trainer=dict(strategy=strategy, devices=2))
+    found = [controller.reports, controller.state_dict(), trained.is_corrected, parameters(module).tolist()]
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, found)
+    assert of_ranks[0] == of_ranks[1]
+    assert len(controller.reports) == 2, controller.reports
+    assert "What versions after 0 have sampled is discarded" in controller.reports[0], controller.reports
 
 
 if __name__ == "__main__":
