@@ -27,6 +27,7 @@ from .stabilizers.adaptive_staleness import AdaptiveStaleness as AdaptiveStalene
 from .stabilizers.anneal_beta import AnnealBeta as AnnealBeta
 from .stabilizers.collapse_alarm import CollapseAlarm as CollapseAlarm
 from .stabilizers.ess_learning_rate import ESSLearningRate as ESSLearningRate
+from .stabilizers.estimator_blend import EstimatorBlend as EstimatorBlend
 from .stabilizers.gradient_alignment_control import GradientAlignmentControl as GradientAlignmentControl
 from .stabilizers.gradient_clipping import GradientClipping as GradientClipping
 from .stabilizers.reference_reset import ReferenceReset as ReferenceReset

@@ -186,11 +186,16 @@ METRICS: dict[str, list[Metric]] = {
         drift/radius | norm | distance at which half of the effective sample size would be left
         drift/half_lag | versions | lag at which `drift/stale` would be `drift/radius`
     """),
+    "EstimatorBlend": _metrics("""
+        blend/num_samples | completions | effective number of the step's, by raw sequence weights
+        blend/share | share | of sequence weights in the step's estimator
+    """),
     "StalenessController": _metrics("""
         controller/log_odds | nats | of a collapse within the next 20 steps
+        controller/corrected | share | 1 once the loss is corrected, 0 before
         controller/lr_scale | factor | of the learning rate
         controller/bound | versions | `max_staleness` of groups admitted from now on
-        controller/num_changes | changes | of rate or bound so far
+        controller/num_changes | changes | of correction, rate or bound so far
         controller/num_rollbacks | rollbacks | so far
     """),
     "AdaptiveStaleness": _metrics("""

@@ -53,6 +53,7 @@ from .callbacks import BottleneckVerdict as BottleneckVerdict
 from .callbacks import CollapseAlarm as CollapseAlarm
 from .callbacks import EngineCheck as EngineCheck
 from .callbacks import ESSLearningRate as ESSLearningRate
+from .callbacks import EstimatorBlend as EstimatorBlend
 from .callbacks import Evaluation as Evaluation
 from .callbacks import FreshDataMonitor as FreshDataMonitor
 from .callbacks import GradientAlignmentControl as GradientAlignmentControl
@@ -80,6 +81,7 @@ from .callbacks import Timeline as Timeline
 from .callbacks import WeightDriftMonitor as WeightDriftMonitor
 from .callbacks import WeightSync as WeightSync
 from .corrections import BatchNormalized as BatchNormalized
+from .corrections import BlendedIS as BlendedIS
 from .corrections import Correction as Correction
 from .corrections import CorrectionOutput as CorrectionOutput
 from .corrections import GeometricMaskedIS as GeometricMaskedIS

@@ -50,7 +50,7 @@ from lit_async_rl.advantages.group import (
     TurnAdvantageEstimator,
 )
 from lit_async_rl.baselines.optimal import OptimalBaseline
-from lit_async_rl.corrections import Correction
+from lit_async_rl.corrections import BlendedIS, Correction
 from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, Proximal
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
@@ -126,6 +126,8 @@ def of_objective(
             f"{names} and model.correction={_name(correction)}: {_name(loss)} contains no ratio, so the correction "
             "must go all the way to the current policy. Use CurrentProximal."
         )
+    if isinstance(correction, BlendedIS) and baseline is None:
+        yield "model.correction=BlendedIS needs model.baseline=OptimalBaseline, the advantage of its first estimator"
     if baseline is not None and not isinstance(loss, Reinforce):
         yield (
             f"model.baseline=OptimalBaseline with model.loss={_name(loss)}: its gradient is not linear in the "
@@ -475,6 +477,9 @@ def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
     if data.model != module.model:
         yield f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer"
     objective = module.objective
+    callbacks = {_name(callback) for callback in trainer.callbacks}
+    if isinstance(objective.correction, BlendedIS) and "EstimatorBlend" not in callbacks:
+        yield "model.correction=BlendedIS needs EstimatorBlend in trainer.callbacks, which chooses its share"
     yield from of_estimates(
         objective.loss, data.advantage, data.aggregation, head=data.sampling.head, engine=data.engine
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy.stats import binomtest
 
 from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
@@ -45,6 +46,7 @@ LANGUAGE_MODEL_METHODS = {
     "token_tis": "token TIS",
     "vcpo": "VCPO",
 }
+CORRECTED = "sequence_tis"  # what the first rung of `StalenessController` switches to
 DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 ENGINES = {"bf16": "bfloat16", "int8": "INT8 weights", "int8_cache": "INT8 keys, values", "noise": "noise of 2 %"}
 
@@ -176,6 +178,44 @@ def controller() -> str:
     head = ["regime", "loss", "lag", "generations", "with it, rate × 2", "× 4", "× 8", "end below half", "collapsed"]
     head += ["without it, × 2 to 8", "end below half without it", "collapsed without it"]
     return markdown(head, rows)
+
+
+def hard() -> str:
+    """Those runs of `controller` that were repeated with the ladder correction, rate, bound: how many keep half."""
+    runs = runs_of("hard")
+    before = runs_of("controller")
+    results = runs_of("results")
+    if runs is None or before is None or results is None:
+        return _not_run("hard")
+    tables = pd.concat([before, runs]).drop_duplicates(CELL, keep="last").set_index(CELL)
+    earlier = before.set_index(CELL)
+    rows = []
+    total = [0, 0, 0, 0, 0]
+    new = runs[runs["method"].str.contains("controller")]
+    for (regime, method, lag), group in new.groupby(["regime", "method", "lag"]):
+        gain = synchronous_gain(synchronous(results, str(regime)))
+        keys = [tuple(key) for key in group[CELL].itertuples(index=False)]
+        corrected = [(key[0], CORRECTED, *key[2:]) for key in keys]
+        corrected = [key for key in corrected if key in tables.index]
+        counts = [len(keys), _keeping(tables.loc[keys], gain), _keeping(earlier.loc[keys], gain)]
+        counts += [_keeping(tables.loc[corrected], gain), len(corrected)]
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        rows.append([str(regime), str(method).split("+")[0], str(lag), *_shares(counts)])
+    low, high = binomtest(total[1], total[0]).proportion_ci(method="exact") if total[0] else (math.nan, math.nan)
+    rows.append(["all", "", "", *_shares(total)])
+    table = markdown(["regime", "loss", "lag", "new ladder", "old ladder", f"`{CORRECTED}` from the start"], rows)
+    return f"{table}\n\nNew ladder: {total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})."
+
+
+def _keeping(runs: pd.DataFrame, gain: float) -> int:
+    """How many end at half of the synchronous gain or above."""
+    return int((runs["final"] - runs["start"] >= HALF * gain).sum())
+
+
+def _shares(counts: list[int]) -> list[str]:
+    number, new, old, corrected, num_corrected = counts
+    of_corrected = f"{corrected} of {num_corrected}" if num_corrected else ""
+    return [f"{new} of {number}", f"{old} of {number}", of_corrected]
 
 
 def lost(runs: pd.DataFrame, gain: float) -> tuple[str, str]:
@@ -325,6 +365,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "language_model_kept": language_model_kept,
     "controller": controller,
     "controller_on_healthy_runs": controller_on_healthy_runs,
+    "hard": hard,
     "very_stale": very_stale,
     "mismatch": mismatch,
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),

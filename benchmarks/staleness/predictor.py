@@ -64,7 +64,7 @@ FIT_LOSSES = (
 
 
 # Runs of the controller, which acts on the forecast, are no tests of it; others repeat what fits it, and came later.
-LEFT_OUT = ("controller", "rate_by_bound", "gac_map", "gac_pairs")
+LEFT_OUT = ("controller", "hard", "rate_by_bound", "gac_map", "gac_pairs")
 
 
 def read_steps() -> pd.DataFrame:

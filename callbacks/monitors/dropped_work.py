@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from lit_async_rl.rollouts.intake import FAILED, RESTARTED
+from lit_async_rl.rollouts.intake import FAILED, RESTARTED, ROLLED_BACK
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, ExpiringAdmission, RingAdmission
 
@@ -23,6 +23,7 @@ REMEDIES = {
     RingAdmission.drops_as: "a larger data.max_staleness or capacity, or --data.admission null, which waits",
     FAILED: "look at data.reward, its warnings are above",
     RESTARTED: "look at the engine, its errors are above",
+    ROLLED_BACK: "a lower rate, a correction, or a smaller data.max_staleness",
 }
 
 

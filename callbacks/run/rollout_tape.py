@@ -68,7 +68,11 @@ class RolloutTape(pl.Callback):
         module = policy_module(pl_module, "RolloutTape")
         data = rollout_data(trainer, "RolloutTape")
         self._writer.append(
-            self._step, module.stabilizer_signals["version"], data.last_step_groups, data.sampling.distribution
+            self._step,
+            module.stabilizer_signals["version"],
+            data.last_step_groups,
+            sampling=data.sampling.distribution,
+            arrived=data.arrived_rewards,
         )
         self._step = trainer.global_step
         if self._step % self.every_n_steps == 0:

@@ -165,6 +165,9 @@ class CollapseAlarm(SignalCallback):
             self._previous.keep(space, gradients)
         return math.sqrt(gg) or None, cosine(gg, gp, pp)
 
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        self.action.saved()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "watch": self.watch.state_dict(),

@@ -1,4 +1,4 @@
-"""Gives up speed before a run with stale data collapses, and takes it back when the signals allow."""
+"""Corrects, slows down and freshens a run before stale data make it collapse; gives speed back when signals allow."""
 
 from __future__ import annotations
 
@@ -8,33 +8,40 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lit_async_rl.corrections import Correction, SequenceTruncatedIS
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth, bounded_data
+from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, RewardingData, StepHealth, bounded_data
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_index, raw_optimizer, unscale_gradients
+from lit_async_rl.training.objective import Objective
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class StalenessController(SignalCallback):
-    """Lowers the learning rate, then the staleness bound, when a collapse is forecast; rolls back if it was late.
+    """Corrects for stale data when a collapse is forecast, then lowers rate and bound; rolls back if it was late.
 
         log-odds of `CollapseForecast` > `limit`                    one rung down, at most every `cooldown_steps`
         below `limit - margin` for `calm_steps` steps in a row      one rung up
         half of the gained reward is lost, and not by chance        the healthy weights again, and two rungs down
 
-    `GainWatch` says what a loss is. Rungs 1 to `max_halvings` halve the learning rate, each further one halves the data
-    module's `max_staleness`, down to `min_staleness`. It never climbs again to a rung on which the reward was lost. Not
-    from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083), which both halve. Caps of
-    corrections stay as they are.
+    `GainWatch` says what a loss is. The first rung gives a loss without ratios the importance weights of `correction`,
+    for the rest of the run: where weights are near 1 they cost nothing. The next `max_halvings` rungs halve the
+    learning rate, each further one halves the data module's `max_staleness`, down to `min_staleness`. It never climbs
+    again to a rung on which the reward was lost. Not from a paper; the bias of a stale gradient is of order lag times
+    rate (arXiv:2607.01083), which the last two halve.
+
+    Rewards count when they arrive, version by version, long before they are trained on. A rollback discards what the
+    versions that it discards have sampled, see `RollBack`. With other data modules than `RolloutDataModule` rewards
+    count when they are trained on.
 
     Put it where `CollapseAlarm` stands, before callbacks that change the gradient and before `WeightSync`. Its factor
     multiplies that of `ESSLearningRate`.
 
-    Logs `controller/log_odds`, `controller/lr_scale`, `controller/bound`, `controller/num_changes`,
-    `controller/num_rollbacks`.
+    Logs `controller/log_odds`, `controller/corrected`, `controller/lr_scale`, `controller/bound`,
+    `controller/num_changes`, `controller/num_rollbacks`.
 
     Example:
         ```python
@@ -44,12 +51,13 @@ class StalenessController(SignalCallback):
         ```
 
     Attributes:
-        rung: 0 is the configured rate and bound.
+        rung: 0 is the configured run.
         reports: what it did so far.
 
     Args:
         limit: log-odds of a collapse within 20 steps above which it acts; None takes that of `CollapseForecast`.
         margin: log-odds below the limit at which a step is calm.
+        correction: first rung of a `PolicyModule` whose loss has neither ratios nor a correction; None is none.
         max_halvings: of the learning rate.
         min_staleness: lowest bound; None leaves the bound alone, which `FixedLag` needs.
         cooldown_steps: between two rungs down; a new bound waits until the data of the old one are trained on.
@@ -67,6 +75,7 @@ class StalenessController(SignalCallback):
         self,
         limit: float | None = None,
         margin: float = 1.0,
+        correction: Correction | None = SequenceTruncatedIS(),  # noqa: B008  frozen
         max_halvings: int = 5,
         min_staleness: int | None = 1,
         cooldown_steps: int = 10,
@@ -86,6 +95,7 @@ class StalenessController(SignalCallback):
         check_range(owner, "finite", limit=limit)
         self.limit = CollapseForecast.LIMIT if limit is None else limit
         self.margin = margin
+        self.correction = correction
         self.max_halvings = max_halvings
         self.min_staleness = min_staleness
         self.cooldown_steps = cooldown_steps
@@ -98,10 +108,15 @@ class StalenessController(SignalCallback):
         self._first_rung = 0  # up to which it may climb: the one below that on which the reward was lost
         self._num_calm = 0
         self._cooldown_left = 0
+        self._module: AnyModule | None = None  # in training, if its loss can be corrected
+        self._objectives: tuple[Objective, ...] = ()  # of that module, as configured and corrected
+        self._num_corrections = 0  # rungs that correct
         self._configured_bound: int | None = None
-        self._num_discarded = 0  # steps of data that discarded policies have sampled
+        self._arrivals: RewardingData | None = None
+        self._num_discarded = 0  # steps of data that discarded policies have sampled, where they cannot be discarded
         self._log_odds: float | None = None
         self._lost = 0.0
+        self._has_collapsed = False
         self._has_stepped = False
         self._resumed_rollback: dict[str, Any] | None = None
         self._rate: OneStepLearningRate | None = None
@@ -109,12 +124,12 @@ class StalenessController(SignalCallback):
 
     @property
     def without_signals(self) -> str:
-        return "changes neither learning rate nor staleness bound"
+        return "changes nothing"
 
     @property
     def lr_scale(self) -> float:
         """Factor of the learning rate on the present rung."""
-        return 0.5 ** min(self.rung, self.max_halvings)
+        return 0.5 ** min(max(0, self.rung - self._num_corrections), self.max_halvings)
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
@@ -128,10 +143,17 @@ class StalenessController(SignalCallback):
         self._cooldown_left = 0
         self._num_discarded = 0
         self._lost = 0.0
+        self._has_collapsed = False
+        self._num_corrections = 0
         self._resumed_rollback = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Restores the bound of a resumed run before anything is sampled."""
+        """Restores correction and bound of a resumed run before anything is sampled."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self._arrivals = data if isinstance(data, RewardingData) else None
+        if self._arrivals is not None:
+            self._arrivals.watch_rewards()
+        self._begin_correction(pl_module)
         if self.rollback is not None:
             self.rollback.begin(trainer)
             if self._resumed_rollback is not None:
@@ -163,6 +185,8 @@ class StalenessController(SignalCallback):
             self._rate.scale(self.lr_scale)
         if self._log_odds is not None:
             pl_module.log("controller/log_odds", self._log_odds)
+        if self._num_corrections:
+            pl_module.log("controller/corrected", float(self.rung > 0))
         pl_module.log("controller/lr_scale", self.lr_scale)
         if (bound := self._bound()) is not None:
             pl_module.log("controller/bound", float(bound))
@@ -173,24 +197,26 @@ class StalenessController(SignalCallback):
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Changes rate, bound or weights after the step, when the data module collates no batch."""
+        """Changes correction, rate, bound or weights after the step, when the data module collates no batch."""
         if not self._has_stepped:
             return
         self._has_stepped = False
-        if self.gain.is_collapse and self.rollback is not None:
+        if self._has_collapsed and self.rollback is not None:
             self._report(trainer, f"half of the gained reward was lost. {self.rollback.act(trainer, pl_module)}")
             self._first_rung = self.rung + 1
             self._move(trainer, 2, "and so that it is not lost again")
-            # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
-            self._num_discarded = _steps_of_bound(trainer)
+            if self._arrivals is None:
+                # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
+                self._num_discarded = _steps_of_bound(trainer)
             self.gain.forget_steps()
             self._lost = 0.0
+            self._has_collapsed = False
         elif self._cooldown_left > 0:
             self._cooldown_left -= 1
         elif self._log_odds is not None and self._log_odds > self.limit:
             share = 1 / (1 + math.exp(-self._log_odds))
             self._move(trainer, 1, f"a collapse within 20 steps has a probability of {share:.0%}")
-        elif self._num_calm >= self.calm_steps and self.rung > self._first_rung:
+        elif self._num_calm >= self.calm_steps and self.rung > max(self._first_rung, self._num_corrections):
             self._move(trainer, -1, f"the last {self._num_calm} steps were calm")
 
     def close(self) -> None:
@@ -199,16 +225,24 @@ class StalenessController(SignalCallback):
         if self._rate is not None:
             self._rate.close()
             self._rate = None
+        if self._module is not None:
+            self._module.objective = self._objectives[0]
+            self._module = None
 
     # -- One step -----------------------------------------------------------------------------------------------------
 
     def _observe(self, signals: StepSignals, grad_norm: float) -> float | None:
         seen = StepHealth(ess_ratio=signals.ess_ratio, grad_norm=grad_norm)
         log_odds = self.forecast.observe(seen)
+        rewards = [] if signals.reward is None else [signals.reward]
+        if self._arrivals is not None:
+            rewards = self._arrivals.take_rewards()
         if self._num_discarded > 0:
             self._num_discarded -= 1
-        elif signals.reward is not None:
-            self._lost = self.gain.observe(signals.reward)
+            rewards = []
+        for reward in rewards:
+            self._lost = self.gain.observe(reward)
+            self._has_collapsed |= self.gain.is_collapse
         is_calm = log_odds is not None and log_odds < self.limit - self.margin
         self._num_calm = self._num_calm + 1 if is_calm else 0
         return log_odds
@@ -232,8 +266,27 @@ class StalenessController(SignalCallback):
         """Staleness bound of the present rung; None where it is left alone."""
         if self._configured_bound is None or self.min_staleness is None:
             return None
-        halved = self._configured_bound >> max(0, self.rung - self.max_halvings)
+        halved = self._configured_bound >> max(0, self.rung - self._num_corrections - self.max_halvings)
         return max(halved, min(self.min_staleness, self._configured_bound))
+
+    def _begin_correction(self, pl_module: AnyModule) -> None:
+        """Prepares the rung that corrects, if the module's loss can be corrected; it is on where a run was resumed."""
+        objective = getattr(pl_module, "objective", None)
+        before = self._num_corrections
+        self._num_corrections = 0
+        if self.correction is not None and isinstance(objective, Objective):
+            corrected = objective.corrected(self.correction)
+            if corrected is not None:
+                self._module = pl_module
+                self._objectives = (objective, corrected)
+                self._num_corrections = 1
+        if self.rung > 0:  # the checkpoint may be of another setting
+            self.rung += self._num_corrections - before
+            self._correct()
+
+    def _correct(self) -> None:
+        if self._module is not None and self.rung > 0:
+            self._module.objective = self._objectives[1]
 
     def _move(self, trainer: AnyTrainer, rungs: int, why: str) -> None:
         """One rung down or up, as far as there is one; says what changed."""
@@ -243,7 +296,12 @@ class StalenessController(SignalCallback):
         self.rung = max(0, present + rungs)
         self._num_calm = 0
         self._cooldown_left = self.cooldown_steps
-        changes = [] if scale == self.lr_scale else [f"the learning rate is multiplied by {self.lr_scale:g}"]
+        changes = []
+        if present == 0 and self._num_corrections:
+            self._correct()
+            changes.append(f"the loss is corrected by {self.correction}")
+        if scale != self.lr_scale:
+            changes.append(f"the learning rate is multiplied by {self.lr_scale:g}")
         new = self._bound()
         if new is not None and new != bound:
             waits = _steps_of_bound(trainer)
@@ -261,11 +319,17 @@ class StalenessController(SignalCallback):
 
     # -- Checkpoints --------------------------------------------------------------------------------------------------
 
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        if self.rollback is not None:
+            self.rollback.saved()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "forecast": self.forecast.state_dict(),
             "gain": self.gain.state_dict(),
             "rung": self.rung,
+            "num_corrections": self._num_corrections,
+            "has_collapsed": self._has_collapsed,
             "first_rung": self._first_rung,
             "num_calm": self._num_calm,
             "cooldown_left": self._cooldown_left,
@@ -275,10 +339,12 @@ class StalenessController(SignalCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores rung and signals; `on_fit_start` sets the bound."""
+        """Restores rung and signals; `on_fit_start` sets correction and bound."""
         self.forecast.load_state_dict(state_dict["forecast"])
         self.gain.load_state_dict(state_dict["gain"])
         self.rung = state_dict["rung"]
+        self._num_corrections = state_dict.get("num_corrections", 0)  # checkpoints of earlier commits know no such rung
+        self._has_collapsed = state_dict.get("has_collapsed", False)
         # checkpoints of earlier commits call it otherwise
         self._first_rung = state_dict["first_rung" if "first_rung" in state_dict else "highest_rung"]
         self._num_calm = state_dict["num_calm"]

@@ -10,6 +10,7 @@ interval (`...MaskedIS`, `IcePop`), or only reject (`...Rejection`, weight 1 or 
 
 from lit_async_rl.corrections.weights import (
     BatchNormalized,
+    BlendedIS,
     Correction,
     CorrectionOutput,
     GeometricMaskedIS,
@@ -28,6 +29,7 @@ from lit_async_rl.corrections.weights import (
 
 __all__ = [
     "BatchNormalized",
+    "BlendedIS",
     "Correction",
     "CorrectionOutput",
     "GeometricMaskedIS",

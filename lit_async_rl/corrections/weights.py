@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -243,6 +243,36 @@ class BatchNormalized(Correction):
         mean = total[0] / total[1].clamp(min=1)
         weights = output.weights / torch.where(mean > 0, mean, 1.0).to(output.weights.dtype)
         return CorrectionOutput(weights=weights, rejected=output.rejected)
+
+
+@dataclass
+class BlendedIS(Correction):
+    """Two estimators in a ratio that `EstimatorBlend` chooses before each step, from the steps before it.
+
+        coefficient = share * w_sequence * A_baseline + (1 - share) * w_token * A_group
+
+    The first one has the weight of the completion and the advantage of `model.baseline` and is nearly unbiased; the
+    second has that of the token and the advantage of `data.advantage`, and the lesser variance. At a share of 1 or 0
+    only one of them is computed, to the same bits as without the blend. Not from a paper; the parts are VCPO's
+    (arXiv:2602.17616) and TIS.
+
+    Args:
+        sequence: correction of the first estimator.
+        token: correction of the second one.
+
+    Attributes:
+        share: of the first estimator in the present step, in [0, 1]; 0 until a step was measured.
+    """
+
+    sequence: Correction = SequenceTruncatedIS(cap=8.0)
+    token: Correction = TokenTruncatedIS(cap=2.0)
+    share: float = field(default=0.0, init=False)
+
+    def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
+        """Mean of the two weights by their shares; `Objective` weighs their advantages, too."""
+        outputs = [self.sequence(log_ratio, loss_mask), self.token(log_ratio, loss_mask)]
+        weights = self.share * outputs[0].weights + (1 - self.share) * outputs[1].weights
+        return CorrectionOutput(weights=weights, rejected=outputs[0].rejected & outputs[1].rejected)
 
 
 # -- Rejection: corrections with weight 1 or 0. Combine them with importance weights through `Product` ----------------

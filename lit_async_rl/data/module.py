@@ -105,6 +105,7 @@ class RolloutDataModule(pl.LightningDataModule):
         shares_prefixes: whether prefixes are computed once, so that micro-batches are cut along trees; likewise.
         needs_single_rows: setting that a rollout of several rows is refused with, and its remedy; likewise.
         configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
+        arrived_rewards: what `take_rewards` returned last, for the tape; None if nobody asked.
 
     Raises:
         ValueError: a setting is out of range, or two settings contradict each other.
@@ -248,6 +249,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
         self._logged_rows = LoggedRows()
+        self.arrived_rewards: list[float] | None = None
         engine.special_tokens = self.scoring.special_tokens
         self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
         self._source = RolloutSource(
@@ -366,6 +368,23 @@ class RolloutDataModule(pl.LightningDataModule):
         check_range("data", "integer >= 0", max_staleness=max_staleness)
         if max_staleness != self.max_staleness:
             self.feed.set_max_staleness(max_staleness)
+
+    def watch_rewards(self) -> None:
+        """Keeps rewards by the version that sampled them, for `take_rewards`; called before training starts."""
+        self.intake.arrived = {}
+
+    def take_rewards(self) -> list[float]:
+        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once.
+
+        Rewards count when they arrive, long before their groups are trained on, and before filters. Called once a step.
+        A collective; with in-order admission (`FixedLag`) it waits for all versions before the present one.
+        """
+        self.arrived_rewards = rewards = self.feed.take_rewards()
+        return rewards
+
+    def discard_after(self, version: int) -> None:
+        """Discards what later versions have sampled, as soon as other weights are published; called on all ranks."""
+        self.feed.discard_after(version)
 
     @property
     def last_step_groups(self) -> Sequence[RolloutGroup]:

@@ -188,6 +188,17 @@ class RolloutFeed:
         else:
             self.source.admission.max_staleness = max_staleness
 
+    def take_rewards(self) -> list[float]:
+        """Mean rewards that have arrived, see `RolloutDataModule.take_rewards`. A collective."""
+        with self.ranks.progress.own_limit("waiting for rewards"):
+            taken = self.source.take_rewards() if self.ranks.leads else []
+        return self.ranks.share(taken)
+
+    def discard_after(self, version: int) -> None:
+        """Discards what later versions have sampled."""
+        if self.ranks.leads:
+            self.source.discard_after(version)
+
     def _give(self, weights: Weights, take: Callable[[Weights], None]) -> None:
         """Calls `take` with the weights on the leading rank; the other ranks only iterate over them."""
         progress = self.ranks.progress
@@ -353,6 +364,16 @@ class RolloutSource:
             self._first_bound = max_staleness
         else:
             self._producer.set_max_staleness(max_staleness)
+
+    def take_rewards(self) -> list[float]:
+        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once."""
+        return self._started().take_rewards()
+
+    def discard_after(self, version: int) -> None:
+        """Discards what later versions have sampled: stored completions now, groups at the next publication."""
+        self._started().discard_after(version)
+        if self.replay is not None:
+            self.replay.discard_after(version)
 
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
         """Starts sampling held-out prompts concurrently with the rollouts."""

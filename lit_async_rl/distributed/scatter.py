@@ -84,6 +84,9 @@ class OneProcess:
     def any(self, value: bool) -> bool:
         return value
 
+    def share(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
     def fail(self, error: BaseException) -> None:
         """Does nothing: there are no other ranks."""
 
@@ -178,6 +181,14 @@ class StepScatter:
         flag = torch.tensor([value], dtype=torch.uint8)
         self._wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
         return bool(flag)
+
+    def share(self, values: Sequence[float]) -> list[float]:
+        """The values of the rank that leads, on all ranks. A collective."""
+        length = int(self._broadcast(torch.tensor([len(values)])))
+        if not length:
+            return []
+        given = values if self.leads else [0.0] * length
+        return [float(value) for value in self._broadcast(torch.tensor(given, dtype=torch.float64))]
 
     def _send(self, batches: Exchanged) -> None:
         if not isinstance(batches, list):

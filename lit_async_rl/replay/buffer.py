@@ -213,6 +213,12 @@ class ReplayBuffer:
             self._remove(key, ids)
         self._counts["expired"] += len(old)
 
+    def discard_after(self, version: int) -> None:
+        """Drops completions with a token of a later version, which a rollback has discarded."""
+        for key, ids in list(self._order):
+            if any(v > version for v in self._prompts[key][ids].rollout.all_versions):
+                self._remove(key, ids)
+
     def sample(
         self, num_groups: int, group_size: int, version: int, exclude: set[_Key] | None = None
     ) -> list[RolloutGroup]:

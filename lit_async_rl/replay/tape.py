@@ -211,6 +211,7 @@ SCHEMA = pa.schema(
         ("own_prompt_ids", pa.list_(pa.int32())),  # what the completion follows, null if that is `prompt_ids`
         ("credit", pa.float64()),  # factor of the advantage in the rollout's own row
         ("branches", pa.list_(pa.struct(BRANCH))),  # further rows of the rollout, null without any
+        ("arrived", pa.list_(pa.float64())),  # `TapeStep.arrived`, in the first row of a step; null without
     ]
 )
 
@@ -359,12 +360,14 @@ class TapeStep:
         version: version of the policy in that step.
         groups: the groups.
         sampling: sampling settings that the log-probabilities depend on; None on tapes without them.
+        arrived: what `RolloutDataModule.take_rewards` returned in the step; None if nobody asked.
     """
 
     step: int
     version: int
     groups: tuple[RolloutGroup, ...]
     sampling: Mapping[str, float] | None = None
+    arrived: Sequence[float] | None = None
 
 
 class Tape:
@@ -443,7 +446,9 @@ def _steps_of(file: TapeFile, only_first: bool = False) -> list[TapeStep]:
             head = grouped[0][0]
             sampling = head.get("sampling")  # older tapes have no such column
             settings = None if sampling is None else {str(k): float(v) for k, v in json.loads(sampling).items()}
-            steps.append(TapeStep(step, head["policy_version"], tuple(map(from_rows, grouped)), sampling=settings))
+            groups = tuple(map(from_rows, grouped))
+            arrived = head.get("arrived")  # older tapes have no such column
+            steps.append(TapeStep(step, head["policy_version"], groups, sampling=settings, arrived=arrived))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file.path} holds an invalid rollout: {describe(error)}") from error
     return steps
@@ -543,11 +548,15 @@ class TapeWriter:
         version: int,
         groups: Sequence[RolloutGroup],
         sampling: Mapping[str, float] | None = None,
+        arrived: Sequence[float] | None = None,
     ) -> None:
         """Adds a step, see `TapeStep`; `flush` writes it to disk."""
         settings = None if sampling is None else json.dumps(dict(sampling))
         columns = {"step": step, "policy_version": version, "written_at": time.time(), "sampling": settings}
-        self._rows += [columns | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        rows = [columns | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        if rows and arrived is not None:
+            rows[0]["arrived"] = list(arrived)
+        self._rows += rows
 
     def close(self, timeout_s: float) -> None:
         """Writes the remaining rows; retries while the disk is full.

@@ -6,13 +6,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.replay.tape import Tape
+from lit_async_rl.replay.tape import Tape, TapeStep
 from lit_async_rl.rollouts.producer import ProducerStats, WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
@@ -97,6 +98,7 @@ class Replay:
         self.num_before_step = 0
         self._num_restored = 0
         self._num_tokens = 0
+        self._arrived: list[float] = []  # in the steps that were read, until `take_rewards`
         self._timer = WaitTimer()
 
     def start(self, version: int) -> None:
@@ -107,6 +109,15 @@ class Replay:
     def advance(self, version: int) -> None:
         """Sets the policy's version."""
         self.version = version
+
+    def take_rewards(self) -> list[float]:
+        """Rewards that had arrived in the recorded run; its steps' own where that did not ask for them."""
+        arrived = self._arrived
+        self._arrived = []
+        return arrived
+
+    def discard_after(self, version: int) -> None:
+        """Does nothing: the tape has what replaced the discarded groups in the recorded run."""
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Sets the bound; it does not change the recorded staleness."""
@@ -134,6 +145,7 @@ class Replay:
                 pass
             self.num_before_step = self.num_used
             self._num_restored = self.num_used
+            self._arrived = []
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group; None at the end of the tape."""
@@ -163,6 +175,7 @@ class Replay:
             if step is None:
                 return None
             self._groups.extend((step.version, group) for group in step.groups)
+            self._arrived += _own_reward(step) if step.arrived is None else step.arrived
         self.num_used += 1
         return self._groups.popleft()
 
@@ -179,6 +192,10 @@ class Replay:
     def stop(self) -> bool:
         """Returns True: there is no thread to stop."""
         return True
+
+
+def _own_reward(step: TapeStep) -> list[float]:
+    return [fmean(rollout.reward for group in step.groups for rollout in group.rollouts)]
 
 
 def _shifted(versions: Sequence[int], by: int) -> tuple[int, ...]:

@@ -105,6 +105,11 @@ class GroupEntry:
             raise InvariantError(f"group {self.index} is {self.state.value}, and was read as a finished one")
         return self.result
 
+    @property
+    def newest_version(self) -> int:
+        """Newest version that has sampled a token of its completions; that of its admission without any."""
+        return max([self.version, *(v for completion in self.known().values() for v in completion.all_versions)])
+
     def known(self) -> dict[int, Completion]:
         """Its completions by sample, as filters have left them."""
         return self.rollouts if self.result is None else dict(enumerate(self.result.rollouts))

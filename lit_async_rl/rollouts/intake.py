@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -134,14 +135,16 @@ def _masked_if_cut(rollout: Rollout) -> Rollout:
 WATCHED_GROUPS = 64  # after so many a curriculum checks that its threshold of success fits the rewards
 FAILED = "failed rewards"  # causes of dropped tokens that are no filter and no admission policy
 RESTARTED = "engine restarts"
+ROLLED_BACK = "rollbacks"
 TRAINED = "trained"
 EXPIRED = "expired"
 UNBEGUN = "unbegun"  # too old before it had a token
+DISCARDED = "discarded"  # sampled by a version that a rollback has discarded
 
 
 @dataclass(frozen=True, kw_only=True)
 class FateTotals:
-    """Totals over the groups with one fate (`trained`, `expired`, `unbegun`, or the label of a filter).
+    """Totals over the groups with one fate (`trained`, `expired`, `unbegun`, `discarded`, or the label of a filter).
 
     Attributes:
         num_groups: number of groups.
@@ -173,9 +176,12 @@ class Intake:
 
     Attributes:
         dropped_tokens: sampled tokens that nothing is trained on, by what dropped or masked them: the class of a filter
-            or of the admission policy, `FAILED`, or `RESTARTED`. `trained_tokens`: those that were trained on.
+            or of the admission policy, `FAILED`, `RESTARTED`, or `ROLLED_BACK`. `trained_tokens`: those that were
+            trained on.
         num_sampled: groups that got their rewards, of which filters dropped `num_dropped`.
         sampled_reward: sum over all of them of a group's mean reward, before filters changed it.
+        arrived: these means by the version that the group was admitted under, until `take_rewards`; None unless a
+            callback asked for them.
     """
 
     def __init__(
@@ -202,6 +208,7 @@ class Intake:
         self.num_sampled = 0
         self.num_dropped = 0
         self.sampled_reward = 0.0
+        self.arrived: dict[int, list[float]] | None = None
         self.dropped_tokens: Counter[str] = Counter()
         self.trained_tokens = 0
         self._watch = SuccessWatch("data.scoring.success_reward", "pass rates of prompts", self.success_reward is None)
@@ -219,7 +226,10 @@ class Intake:
             self._watch.add(self.success.value(rollout.score) for rollout in group.rollouts)
             if self.num_sampled == WATCHED_GROUPS:
                 self._watch.warn_once(self.success.threshold)
-        self.sampled_reward += sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
+        reward = sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
+        self.sampled_reward += reward
+        if self.arrived is not None:
+            self.arrived.setdefault(group.admitted_version, []).append(reward)
         kept: RolloutGroup | None = group
         for group_filter in self.filters:
             kept = group_filter(group)
@@ -251,6 +261,23 @@ class Intake:
         if not again:
             del self._num_lost[position]
         return again
+
+    def discard(self, index: int, number: int, length: float, seconds: float) -> None:
+        """Counts a group that a discarded version has sampled; its prompt is sampled again."""
+        self._successes.pop(index, None)
+        self._count(DISCARDED, number, length, seconds=seconds)
+
+    def forget_rewards(self, last_valid: int) -> None:
+        """Forgets the rewards of later versions."""
+        if self.arrived is not None:
+            self.arrived = {version: rewards for version, rewards in self.arrived.items() if version <= last_valid}
+
+    def take_rewards(self, before: int) -> list[float]:
+        """Mean reward of each version older than `before`, oldest first; forgets them."""
+        arrived = self.arrived or {}
+        versions = sorted(version for version in arrived if version < before)
+        rewards = [arrived.pop(version) for version in versions]
+        return [math.fsum(values) / len(values) for values in rewards]  # exact: groups arrive in any order
 
     def drop_tokens(self, cause: str, number: int) -> None:
         """Counts sampled tokens that are not trained on."""

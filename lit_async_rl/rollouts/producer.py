@@ -39,6 +39,7 @@ they drop groups that become too old. What else may happen to a group:
 | it is too old (`Drop`, `Retry`) | dropped in `_drop_lost` | free at once | left out; `Retry`: `again` |
 | it is due but redundant (`Bounded`) | dropped in `_drop_lost` | free in `advance` | left out |
 | it falls out of the buffer (`Ring`) | dropped in `_drop_lost` | free since it finished | left out |
+| a rollback discards what sampled it | dropped in `_drop_discarded` | free in `advance` | `again` |
 | the engine fails or hangs | what it lacks is sampled again | kept, with its deadline | the same |
 | the run is resumed | the same, see `resume.py` | kept if the bound allows | the same; else `again` |
 
@@ -68,14 +69,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.errors import StalledError
+from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
-from lit_async_rl.rollouts.intake import FAILED, RESTARTED, FateTotals, Intake
+from lit_async_rl.rollouts.intake import FAILED, RESTARTED, ROLLED_BACK, FateTotals, Intake
 from lit_async_rl.rollouts.request_owners import RequestOwners
 from lit_async_rl.runtime.retries import Work
 from lit_async_rl.runtime.spans import TRAINER, recorder
@@ -122,6 +123,8 @@ class Producer:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
         owners: of requests in the engine that are not of training.
+        last_valid: newest version whose groups train; what later ones sampled is discarded at the next publication.
+            None is all.
         identities: of what makes rewards, by setting.
     """
 
@@ -149,6 +152,7 @@ class Producer:
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts=replicate_prompts)
         self.owners = RequestOwners()
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
+        self.last_valid: int | None = None
         self._num_scored = 0
         self._num_lost = 0
         self._is_stopping = False  # since the first admission, which is then left incomplete
@@ -200,9 +204,12 @@ class Producer:
     def advance(self, version: int) -> None:
         """Ends a round: the engine has the weights of `version`; the slots of the groups trained on are returned."""
         with self.changed:  # one change: a reward filed in between would admit prompts under the old version
+            if self.last_valid is not None:
+                self.finish_in_order()
             self.version = version
             self.admission.advance()
             self._drop_lost()
+            self._drop_discarded()
             self._admit()
 
     def set_max_staleness(self, max_staleness: int) -> None:
@@ -210,6 +217,42 @@ class Producer:
         with self.changed:
             self.admission.max_staleness = max_staleness
             self._admit()
+
+    def discard_after(self, version: int) -> None:
+        """Discards what later versions have sampled, at the next publication: until then none replaces them."""
+        with self.changed:
+            self.last_valid = version if self.last_valid is None else min(version, self.last_valid)
+
+    def take_rewards(self) -> list[float]:
+        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once.
+
+        Quick groups arrive first, and would stand for all of them. With in-order admission it waits for all earlier
+        versions, so that what is known at a step does not depend on timing.
+        """
+        with self.changed:
+            self.finish_in_order(before=self.version)
+            return self.intake.take_rewards(min([self.version, *(group.version for group in self.book.unfinished)]))
+
+    def finish_in_order(self, before: int | None = None) -> None:
+        """With in-order admission, waits until all groups admitted before a version, or all, are scored.
+
+        Call it with `changed` held. If the engine fails, returns, and the next `take` raises the error.
+
+        Raises:
+            StalledError: scoring hangs.
+            ProducerError: a background thread died while waiting.
+        """
+        if not self.admission.in_order or not self.listener.is_working:
+            return
+
+        def finished() -> int | None:
+            return None if any(before is None or group.version < before for group in self.book.unfinished) else 0
+
+        try:
+            self.wait.until(finished)
+        except (StalledError, ProducerError):
+            if self.listener.engine_error is None:
+                raise
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group to train on; None if `should_stop()` became true while waiting.
@@ -327,6 +370,35 @@ class Producer:
                 self.again.append(group.position)
         self._num_lost += len(lost)
         self.listener.abort(running)
+
+    def _drop_discarded(self) -> None:
+        """Drops the groups that versions after `last_valid` have sampled, or go on with; their prompts come again."""
+        if self.last_valid is None:
+            return
+        groups = self.book.in_state(GroupState.SAMPLING, GroupState.SCORING, GroupState.FINISHED)
+        # what is still being sampled goes on with the last version, or has not begun
+        lost = [g for g in groups if g.state is GroupState.SAMPLING or g.newest_version > self.last_valid]
+        partials = self.listener.partial_completions() if any(group.is_open for group in lost) else []
+        running: list[int] = []
+        num_tokens = 0
+        for group in lost:
+            length, seconds = self.book.progress_of(group, partials)
+            num_tokens += (sampled := self.book.num_tokens(group, partials))
+            self.intake.drop_tokens(ROLLED_BACK, sampled)
+            self.listener.num_aborted += self.book.num_running_tokens(group, partials)
+            self.intake.discard(group.index, self.stream.number_at(group.position), length, seconds=seconds)
+            running += self.book.drop(group)
+            self.admission.drop(group.index)
+            self.again.append(group.position)
+        self.listener.abort(running)
+        self.intake.forget_rewards(self.last_valid)
+        log.warning(
+            "rollback: %d groups (%d tokens) that versions after %d sampled are discarded",
+            len(lost),
+            num_tokens,
+            self.last_valid,
+        )
+        self.last_valid = None
 
     def _collect(self, completion: Completion) -> None:
         if (owner := self.owners.of(completion.request_id)) is not None:

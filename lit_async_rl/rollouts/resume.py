@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream, rewarded_by
 from lit_async_rl.rollouts.engine_listener import EngineListener
@@ -69,19 +68,16 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
             "successes": producer.intake.successes,
             "success_reward": producer.intake.success.threshold,
             "random_state": {} if random_state is None else {"engine": random_state},
+            **({} if producer.intake.arrived is None else {"arrived": dict(producer.intake.arrived)}),
+            **({} if producer.last_valid is None else {"last_valid": producer.last_valid}),
         }
 
 
 def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     """Partial completions and random state, after the wait; empty if the engine cannot provide them."""
     listener = producer.listener
-    if listener.is_working and producer.admission.in_order:
-        try:
-            with producer.changed:  # `until` waits on it
-                producer.wait.until(lambda: None if producer.book.unfinished else 0)
-        except (StalledError, ProducerError):
-            if listener.engine_error is None:
-                raise
+    with producer.changed:
+        producer.finish_in_order()
     if not listener.is_working:
         if producer.admission.in_order and listener.engine_error is None:
             log.warning(
@@ -177,6 +173,9 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
         log.warning("resume: the pass rates of prompts are measured anew")
     else:
         producer.intake.restore(state["pass_rates"], state.get("successes", {}))
+    if producer.intake.arrived is not None and not has_new_rewards:
+        producer.intake.arrived = dict(state.get("arrived", {}))
+    producer.last_valid = state.get("last_valid")
     if state["random_state"]:
         _restore_random_state(producer.listener, state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])

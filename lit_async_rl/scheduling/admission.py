@@ -313,6 +313,12 @@ class RingAdmission(Admission):
         self._waiting.popleft()
         return super().take(index)
 
+    def drop(self, index: int) -> int:
+        """Drops a group, also from the buffer; returns its deadline."""
+        if index in self._waiting:
+            self._waiting.remove(index)
+        return super().drop(index)
+
     def lose(self) -> list[int]:
         """Groups dropped since the last call."""
         lost = self._lost

@@ -363,7 +363,7 @@ def _above(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and not value <= limit
 
 
-# -- Protocol of data modules whose staleness bound can change during training ----------------------------------------
+# -- Protocols of data modules whose staleness bound can change, that know rewards early, or can discard rollouts ------
 
 
 @runtime_checkable
@@ -380,6 +380,25 @@ class BoundedData(Protocol):
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound; called on all ranks. Before training: with the present or the resumed bound."""
+
+
+@runtime_checkable
+class RewardingData(Protocol):
+    """Data module that knows rewards before they are trained on; `RolloutDataModule` implements it."""
+
+    def watch_rewards(self) -> None:
+        """Called on all ranks before training starts, by whoever calls `take_rewards`."""
+
+    def take_rewards(self) -> list[float]:
+        """Mean rewards of the versions whose rollouts have all been scored, in order, each once. A collective."""
+
+
+@runtime_checkable
+class DiscardingData(Protocol):
+    """Data module that can discard what some versions of the policy have sampled; `RolloutDataModule` implements it."""
+
+    def discard_after(self, version: int) -> None:
+        """Discards what later versions have sampled; called on all ranks."""
 
 
 def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
@@ -410,6 +429,9 @@ class AlarmAction(ABC):
 
     def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
         """Called before an update if a signal violates its limit, or the cooldown after an alarm has not passed."""
+
+    def saved(self) -> None:  # noqa: B027
+        """Called when a checkpoint is saved, with `state_dict`."""
 
     @abstractmethod
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lit_async_rl.models.sharded_checkpoint import MANIFEST
 from lit_async_rl.models.weights import own_piece
 from lit_async_rl.runtime.files import absolute, duplicate
-from lit_async_rl.stabilizers.collapse import AlarmAction
+from lit_async_rl.stabilizers.collapse import AlarmAction, DiscardingData
 from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -55,7 +55,14 @@ log = logging.getLogger(__name__)
 
 
 class _LimitedRollback(AlarmAction):
-    """Base class of rollbacks; stops training once `max_rollbacks` are used up."""
+    """Base class of rollbacks; stops training once `max_rollbacks` are used up.
+
+    What the discarded versions of a `PolicyModule` have sampled is not trained on any more: at the next publication,
+    groups with one of their tokens are dropped, and those that are still being sampled. Their prompts come again.
+
+    Attributes:
+        version: of the policy that `roll_back` restores; None for modules without versions.
+    """
 
     nothing_to_restore = "No healthy state was saved yet"
 
@@ -63,6 +70,7 @@ class _LimitedRollback(AlarmAction):
         check_range(type(self).__name__, "integer >= 1", max_rollbacks=max_rollbacks)
         self.max_rollbacks = max_rollbacks
         self.num_rollbacks = 0
+        self.version: int | None = None
 
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         if self.num_rollbacks >= self.max_rollbacks:
@@ -81,7 +89,11 @@ class _LimitedRollback(AlarmAction):
         if callable(mark_updated := getattr(pl_module, "mark_updated", None)):
             mark_updated()
         self.num_rollbacks += 1
-        return done
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if self.version is None or not isinstance(data, DiscardingData):
+            return done
+        data.discard_after(self.version)
+        return f"{done} What versions after {self.version} have sampled is discarded."
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_rollbacks": self.num_rollbacks}
@@ -98,9 +110,11 @@ class RollBack(_LimitedRollback):
     """Restores weights, buffers, a resettable reference policy and optimizer moments from a copy of a healthy step.
 
     Each rank copies its own shards to CPU memory, so this works under every strategy, without communication. Schedulers
-    and data are not rolled back: rollouts of discarded policies arrive for up to `max_staleness` more versions and are
-    handled by importance weights or `ESSLearningRate`. The copies are not checkpointed. Parameters unfrozen or added to
-    the optimizer since the copy keep their weights, and start with new moments.
+    are not rolled back, nor is the order of prompts. Parameters unfrozen or added to the optimizer since the copy keep
+    their weights, and start with new moments.
+
+    The copies are not checkpointed. The first healthy step after a checkpoint takes one, as the first of a resumed run
+    does, so that a resumed run goes on as the whole one, unless it rolls back before that.
 
     Args:
         every_n_steps: healthy steps between copies.
@@ -112,24 +126,32 @@ class RollBack(_LimitedRollback):
         check_range("RollBack", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._step: int | None = None
+        self._is_due = False  # since a checkpoint was saved
         self._weights: dict[str, Tensor] = {}
         self._moments: list[dict[nn.Parameter, dict[str, object]]] = []
 
     def begin(self, trainer: AnyTrainer) -> None:
         self._step = None
+        self._is_due = False
         self._weights = {}
         self._moments = []
+        self.version = None
         self.num_rollbacks = 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy every `every_n_steps` steps, before the update, because its result is not yet known."""
         tensors = restorable_tensors(pl_module)
-        is_due = self._step is None or trainer.global_step - self._step >= self.every_n_steps
+        is_due = self._is_due or self._step is None or trainer.global_step - self._step >= self.every_n_steps
         if not is_due and tensors.keys() <= self._weights.keys():
             return
         self._step = trainer.global_step
+        self._is_due = False
+        self.version = _version_of(pl_module)
         self._weights = {name: own_piece(t).to("cpu", copy=True) for name, t in tensors.items()}
         self._moments = [{p: copied_moments(o.state.get(p, {})) for p in parameters_of(o)} for o in trainer.optimizers]
+
+    def saved(self) -> None:
+        self._is_due = True
 
     @torch.no_grad()
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
@@ -212,6 +234,7 @@ class RollBackToCheckpoint(_LimitedRollback):
             if hasattr(callback, "on_roll_back"):  # `ReferenceReset`
                 callback.on_roll_back(trainer, pl_module, checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
+        self.version = None if _version_of(pl_module) is None else checkpoint.get("version")
         return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
 
     def _classify_when_written(self, trainer: AnyTrainer, is_healthy: bool) -> None:
@@ -244,6 +267,12 @@ class RollBackToCheckpoint(_LimitedRollback):
             return
         self.path = str(kept)
         self._original = newest.name
+
+
+def _version_of(pl_module: AnyModule) -> int | None:
+    """Version of the policy in training; None for modules that count none."""
+    version = getattr(pl_module, "version", None)
+    return version if isinstance(version, int) else None
 
 
 def _names(trainer: AnyTrainer) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from lit_async_rl import rules
 from lit_async_rl.baselines.ghost_norms import surrogate_loss
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import Correction
-from lit_async_rl.corrections.weights import Proximal
+from lit_async_rl.corrections.weights import BlendedIS, CurrentProximal, Proximal
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
@@ -50,6 +50,15 @@ def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
 
 
 Reference = Callable[..., TokenStats]  # has the signature of `CausalPolicy`, and frozen weights
+
+
+@dataclass(frozen=True)
+class _Estimator:
+    """Policy-gradient estimator with its share in the loss."""
+
+    share: float
+    correction: Correction | None
+    baseline: OptimalBaseline | None
 
 
 @dataclass
@@ -102,6 +111,12 @@ class Objective:
             return "model.baseline.norms=GHOST: use SCORE or PER_TRAJECTORY"
         return ""
 
+    def corrected(self, correction: Correction) -> Objective | None:
+        """The same objective with this correction; None if it has one, or its loss contains the ratio already."""
+        if self.correction is not None or self.loss.uses_proximal:
+            return None
+        return dataclasses.replace(self, proximal=CurrentProximal(), correction=correction)
+
     def __call__(
         self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
@@ -117,7 +132,9 @@ class Objective:
         if reference is not None:
             with torch.no_grad():
                 reference_logprobs = _token_stats(reference, batch).logprobs
-        with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
+        estimators = self._estimators()
+        baseline = estimators[0].baseline  # no other one has any
+        with baseline.record(policy) if baseline is not None else nullcontext() as tape:
             stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts)
         rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
         rows = batch
@@ -128,15 +145,20 @@ class Objective:
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch=batch)
-        weights = torch.ones_like(detached)
-        if self.correction is not None:
-            weights = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.loss_mask).weights
-        advantages = batch.advantages
-        if self.baseline is not None:
-            advantages = self.baseline.advantages(policy, tape, stats, weights, batch)
-        output = self.loss(_loss_inputs(stats, proximal_logprobs, advantages, staleness=staleness, batch=batch))
-        loss = (batch.token_weights * output.per_token * weights).sum()
-        if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
+        found: dict[str, list[Tensor]] = {"loss": [], "advantages": [], "weights": []}
+        for estimator in estimators:
+            weights = torch.ones_like(detached)
+            if estimator.correction is not None:
+                weights = estimator.correction(proximal_logprobs - batch.behavior_logprobs, batch.loss_mask).weights
+            advantages = batch.advantages
+            if estimator.baseline is not None:
+                advantages = estimator.baseline.advantages(policy, tape, stats, weights, batch)
+            output = self.loss(_loss_inputs(stats, proximal_logprobs, advantages, staleness=staleness, batch=batch))
+            loss = (batch.token_weights * output.per_token * weights).sum()
+            for name, value in {"loss": loss, "advantages": advantages, "weights": weights}.items():
+                found[name].append(value)
+        loss, blended_advantages, blended_weights = (_blended(estimators, values) for values in found.values())
+        if len(estimators) == 1 and baseline is not None and tape is not None and baseline.can_keep_books(tape):
             of_rollouts = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
             loss = surrogate_loss(tape, -of_rollouts, loss)
         signals: dict[str, Any] = {
@@ -144,9 +166,9 @@ class Objective:
             "mask": batch.loss_mask,
             "entropy": stats.entropy.detach(),
             "staleness": staleness,
-            "advantages": advantages,
+            "advantages": blended_advantages,
             "clipped": output.clipped,
-            "correction_weights": weights,
+            "correction_weights": blended_weights,
         }
         if reference_logprobs is not None:
             signals["ref_log_ratio"] = detached - reference_logprobs
@@ -157,6 +179,14 @@ class Objective:
         loss = loss + self._penalty(stats, reference_logprobs, batch)
         signals["loss"] = loss.detach()
         return loss, signals
+
+    def _estimators(self) -> list[_Estimator]:
+        """The estimators of which the loss is the sum; of a blend those with a share, the one with a baseline first."""
+        blend = self.correction
+        if not isinstance(blend, BlendedIS):
+            return [_Estimator(1.0, blend, self.baseline)]
+        both = [_Estimator(blend.share, blend.sequence, self.baseline), _Estimator(1 - blend.share, blend.token, None)]
+        return [estimator for estimator in both if estimator.share > 0]
 
     def _proximal_logprobs(
         self,
@@ -201,6 +231,13 @@ def _of_rollouts(stats: TokenStats, rollouts: WholeRollouts) -> TokenStats:
         entropy=rollouts.of_tokens(stats.entropy),
         head=rollouts.of_tokens(stats.head),
     )
+
+
+def _blended(estimators: Sequence[_Estimator], values: Sequence[Tensor]) -> Tensor:
+    """Mean of the estimators' values by their shares; the value itself of a single one."""
+    if len(values) == 1:
+        return values[0]
+    return sum((e.share * value for e, value in zip(estimators, values, strict=True)), torch.zeros_like(values[0]))
 
 
 def _loss_inputs(

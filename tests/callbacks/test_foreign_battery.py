@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 ANYWHERE = {
     *("AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "GradientAlignmentControl", "GradientClipping"),
+    "EstimatorBlend",
     "StalenessController",
     "WeightDriftMonitor",
     *(
@@ -29,7 +30,10 @@ ANYWHERE = {
         "SkipNonFinite",
     ),
 }
-EXTRACTING = {"AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "StalenessController", "WeightDriftMonitor"}
+EXTRACTING = {
+    *("AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "EstimatorBlend", "StalenessController"),
+    "WeightDriftMonitor",
+}
 CHOOSING = {*EXTRACTING, "GradientAlignmentControl", "GradientClipping"}
 
 

@@ -789,6 +789,7 @@ NOT_HERE |= {
     for metric in METRICS["StalenessController"]
 }
 NOT_HERE |= {metric.name: "tests/callbacks/test_weight_drift.py" for metric in METRICS["WeightDriftMonitor"]}
+NOT_HERE |= {metric.name: "tests/training/test_blended_estimators.py" for metric in METRICS["EstimatorBlend"]}
 NOT_HERE |= {
     metric.name: "tests/rewards/test_judge.py and test_reward_model.py count what server and model do"
     for source in ("JudgeReward", "RewardModel")

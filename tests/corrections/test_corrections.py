@@ -21,6 +21,7 @@ from torch import Tensor
 import lit_async_rl.corrections as corrections_package
 from lit_async_rl.corrections import (
     BatchNormalized,
+    BlendedIS,
     Correction,
     GeometricMaskedIS,
     GeometricRejection,
@@ -44,6 +45,8 @@ class Case:
 
 
 TIS, ICEPOP = slow.truncated_is(slow.of_token), slow.masked_is(slow.of_token)
+BLEND = BlendedIS()
+BLEND.share = 0.25
 CASES = [
     Case(TokenTruncatedIS(), TIS),
     Case(TokenTruncatedIS(cap=math.inf), TIS),
@@ -66,6 +69,7 @@ CASES = [
     Case(SecondMomentMask(), slow.second_moment_mask),
     Case(Product([Veto(min_ratio=0.3), TokenTruncatedIS()]), slow.product(slow.veto, TIS)),
     Case(Product([IcePop()]), slow.product(ICEPOP)),
+    Case(BLEND, slow.blended(slow.truncated_is(slow.of_sequence), TIS)),
     Case(BatchNormalized(TokenTruncatedIS()), slow.batch_normalized(TIS)),
     Case(BatchNormalized(IcePop()), slow.batch_normalized(ICEPOP)),
 ]

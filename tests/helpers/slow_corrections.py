@@ -107,6 +107,17 @@ def product(*references: Callable[..., Any]) -> Callable[..., Any]:
     return reference
 
 
+def blended(of_sequences: Callable[..., Any], of_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    def reference(correction: Any, log_ratio: Matrix, mask: list[list[bool]]) -> Any:
+        found = of_sequences(correction.sequence, log_ratio, mask), of_tokens(correction.token, log_ratio, mask)
+        (first, rejected), (second, _) = found
+        share = correction.share
+        rows = zip(first, second, strict=True)
+        return [[share * a + (1 - share) * b for a, b in zip(*row, strict=True)] for row in rows], rejected
+
+    return reference
+
+
 def batch_normalized(inner: Callable[..., Any]) -> Callable[..., Any]:
     def reference(correction: Any, log_ratio: Matrix, mask: list[list[bool]]) -> Any:
         weights, rejected = inner(correction.correction, log_ratio, mask)

@@ -238,6 +238,7 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
     rare |= {
         "AgentEngine",
         "CodeReward",
+        "EstimatorBlend",
         "RewardHackingMonitor",
         "StalenessController",
         "WeightDriftMonitor",
