@@ -90,14 +90,14 @@ def collate_step(
             if rollout.branches and compares_rollouts:
                 raise ValueError(
                     "model.loss, model.baseline or model.kl_estimator compares whole completions of a group, but an "
-                    "agent has left branches, whose rows are trained separately. Use a loss per token (rl.fit: "
-                    "recipe=None), or an agent with one conversation"
+                    "agent's conversation has branches, whose rows are trained on separately. Use a per-token loss "
+                    "(rl.fit: recipe=None), or an agent with one conversation"
                 )
             if rollout.branches and len(set(values)) > 1:
                 raise ValueError(
                     f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
-                    "but an agent has left branches, whose tokens get that of the whole rollout. Use an advantage of "
-                    "whole rollouts: GroupMeanStd"
+                    "but an agent's conversation has branches, whose tokens share one advantage of the rollout. Use an "
+                    "advantage of whole rollouts: GroupMeanStd"
                 )
     units = [
         [
@@ -128,7 +128,7 @@ def collate_step(
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
-        raise InvariantError("completions from truncated sampling lack the tokens that the sampler could choose")
+        raise InvariantError("completions from truncated sampling do not record which tokens could be chosen")
     return [
         _pad(
             part,

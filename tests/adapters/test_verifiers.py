@@ -212,8 +212,14 @@ def test_prompts_of_something_else_are_refused(taskset):
     agent = VerifiersAgent({"taskset": {"id": name}, "agent": LOCAL})
     for prompt, message in (
         (Prompt(text="1+1="), "needs data.prompts of class VerifiersPrompts"),
-        (Prompt(text="1+1=", metadata={INDEX: 0, KEY: "of another"}), "is another one in the taskset"),
-        (Prompt(text="1+1=", metadata={INDEX: 99, KEY: "of another"}), "is another one in the taskset"),
+        (
+            Prompt(text="1+1=", metadata={INDEX: 0, KEY: "of another"}),
+            "differs between VerifiersPrompts and the taskset",
+        ),
+        (
+            Prompt(text="1+1=", metadata={INDEX: 99, KEY: "of another"}),
+            "differs between VerifiersPrompts and the taskset",
+        ),
     ):
         engine = playing(agent, Instant(), timeout_s=60.0, tries=None)
         try:

@@ -98,7 +98,7 @@ def test_the_length_of_a_rollout_is_that_of_all_rows():
 
 
 def test_objectives_that_compare_rollouts_refuse_branches():
-    with pytest.raises(ValueError, match="an agent has left branches"):
+    with pytest.raises(ValueError, match="an agent's conversation has branches"):
         collated(groups(), compares_rollouts=True)
     without = [replace(g, rollouts=tuple(replace(r, branches=()) for r in g.rollouts)) for g in groups()]
     assert collated(without, compares_rollouts=True)
@@ -114,7 +114,7 @@ def test_advantages_of_turns_refuse_branches():
         )
         for r in group.rollouts
     ]
-    with pytest.raises(ValueError, match="different advantages, but an agent has left branches"):
+    with pytest.raises(ValueError, match="different advantages, but an agent's conversation has branches"):
         collated([replace(group, rollouts=tuple(rollouts))], advantage=TurnReturns(gamma=0.5))
 
 
