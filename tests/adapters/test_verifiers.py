@@ -129,7 +129,7 @@ def test_tasks_are_prompts(taskset):
     assert [prompt.metadata[INDEX] for prompt in prompts] == [1, 2]
     with pytest.raises(IndexError):
         prompts[2]
-    with pytest.raises(ValueError, match=r"size=4 from first=1 on.*has only 4 tasks"):
+    with pytest.raises(ValueError, match=r"first=1 and size=4 needs 5 tasks.*has only 4 tasks"):
         VerifiersPrompts({"id": taskset()}, size=4, first=1)
     assert len(VerifiersPrompts({"id": taskset("Endless")}, size=5)) == 5
     with pytest.raises(ValueError, match=r"VerifiersPrompts\.size must be set"):
