@@ -184,9 +184,9 @@ class EarlySign:
 
     def __str__(self) -> str:
         return (
-            f"Of {self.fallen} stale runs that lost half of their accuracy, {self.warned} had an effective sample size "
-            f"(`importance/ess_ratio`) below one half before, a median of {self.lead:.0f} steps earlier. So had "
-            f"{self.warned_others} of the {self.others} runs that did not lose it."
+            f"{self.fallen} stale runs lost half of their accuracy. In {self.warned} of them the effective sample size "
+            f"(`importance/ess_ratio`) had fallen below one half before, a median of {self.lead:.0f} steps earlier. It "
+            f"also fell below one half in {self.warned_others} of the {self.others} other runs."
         )
 
 

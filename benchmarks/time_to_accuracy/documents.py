@@ -248,7 +248,7 @@ def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, 
     summary = summarize(table, workload, reference)
     best = summary.set_index("system").loc[system, "time_speedup_0.95"]
     columns = ["workload", "system", "trains", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]
-    columns += ["over steps: S(0.95)", f"accuracy, last {LAST} evaluations", "less synchronous"]
+    columns += ["over steps: S(0.95)", f"accuracy, last {LAST} evaluations", "minus synchronous"]
     columns += ["mean staleness", "waiting"]
     columns += ["processor s per step", "cores it got", "load"]
     found = measurement(

@@ -185,8 +185,8 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(
-                "data.engine.forks=false with the chat template of %r: with tools, %s. Calls behind such a place train "
-                "as rows of their own (agent/drift_template)",
+                "data.engine.forks=false with the chat template of %r: with tools, %s. Calls after such a point are "
+                "trained on as separate rows (agent/drift_template)",
                 codec.model,
                 renderer.tool_problem,
             )

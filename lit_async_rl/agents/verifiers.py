@@ -65,8 +65,8 @@ class VerifiersPrompts(PromptSource):
         self._prompts = [_prompt(index, task) for index, task in _numbered(loaded, first, last)]
         if len(self._prompts) < (size or 1):
             raise ValueError(
-                f"VerifiersPrompts.size={size} from first={first} on: the taskset {loaded.config.id!r} has only "
-                f"{first + len(self._prompts)} tasks"
+                f"VerifiersPrompts with first={first} and size={size} needs {first + (size or 1)} tasks: the taskset "
+                f"{loaded.config.id!r} has only {first + len(self._prompts)} tasks"
             )
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ class _Services:
             raise ValueError("VerifiersAgent needs data.prompts of class VerifiersPrompts")
         self._tasks += [task for _, task in itertools.islice(self._numbered, max(0, index + 1 - len(self._tasks)))]
         if index >= len(self._tasks) or self._tasks[index].key != prompt.metadata.get(KEY):
-            raise ValueError(f"task {index} of VerifiersPrompts is another one in the taskset of VerifiersAgent.env")
+            raise ValueError(f"task {index} differs between VerifiersPrompts and the taskset of VerifiersAgent.env")
         return self._tasks[index]
 
     def interception(self, inner: Any) -> Any:

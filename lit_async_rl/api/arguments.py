@@ -193,7 +193,7 @@ def _own_tokenizer(model: Any) -> PreTrainedTokenizerBase:
         return load_tokenizer(name)
     except FileNotFoundError:
         raise ValueError(
-            f"tokenizer must be given: the model in memory came from {name!r}, where there is none"
+            f"tokenizer must be given: the model in memory was loaded from {name!r}, which has none"
         ) from None
 
 

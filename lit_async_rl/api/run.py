@@ -190,7 +190,9 @@ def _fit(
     for name in settings:
         if name not in known:
             if is_module and name in MODULE_SETTINGS:
-                raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
+                raise TypeError(
+                    f"fit: {name!r} is a setting of PolicyModule: set it in the PolicyModule given as model"
+                )
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
     check_model(model, tokenizer)
     settings = as_groups(settings)
@@ -221,7 +223,9 @@ def _fit(
     )
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
-            raise ValueError("model: an object in memory is for a run in this process, and cluster places its ranks")
+            raise ValueError(
+                "model: an object in memory cannot be used if cluster places the ranks: give a name or folder"
+            )
         return _fit_in_ranks(given, cluster)
     with nullcontext() if cluster is None else cluster.actors_connected():
         return _fit_here(given, tokenizer=tokenizer, folder=folder)

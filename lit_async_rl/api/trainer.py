@@ -97,7 +97,7 @@ class Trainer(pl.Trainer):
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if repeated := repeated_callback(own):
             raise ValueError(
-                f"trainer.callbacks has {repeated} twice, and checkpoints have one place for its state: leave one out"
+                f"trainer.callbacks has {repeated} twice, but a checkpoint stores only one state for it: remove one"
             )
         for one in logger if isinstance(logger, Sequence) else [logger]:
             if isinstance(one, CSVLogger):  # which would make a folder of the name `~`; TensorBoard's does not

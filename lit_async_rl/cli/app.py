@@ -163,7 +163,7 @@ class AsyncRLCLI(LightningCLI):
         if self.cluster is not None:
             self.cluster.check()
         if self.is_dry_run and self._extra:
-            raise ValueError("cluster.dry_run=true is for training: this command places nothing")
+            raise ValueError("cluster.dry_run=true is for training: this command places no ranks")
 
     def _make_cluster(self) -> Cluster | None:
         if CLUSTER is None:
@@ -204,8 +204,8 @@ class AsyncRLCLI(LightningCLI):
         if repeated := repeated_callback(callbacks if isinstance(callbacks, list) else [callbacks]):
             places = places_of_callback(repeated, given)
             raise ValueError(
-                f"trainer.callbacks has {repeated} twice ({places}), and checkpoints have one place for its state: "
-                "leave one out"
+                f"trainer.callbacks has {repeated} twice ({places}), but a checkpoint stores only one state for it: "
+                "remove one"
             )
         defaults = vars(self.config_init["defaults"])
         self.trainer_class = partial(Trainer, defaults=defaults, adds_csv_log=False)  # type: ignore[assignment]

@@ -98,14 +98,14 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    f"{needs_single_rows}, or an agent with one conversation: an agent has left branches, with which a "
-                    "rollout has several rows"
+                    f"{needs_single_rows}, or an agent with one conversation: an agent's conversation has branches, so that "
+                    "a rollout has several rows"
                 )
             if rollout.branches and len(set(values)) > 1:
                 raise ValueError(
                     f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
-                    "but an agent has left branches, whose tokens get that of the whole rollout. Use an advantage of "
-                    "whole rollouts: GroupMeanStd"
+                    "but an agent's conversation has branches, whose tokens share one advantage of the rollout. Use an "
+                    "advantage of whole rollouts: GroupMeanStd"
                 )
     groups_of_rows = [
         [
@@ -141,7 +141,7 @@ def collate_step(
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
-        raise InvariantError("completions from truncated sampling lack the tokens that the sampler could choose")
+        raise InvariantError("completions from truncated sampling do not record which tokens could be chosen")
     return [
         _pad(
             part,

@@ -318,7 +318,7 @@ class RolloutDataModule(pl.LightningDataModule):
             SetupError: the model is not set yet.
         """
         if self._codec is None:
-            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+            raise SetupError("data.model is not set: set it, or add the WeightSync callback, which takes model.model")
         return self._codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -476,7 +476,7 @@ class RolloutSource:
         producer = self._started()
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
         if not isinstance(producer, Producer) or error is None:
-            raise InvariantError("an engine that works is to be restarted")
+            raise InvariantError("only a failed engine can be restarted, and this one works")
         self._holder.restart(producer, error, weights)
 
     @property

@@ -324,15 +324,15 @@ def _check_group(trainer: AnyTrainer) -> None:
     here = (trainer.global_rank, trainer.world_size)
     if there != here:
         raise ValueError(
-            f"this process is rank {there[0]} of {there[1]} in the existing process group, but rank "
-            f"{here[0]} of {here[1]} for trainer.devices and trainer.num_nodes, which must be the same; or {remedy}"
+            f"this process is rank {there[0]} of {there[1]} in the existing process group, but "
+            f"trainer.devices and trainer.num_nodes make it rank {here[0]} of {here[1]}: make them agree, or {remedy}"
         )
     kind = trainer.strategy.root_device.type  # type: ignore[union-attr]
     kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
     if kind not in kinds:
         raise ValueError(
-            f"trainer.accelerator: the existing process group ({dist.get_backend_config()}) moves "
-            f"tensors of {sorted(kinds)}, and the Trainer computes on {kind!r}; {remedy}"
+            f"trainer.accelerator: the existing process group ({dist.get_backend_config()}) handles only "
+            f"tensors on {sorted(kinds)}, but the Trainer computes on {kind!r}; {remedy}"
         )
 
 

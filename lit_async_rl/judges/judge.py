@@ -84,7 +84,7 @@ class JudgeBudget:
         check_range("JudgeBudget", "positive", cost=self.cost)
         check_range("JudgeBudget", ">= 0 and finite", input_price=self.input_price, output_price=self.output_price)
         if self.cost is not None and not (self.input_price or self.output_price):
-            raise ValueError(f"JudgeBudget.cost={self.cost:g} needs input_price and output_price, of a million tokens")
+            raise ValueError(f"JudgeBudget.cost={self.cost:g} needs input_price and output_price (per million tokens)")
 
 
 class Account:
@@ -134,8 +134,8 @@ class Account:
             for name in ("tokens", "cost"):
                 if (limit := getattr(self._budget, name)) is not None:
                     raise RewardSetupError(
-                        f"JudgeBudget.{name}={limit:g} cannot be kept: the endpoint does not say how many tokens a "
-                        "request took (`usage`). Use JudgeBudget.calls"
+                        f"JudgeBudget.{name}={limit:g} cannot be enforced: the endpoint does not report the tokens of "
+                        "a request (`usage`). Use JudgeBudget.calls"
                     )
         self.spent["input_tokens"] += answer.prompt_tokens or 0
         self.spent["output_tokens"] += answer.completion_tokens or 0
@@ -343,8 +343,8 @@ class JudgeReward(Rebuildable):
             raise ValueError(f"JudgeReward.engine must be an engine or {POLICY}, got {engine!r}")
         if (model is None) != (engine == POLICY):
             raise ValueError(
-                f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or an engine of the judge's own "
-                f"needs the name of a model, and the policy in training (engine: {POLICY}) has none besides its own"
+                f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or a separate engine needs "
+                f"`model`, and the policy in training (engine: {POLICY}) takes none"
             )
         check_choice("JudgeReward", ("rubric", "reference", "pairwise"), mode=self.mode)
         check_choice("JudgeReward", ("mean", "median"), aggregate=self.aggregate)

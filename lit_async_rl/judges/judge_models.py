@@ -241,7 +241,7 @@ class Endpoint:
             import tenacity
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                'a judge behind an address needs: pip install "lit-async-rl[judge]"', name=error.name
+                'a judge at a URL needs: pip install "lit-async-rl[judge]"', name=error.name
             ) from error
         check_address("JudgeReward.base_url", base_url, "JudgeReward.api_key_env")
         parts = urlsplit(base_url)

@@ -157,8 +157,8 @@ class RewardModel(Rebuildable):
             self._num_too_long += 1
             if self.on_too_long == "error":
                 raise FinalRewardError(
-                    f"{len(token_ids)} tokens are more than RewardModel.max_length={self.max_length} "
-                    "(RewardModel.on_too_long says what they give)"
+                    f"{len(token_ids)} tokens exceed RewardModel.max_length={self.max_length} "
+                    "(RewardModel.on_too_long sets the reward of such texts)"
                 )
             return None if isinstance(self.on_too_long, str) else self.on_too_long
         waiting = _Waiting(token_ids, concurrent.futures.Future(), begun=begun, since=time.monotonic())

@@ -173,7 +173,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         hint = "docs/comparison.md has its settings and ours side by side"
         raise ValueError(f"{wanted}, and looks like a configuration of verl ({sections[0]}): {hint}")
     if isinstance(settings.get("model"), dict) or isinstance(settings.get("trainer"), dict):
-        raise ValueError(f"{wanted}, and has sections: is it a configuration of this trainer already?")
+        raise ValueError(f"{wanted}, and is divided into sections: is it already a configuration of this trainer?")
     return settings
 
 

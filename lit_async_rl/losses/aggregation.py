@@ -42,7 +42,7 @@ class Aggregation(ABC):
             ValueError: the aggregation has no additive normaliser.
         """
         raise ValueError(
-            f"data.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up "
+            f"data.stream_groups does not work with data.aggregation={type(self).__name__}, whose `divisor` is no sum "
             "over the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
         )
 

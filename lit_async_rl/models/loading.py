@@ -355,11 +355,11 @@ def check_complete(info: Mapping[str, Any], setting: str) -> None:
         ValueError: weights are missing, which would be random, or have other shapes.
     """
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{setting} lacks weights, which would be random: {', '.join(missing[:4])}")
+        raise ValueError(f"{setting} lacks weights (they would be random): {', '.join(missing[:4])}")
     for name, stored, built in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{setting}: the weight {name!r} has the shape {tuple(stored)} in its files, and {tuple(built)} by "
-            "config.json"
+            f"{setting}: the weight {name!r} has shape {tuple(stored)} in its files, but {tuple(built)} "
+            "according to config.json"
         )
     if unused := sorted(info["unexpected_keys"]):
         log.warning(
@@ -391,7 +391,7 @@ def complete_adapter(folder: str) -> Iterator[None]:
             yield
         except UserWarning as error:
             raise ValueError(
-                f"model.model={folder!r}: its adapter lacks weights, which would be random: {str(error)[:300]}"
+                f"model.model={folder!r}: its adapter lacks weights (they would be random): {str(error)[:300]}"
             ) from error
 
 

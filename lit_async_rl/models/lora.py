@@ -111,8 +111,8 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
                     f"model.lora.target_modules={lora.target_modules!r} adapts one of {' and '.join(names)}, which "
-                    "share a weight: the engine's model has one weight for both, and could not hold the change of one. "
-                    "Leave them out"
+                    "share a weight: the engine's model stores it once, so it cannot hold a change of only one. Leave "
+                    "them out"
                 )
     for name, paths in trained.items():
         _train_in_place(name, [lm.get_submodule(path) for path in paths])
@@ -134,8 +134,8 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
     others = [name for name in SETTINGS_AT_DEFAULT if getattr(config, name, None) != getattr(plain, name, None)]
     if others:
         raise SetupError(
-            f"{setting}: the adapter has more than low-rank factors ({', '.join(others)} in its "
-            "adapter_config.json); without continue_adapter it is merged"
+            f"{setting}: the adapter contains more than low-rank factors ({', '.join(others)} in its "
+            "adapter_config.json); to merge it, leave out continue_adapter"
         )
     config.lora_dropout = 0.0  # with dropout, ratios of fresh data would not be 1
     config.inference_mode = False
@@ -150,7 +150,7 @@ def _train_in_place(name: str, layers: list[nn.Module]) -> None:
         raise ValueError(f"{setting}: the model has no weights of this name")
     for layer in layers:
         if any(hasattr(part, "get_delta_weight") for part in layer.modules()):
-            raise ValueError(f"{setting} has adapters, too: leave it out of one of model.lora.target_modules and this")
+            raise ValueError(f"{setting} also has adapters: leave it out of model.lora.target_modules or of this")
         layer.requires_grad_(True)
 
 

@@ -88,8 +88,8 @@ class WholeFolders:
             except CheckpointException as error:  # a `BaseException` with the failures of all ranks
                 reason = next((str(one) for one, _ in error.failures.values()), str(error))
                 raise ValueError(
-                    f"ckpt_path={str(path)!r} cannot be loaded: {reason} A folder of shards goes with the model.model, "
-                    "model.lora and kind of trainer.strategy that wrote it"
+                    f"ckpt_path={str(path)!r} cannot be loaded: {reason} Shards load only with the model.model, "
+                    "model.lora and kind of trainer.strategy that wrote them"
                 ) from None
 
 

@@ -122,7 +122,7 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
         if context_parallel_size != 1:
             raise ValueError(
                 f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split "
-                "over GPUs, so that one GPU must hold the activations of the longest. What takes less: "
+                "over GPUs, so one GPU must hold the activations of the longest. To save memory: "
                 "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step, "
                 "tensor_parallel_size (docs/hardware.md)"
             )

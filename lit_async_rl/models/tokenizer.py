@@ -286,8 +286,8 @@ class TextCodec:
             options[TOOLS] = [dict(tool) for tool in tools]
         if unknown := sorted(set(options) - self.template_variables):
             raise ValueError(
-                f"the chat template of {self.model!r} does not read {', '.join(unknown)}, which a prompt's "
-                f"chat_template_kwargs or tools set; it reads {', '.join(sorted(self.template_variables))}"
+                f"a prompt's chat_template_kwargs or tools set {', '.join(unknown)}, which the chat template of "
+                f"{self.model!r} does not read; it reads {', '.join(sorted(self.template_variables))}"
             )
         return options
 

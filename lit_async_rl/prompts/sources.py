@@ -206,7 +206,7 @@ def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
                 line = rows.line_num
                 if row and len(row) != len(names):
                     raise ValueError(
-                        f"{file}, line {line} has {len(row)} values, and the first line {len(names)} names"
+                        f"{file}, line {line} has {len(row)} values, but the first line has {len(names)} names"
                     )
                 if row:
                     records[line] = dict(zip(names, row, strict=True))

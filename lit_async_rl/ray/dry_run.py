@@ -151,7 +151,7 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
             is_local = all(is_loopback(node.name.split()[0]) for node in nodes)
             if is_local or time.monotonic() - began >= cluster.start_timeout_s:
                 waited = "" if is_local else f", after cluster.start_timeout_s={cluster.start_timeout_s:g}"
-                raise SetupError(f"{lack}{waited}. Set fewer, or less for each (resources), or add nodes")
+                raise SetupError(f"{lack}{waited}. Reduce their number or the resources of each, or add nodes")
             time.sleep(PAUSE_S)
 
 
@@ -179,8 +179,8 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
         on_each = {node.held[role.setting] for node in nodes if node.held[role.setting]}
         if role.is_packed and len(on_each) > 1:
             raise SetupError(
-                f"{role.setting}={role.number} with {role.each} each would be {_where(role, nodes)}, and each node "
-                "must have equally many: set cluster.trainer_resources so that they fit"
+                f"{role.setting}={role.number} with {role.each} each would be {_where(role, nodes)}, but every node "
+                "must have the same number: set cluster.trainer_resources accordingly"
             )
 
 
@@ -225,11 +225,11 @@ def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)
     roles = roles_of(cluster, has_gpus=has_gpus)
     place(roles, nodes)
-    print(f"dry run: the cluster of {_nodes(len(nodes))} can hold it, and nothing is trained")
+    print(f"dry run: the run fits on the cluster of {_nodes(len(nodes))}; nothing was trained")
     for line in described(cluster, roles, nodes):
         print(line)
     if used:
-        print(f"of this {_listed(used)} is in use at the moment; what waits for it starts later")
+        print(f"of this, {_listed(used)} is in use now; whatever needs it starts later")
 
 
 def _used(ray: Any) -> dict[str, float]:

@@ -571,8 +571,8 @@ class RayEngine(EngineWrapper):
         if entry.behind is not None and not entry.is_named:
             entry.is_named = True
             self._warnings.warning(
-                "%s gets no requests until it has newer weights: after %.0f s it still reads those of version %d, and "
-                "the newest are of version %d",
+                "%s gets no requests until it has newer weights: after %.0f s it is still loading version %d, and the "
+                "newest is version %d",
                 entry.where,
                 now - entry.behind,
                 entry.sent,
@@ -1008,7 +1008,7 @@ class RayEngine(EngineWrapper):
             entry.is_silent = True
             entry.is_stalled = is_idle
             self._warnings.warning(
-                "%s has given no %s for %.0f s, and the run may wait for it: is its process stopped, or its machine? "
+                "%s has given no %s for %.0f s, and the run may wait for it: has its process or machine stopped? "
                 "It is replaced after data.engine.engine.update_timeout_s=%g",
                 entry.where,
                 "token" if is_idle else "answer",
@@ -1147,7 +1147,7 @@ def _check_inner(engine: RolloutEngine) -> None:
     if engine.scores:
         raise ValueError(
             f"data.engine.engine must be an engine without an environment, got {name}: "
-            "put RayEngine into it, EpisodeEngine(RayEngine(...), ...)"
+            "nest the other way round, EpisodeEngine(RayEngine(...), ...)"
         )
     if isinstance(engine, RayEngine):
         raise ValueError("data.engine.engine must be a single engine, got RayEngine")

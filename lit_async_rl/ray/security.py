@@ -78,7 +78,7 @@ def follow(address: str) -> None:
         _set_mode("token" if is_on else "disabled")
     elif mode is not None and asks is not None and (mode.lower() == "token") != asks:
         raise SetupError(
-            f"cluster: {AUTH_MODE}={mode} here, and the Ray at {address} asks for {'a' if asks else 'no'} token: set "
+            f"cluster: {AUTH_MODE}={mode} here, but the Ray at {address} requires {'a' if asks else 'no'} token: set "
             f"it to {'token' if asks else 'disabled'}, or start that Ray with {AUTH_MODE}={mode}"
         )
 
@@ -162,7 +162,7 @@ def check_access(ray: Any) -> None:
     try:
         modes = ray.get([ask.options(scheduling_strategy=place).remote() for place in places], timeout=ANSWER_S)
     except ray.exceptions.RayError as error:
-        raise SetupError(f"cluster: not every node has said whether it asks for a token: {error}") from error
+        raise SetupError(f"cluster: not every node has said whether it requires a token: {error}") from error
     for node, mode in zip(reachable, modes, strict=True):
         if mode != "token":
             raise SetupError(refusal(node["NodeManagerAddress"], mode))
@@ -176,7 +176,7 @@ def auth_mode() -> str | None:
 def refusal(host: str, mode: str | None) -> str:
     """Message about a node that asks for no token."""
     return (
-        f"cluster: the node {host} is not on loopback, and its Ray asks for no token ({AUTH_MODE}={mode}): whoever "
-        f"reaches its ports runs code there. Set {AUTH_MODE}=token and the same token (`ray get-auth-token "
+        f"cluster: the node {host} is not on loopback, and its Ray requires no token ({AUTH_MODE}={mode}): anyone who "
+        f"reaches its ports can run code there. Set {AUTH_MODE}=token and the same token (`ray get-auth-token "
         "--generate`, or RAY_AUTH_TOKEN) on every node before `ray start`; docs/ray.md"
     )

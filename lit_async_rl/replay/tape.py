@@ -85,13 +85,13 @@ def tape_files(folder: Path) -> list[TapeFile]:
         _check_order(there)
         if there:
             log.warning(
-                "%s has no %s (an earlier version wrote it): a missing file would go unnoticed", folder, MANIFEST
+                "%s has no %s (written by an earlier version): a missing file would go unnoticed", folder, MANIFEST
             )
         return there
     files = [file for file in listed if not _is_set_aside(file)]
     for file in files:
         if not file.path.is_file():
-            raise ValueError(f"{file.path} is missing, which {MANIFEST} lists: the tape lacks steps {_steps(file)}")
+            raise ValueError(f"{file.path}, listed in {MANIFEST}, is missing: the tape lacks steps {_steps(file)}")
     _check_order(files)
     names = {file.path.name for file in listed}
     for file in there:

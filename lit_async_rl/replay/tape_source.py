@@ -55,7 +55,7 @@ class NoEngine(RolloutEngine):
         """Does nothing."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        raise InvariantError("a replay asks for no completions")
+        raise InvariantError("a replay samples no completions")
 
     def poll(self, timeout_s: float) -> list[Completion]:
         return []

@@ -102,7 +102,7 @@ class GroupEntry:
             InvariantError: it is not finished.
         """
         if self.result is None:
-            raise InvariantError(f"group {self.index} is {self.state.value}, and was read as a finished one")
+            raise InvariantError(f"group {self.index} is {self.state.value}, but was read as finished")
         return self.result
 
     @property

@@ -78,7 +78,9 @@ class DynamicSampling(GroupFilter):
             return None
         if not self._has_warned:
             self._has_warned = True
-            log.warning("DynamicSampling: max_in_a_row=%d groups had no signal; the next are kept", self.max_in_a_row)
+            log.warning(
+                "DynamicSampling: max_in_a_row=%d groups had no signal; further ones are kept", self.max_in_a_row
+            )
         return group
 
 

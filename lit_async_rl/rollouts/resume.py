@@ -81,8 +81,8 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     if not listener.is_working:
         if producer.admission.in_order and listener.engine_error is None:
             log.warning(
-                "this checkpoint was saved after the engine had closed, without its random state and with %d "
-                "unfinished groups, which a later version will sample: a resumed run will not repeat bit for bit",
+                "this checkpoint was saved after the engine had closed: it lacks the engine's random state, and its %d "
+                "unfinished groups will be sampled by newer weights, so a resumed run will not repeat bit for bit",
                 len(producer.book.unfinished),
             )
         return [], None

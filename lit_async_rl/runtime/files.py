@@ -46,7 +46,7 @@ def return_to_begin() -> None:
     began_in = _began_in
     _began_in = None
     if began_in is not None and not _is_here(began_in):
-        log.warning("the working folder was changed by a reward, environment or callback: it is %s again", began_in)
+        log.warning("a reward, environment or callback changed the working directory: it is reset to %s", began_in)
         os.chdir(began_in)
 
 
@@ -176,10 +176,10 @@ def remove_stale_parts(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if not target.exists() and (match[3] or _has_manifest(path)):
                 path.rename(target)
-                log.warning("recovered %s, which a run that was killed had not renamed yet", target)
+                log.warning("recovered %s, which a killed run had not yet renamed", target)
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            log.warning("removed %s, which a run that was killed left half written", path)
+            log.warning("removed %s, left half-written by a killed run", path)
 
 
 def _has_manifest(path: Path) -> bool:

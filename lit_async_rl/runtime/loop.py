@@ -123,7 +123,7 @@ def _run(stopped: asyncio.Future[None], runs: str) -> None:
                 loop.run_until_complete(stopped)
             except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
                 name = threading.current_thread().name
-                log.warning("the event loop of thread %r goes on after %s: %s", name, type(error).__name__, error)
+                log.warning("the event loop of thread %r continues despite %s: %s", name, type(error).__name__, error)
 
 
 class LoopThread:

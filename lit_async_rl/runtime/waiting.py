@@ -65,7 +65,9 @@ class AwakeClock:
             self._seen = now
             if gap > MAX_GAP_S:
                 self._lost_s += gap
-                log.warning("this process stood still for %.1f s (was it stopped?); no timeout counts them", gap)
+                log.warning(
+                    "this process stood still for %.1f s (was it stopped?); timeouts do not count this time", gap
+                )
             return now - self._lost_s
 
     def _tick(self) -> None:

@@ -260,7 +260,7 @@ class CodeReward(Rebuildable):
         if tests.is_weak and self.tests == "plain":
             weak = "\n".join([*tests.weak.asserts, tests.weak.check]).strip()
             raise ValueError(
-                "CodeReward.tests=plain refuses the prompt: its tests are not all calls with plain values, and a "
+                "CodeReward.tests=plain refuses the prompt: some of its tests are not calls with plain values, and a "
                 f"program can forge {weak!r:.200}"
             )
         return cases, tests

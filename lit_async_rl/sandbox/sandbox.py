@@ -121,8 +121,8 @@ class Sandbox:
             return candidate, warden.guards
         raise SetupError(
             f"code cannot be run in a sandbox on this machine ({'; '.join(problems)}). Install bubblewrap, allow user "
-            "namespaces, or set allow_unsandboxed: true, with which programs of the policy have your files, and are "
-            "only limited in time and memory"
+            "namespaces, or set allow_unsandboxed: true, which gives the policy's programs access to your files and "
+            "limits only their time and memory"
         )
 
     @property
@@ -251,7 +251,7 @@ def _folders(setting: str, paths: Sequence[str]) -> list[str]:
         if not os.path.exists(real):
             raise ValueError(f"Sandbox.{setting}: there is no {path!r}")
         if real == "/" or (real + "/").startswith(room.SCRATCH + "/"):
-            raise ValueError(f"Sandbox.{setting}={path!r} cannot be shown: it is the root, or in {room.SCRATCH}")
+            raise ValueError(f"Sandbox.{setting}={path!r} cannot be mounted: it is the root, or in {room.SCRATCH}")
         found.append(real)
     return found
 

@@ -42,8 +42,8 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         oldest = min((v for row in rows for v in row.versions), default=version)
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
-                f"group {group.index} has a token that version {oldest} sampled, and is trained on at version "
-                f"{version}: more than max_staleness={group.max_staleness}"
+                f"group {group.index} is trained on at version {version} but has a token sampled by version {oldest}: "
+                f"staler than max_staleness={group.max_staleness}"
             )
 
 
@@ -82,7 +82,9 @@ class Admission:
                 f"Admission.async_ratio={async_ratio} has no effect with in_order=True, where the lag is max_staleness"
             )
         if redundant_groups and in_order:
-            raise ValueError(f"Admission.redundant_groups={redundant_groups} with in_order=True, which loses no group")
+            raise ValueError(
+                f"Admission.redundant_groups={redundant_groups} has no effect with in_order=True, which drops no group"
+            )
         self.async_ratio = async_ratio
         self.redundant_groups = redundant_groups
         self.groups_per_round = groups_per_round
@@ -192,7 +194,7 @@ class Admission:
             self.drop(index)
         self.num_lost += len(lost)
         if self.num_lost > self.redundant_groups:
-            raise InvariantError(f"{self.num_lost} groups lost in round {self.round}, redundant_groups is fewer")
+            raise InvariantError(f"round {self.round} lost {self.num_lost} groups, more than redundant_groups")
         return lost
 
     def advance(self) -> None:
@@ -227,7 +229,7 @@ class Admission:
         if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
             raise ValueError(
                 f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
-                f"{state['groups_per_round']} when the checkpoint was saved; between two publications it must stay"
+                f"{state['groups_per_round']} when the checkpoint was saved; between publications it must not change"
             )
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:

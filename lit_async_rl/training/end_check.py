@@ -41,9 +41,9 @@ def _check_space(callback: ModelCheckpoint, trainer: AnyTrainer, size: int) -> N
     num_at_once = 1 if trainer.max_steps <= trainer.global_step + interval else 2
     free_bytes = free_bytes_per_file(Path(str(callback.dirpath)), num_at_once)
     if size > free_bytes:
-        also = "" if num_at_once == 1 else " (of the two that are there while one takes the place of another)"
+        also = "" if num_at_once == 1 else " (two exist while one replaces the other)"
         log.warning(
-            "ModelCheckpoint.dirpath=%s has room for checkpoints of %.3g GB%s, and one takes about %.3g GB: free some "
+            "ModelCheckpoint.dirpath=%s has %.3g GB free per checkpoint%s, but one takes about %.3g GB: free some "
             "space, or the run loses its last steps",
             callback.dirpath,
             free_bytes / 1e9,

@@ -201,8 +201,8 @@ def _frozen_digest(policy: CausalPolicy) -> str:
 def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float) -> None:
     if saved["digest"] != digest:
         raise ValueError(
-            f"the checkpoint holds adapters of another model: of model.model={saved['model']!r} with the digest "
-            f"{saved['digest'][:12]}, but model.model={model!r} has the digest {digest[:12]} "
+            f"the checkpoint's adapters belong to another model: model.model={saved['model']!r} had the digest "
+            f"{saved['digest'][:12]}, and now model.model={model!r} has {digest[:12]} "
             "(model.dtype and model.lora.modules_to_save change it, too)"
         )
     if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
@@ -401,9 +401,9 @@ class PolicyModule(pl.LightningModule):
     def on_train_start(self) -> None:
         if self.objective.kl_coefficient > 0 and self.objective.kl_estimator == "token" and self.trainer.is_global_zero:
             log.warning(
-                "model.kl_coefficient=%g: the gradient of the penalty is that of KL(policy || reference), with "
-                "importance weights for stale tokens. model.kl_estimator: k3 is the former penalty, whose gradient is "
-                "that of KL(reference || policy), without weights",
+                "model.kl_coefficient=%g: the penalty's gradient is that of KL(policy || reference), with importance "
+                "weights for stale tokens. For the former penalty (gradient of KL(reference || policy), without "
+                "weights), set model.kl_estimator: k3",
                 self.objective.kl_coefficient,
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:

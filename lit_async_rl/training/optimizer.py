@@ -309,8 +309,8 @@ def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
         for setting in SETTINGS_WITH_MOMENTS:
             if optimizer.defaults.get(setting) and not groups[0].get(setting):
                 raise ValueError(
-                    f"{name} has {setting}=True, and the checkpoint was saved without the moments that it needs: leave "
-                    "it out"
+                    f"{name} has {setting}=True, but the checkpoint lacks the moments that this needs: leave the "
+                    "option out"
                 )
 
 
@@ -330,7 +330,7 @@ def check_constants(optimizer: Optimizer) -> None:
             for setting, value in _numbers(group, lambda key: key.startswith("eps")):
                 if value and not torch.tensor(value, dtype=dtype):
                     raise ValueError(
-                        f"model.optimizer: {setting} must be representable in {name}, got {value:g}, which is 0"
+                        f"model.optimizer: {setting} must be representable in {name}, but {value:g} rounds to 0"
                     )
             for setting, value in _numbers(group, DECAY_FACTORS.__contains__):
                 if 0 < value < 1 and torch.tensor(value, dtype=dtype) == 1:

@@ -201,9 +201,10 @@ class StepGuard:
         expected = self.num_admitted - is_repeated
         if batch.step != global_step or batch.micro_batch != expected:
             raise StepError(
-                f"optimizer step {global_step} needs micro-batch {expected}, and got micro-batch {batch.micro_batch} "
+                f"optimizer step {global_step} needs micro-batch {expected}, but got micro-batch {batch.micro_batch} "
                 f"(of {batch.num_micro_batches}) of step {batch.step}: trainer.accumulate_grad_batches must be "
-                f"data.micro_batches_per_step={batch.num_micro_batches}, and trainer.limit_train_batches a multiple"
+                f"data.micro_batches_per_step={batch.num_micro_batches}, and trainer.limit_train_batches a multiple of "
+                "it"
             )
         if expected == 0 and not is_repeated:
             self.random_state = torch.get_rng_state()

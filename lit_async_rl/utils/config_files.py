@@ -124,7 +124,7 @@ def _measure(text: str) -> bool:
             anchor, inside = open_nodes.pop()
             open_nodes.append((anchor, inside + size))
         if len(open_nodes) > MAX_LEVELS or (open_nodes and open_nodes[-1][1] > MAX_NODES):
-            raise ValueError(f"more than {MAX_LEVELS} levels, or {MAX_NODES:,} values with its aliases written out")
+            raise ValueError(f"more than {MAX_LEVELS} levels, or {MAX_NODES:,} values once its aliases are expanded")
     return bool(is_mapping)
 
 

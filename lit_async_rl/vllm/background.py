@@ -114,8 +114,8 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
             check_request(request, self.max_model_len, self._vocab_size)
             if (request.sampling.head or 0) > self._vocab_size:
                 raise ValueError(
-                    f"data.sampling.head must be <= {self._vocab_size}, the vocabulary of model.model, with vLLM, got "
-                    f"{request.sampling.head}"
+                    f"with vLLM, data.sampling.head must be <= {self._vocab_size} (vocabulary size of model.model), "
+                    f"got {request.sampling.head}"
                 )
         self._check()
         self._launch(requests)
@@ -282,7 +282,7 @@ def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
     check_range("data.engine", "integer in [0, 2]", sleep_level=level)
     if level == 2 and isinstance(transfer, FileTransfer) and transfer.delta:
         raise ValueError(
-            "data.engine.sleep_level=2 drops the weights that updates with data.engine.transfer.delta=true build on: "
+            "data.engine.sleep_level=2 drops the weights, which updates with data.engine.transfer.delta=true need: "
             "use sleep_level=1, or delta=false"
         )
     return level

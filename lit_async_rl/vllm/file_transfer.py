@@ -141,7 +141,9 @@ class FileTransfer(WeightTransfer):
                 time.sleep(POLL_INTERVAL_S)
             self._is_prepared = True
         except RuntimeError as error:
-            log.warning("vLLM's workers could not load weights while they generate, and do so in a pause: %s", error)
+            log.warning(
+                "vLLM's workers could not load weights while they generate, so generation pauses for it: %s", error
+            )
             self._needs_whole = True
 
     def deliver(self, control: EngineControl) -> None:

@@ -67,7 +67,7 @@ class _VLLMBackend(WeightTransfer):
     def deliver(self, control: EngineControl) -> None:
         """Sends the weights chunk by chunk."""
         if self._weights is None:
-            raise InvariantError("a stream of weights can be delivered once")
+            raise InvariantError("a stream of weights can be delivered only once")
         weights = self._weights
         self._weights = None
         if not self._is_open:
@@ -135,8 +135,8 @@ class IpcTransfer(_VLLMBackend):
         """
         if len(gpus) != 1:
             raise ValueError(
-                f"data.engine.transfer=IpcTransfer needs an engine on one GPU, the trainer's; this engine has "
-                f"{len(gpus)}: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
+                f"data.engine.transfer=IpcTransfer needs an engine on the trainer's GPU only; this engine has "
+                f"{len(gpus)} GPUs: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
             )
         if trainer_gpu is not None and gpus[0] != trainer_gpu:
             raise ValueError(

@@ -490,7 +490,7 @@ class RequestRunner:
         if len(found) != len(token_ids) or any(
             t not in (e or {}) for t, e in zip(token_ids[1:], found[1:], strict=True)
         ):
-            raise EngineError(f"vLLM returned log-probabilities of {len(found)} tokens of a prompt of {len(token_ids)}")
+            raise EngineError(f"vLLM returned {len(found)} log-probabilities for a prompt of {len(token_ids)} tokens")
         return [float(entries[token].logprob) for token, entries in zip(token_ids[1:], found[1:], strict=True)]
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:

@@ -129,7 +129,7 @@ def test_tasks_are_prompts(taskset):
     assert [prompt.metadata[INDEX] for prompt in prompts] == [1, 2]
     with pytest.raises(IndexError):
         prompts[2]
-    with pytest.raises(ValueError, match=r"size=4 from first=1 on.*has only 4 tasks"):
+    with pytest.raises(ValueError, match=r"first=1 and size=4 needs 5 tasks.*has only 4 tasks"):
         VerifiersPrompts({"id": taskset()}, size=4, first=1)
     assert len(VerifiersPrompts({"id": taskset("Endless")}, size=5)) == 5
     with pytest.raises(ValueError, match=r"VerifiersPrompts\.size must be set"):
@@ -212,8 +212,14 @@ def test_prompts_of_something_else_are_refused(taskset):
     agent = VerifiersAgent({"taskset": {"id": name}, "agent": LOCAL})
     for prompt, message in (
         (Prompt(text="1+1="), "needs data.prompts of class VerifiersPrompts"),
-        (Prompt(text="1+1=", metadata={INDEX: 0, KEY: "of another"}), "is another one in the taskset"),
-        (Prompt(text="1+1=", metadata={INDEX: 99, KEY: "of another"}), "is another one in the taskset"),
+        (
+            Prompt(text="1+1=", metadata={INDEX: 0, KEY: "of another"}),
+            "differs between VerifiersPrompts and the taskset",
+        ),
+        (
+            Prompt(text="1+1=", metadata={INDEX: 99, KEY: "of another"}),
+            "differs between VerifiersPrompts and the taskset",
+        ),
     ):
         engine = playing(agent, Instant(), timeout_s=60.0, tries=None)
         try:

@@ -266,7 +266,7 @@ def test_what_another_process_cannot_make_is_refused(module, tmp_path, monkeypat
     with pytest.raises(ValueError, match=r"ProcessAgent\.agent=.*local cannot be sent to another process"):
         ProcessAgent(local)
     monkeypatch.setattr(local, "__module__", "__main__")
-    with pytest.raises(ValueError, match=r"is defined in the program that runs.* put it into a module of its own"):
+    with pytest.raises(ValueError, match=r"is defined in the main script.* put it into a module of its own"):
         ProcessAgent(local)
     with pytest.raises(ValueError, match=r"ProcessAgent\.agent='no\.agent' cannot be imported"):
         ProcessAgent("no.agent")

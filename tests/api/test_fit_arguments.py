@@ -61,7 +61,7 @@ def test_a_model_and_a_tokenizer_in_memory_train_from_the_runs_folder(tmp_path):
 def test_a_model_in_memory_that_is_refused_leaves_nothing(tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(MODEL)
     lm.name_or_path = lm.config._name_or_path = ""
-    with pytest.raises(ValueError, match="tokenizer must be given: the model in memory came from ''"):
+    with pytest.raises(ValueError, match="tokenizer must be given: the model in memory was loaded from ''"):
         fit(lm)
     with pytest.raises(ValueError, match=r"^group_size=1 with advantage=GroupMeanStd"):
         fit(lm, tokenizer=AutoTokenizer.from_pretrained(MODEL), group_size=1)

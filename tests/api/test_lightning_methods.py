@@ -160,7 +160,7 @@ def test_a_reward_that_changes_the_working_folder_moves_no_file_of_the_run(tmp_p
     )
     rl.fit(os.path.relpath(model), ROWS, reward, max_steps=3, **settings, **SMALL, **CPU)
     assert os.getcwd() == here
-    assert "the working folder was changed by a reward, environment or callback" in caplog.text
+    assert "a reward, environment or callback changed the working directory" in caplog.text
     assert not [path for path in other.rglob("*") if path.is_file()]
     run = Path("runs/version_0")
     for name in ("metrics.csv", "samples.jsonl", "held_out.jsonl", "config.yaml", "checkpoints/last.ckpt"):

@@ -25,7 +25,7 @@ def test_it_is_used(kind, fits, tmp_path):
 
 
 REFUSED = {
-    "no cpu": r"ValueError: accelerator: the existing process group (cuda:gloo) moves",
+    "no cpu": r"ValueError: accelerator: the existing process group (cuda:gloo) handles",
     "one device": "ValueError: torchrun has started 2 processes, but devices=1",
     "disagree": "ValueError: all ranks must have the same settings: learning_rate is 0.0001 on rank 0 and 0.0002 "
     "on rank 1; max_steps is 2 on rank 0 and 3 on rank 1",

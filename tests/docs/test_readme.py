@@ -40,7 +40,7 @@ DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 EXPLAINED = {  # a word of the field, and what has to stand before it or beside it
     "recipe": "the quick start and `rl.fit` do by default",
     "redundant": "the slowest are aborted",
-    "admission": "only if it will be trained on in time",
+    "admission": "only if training can use it in time",
 }
 
 

@@ -202,7 +202,7 @@ def test_wrong_choices_are_the_engines_fault() -> None:
 
 
 def test_a_dense_model_is_refused_by_the_settings_name() -> None:
-    with pytest.raises(ValueError, match=r"data\.sampling\.experts=true: LlamaForCausalLM has no routers"):
+    with pytest.raises(ValueError, match=r"data\.sampling\.experts=true: the routers of LlamaForCausalLM cannot"):
         sampled(tiny_llama())
 
 

@@ -105,7 +105,9 @@ def test_another_base_is_refused_in_a_line(run, tmp_path):
     at = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt")]
     with pytest.raises(SystemExit) as end:
         evaluate([*SETTINGS, *logs(tmp_path), *at, "--model.model", str(tmp_path / "other")])
-    assert "holds adapters of another model: of model.model='lit_async_rl/assets/sort_policy'" in str(end.value.code)
+    assert "checkpoint's adapters belong to another model: model.model='lit_async_rl/assets/sort_policy'" in str(
+        end.value.code
+    )
 
 
 @pytest.mark.slow

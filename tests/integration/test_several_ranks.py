@@ -129,7 +129,7 @@ def test_a_file_of_another_model_is_refused_by_sharded_ones(tmp_path):
     weights["model.norm.weight"].add_(0.01)  # neither adapted nor trained
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     said = refused(tmp_path, "fsdp2", *LORA, "--model.model", other, "--ckpt_path", last)
-    assert "error: the checkpoint holds adapters of another model: " in said
+    assert "error: the checkpoint's adapters belong to another model: " in said
 
 
 def test_after_a_rank_was_killed_the_other_one_ends_with_one_line(tmp_path):

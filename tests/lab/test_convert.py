@@ -372,7 +372,7 @@ def test_what_is_not_carried_over_is_said(settings, said):
             "actor_rollout_ref: {model: {path: m}}\ntrainer: {n_gpus_per_node: 8}\n",
             "configuration of verl",
         ),
-        ("ours.yaml", "model: {model: m}\ndata: {reward: r}\n", "is it a configuration of this trainer already?"),
+        ("ours.yaml", "model: {model: m}\ndata: {reward: r}\n", "is it already a configuration of this trainer?"),
         ("grpo.py", "from trl import GRPOConfig\nGRPOConfig(beta=0.1)\n", "is a Python script"),
         ("grpo.txt", "from trl import GRPOConfig\nx = {'a': [}\n", "and is no YAML"),
     ],

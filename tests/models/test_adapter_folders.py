@@ -106,7 +106,7 @@ def test_what_cannot_be_continued_is_refused_by_name(folders, tmp_path):
     config = json.loads(path.read_text())
     for changed in ({"bias": "all"}, {"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}):
         path.write_text(json.dumps(config | changed))
-        with pytest.raises(SetupError, match=rf"has more than low-rank factors \({next(iter(changed))} in"):
+        with pytest.raises(SetupError, match=rf"contains more than low-rank factors \({next(iter(changed))} in"):
             make_module(model=folders["both"], lora=rl.LoRA(continue_adapter=True))
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="holds an adapter beside them"):

@@ -156,7 +156,7 @@ def test_tools_are_rendered_or_refused_by_name(name: str) -> None:
     codec = codec_of(name)
     prompt = conversation(name, QUESTION, tools=[TOOL])
     if not FAMILIES[name].tools:
-        with pytest.raises(ValueError, match=r"the chat template of .* does not read tools, which a prompt's"):
+        with pytest.raises(ValueError, match=r"a prompt's .* set tools, which the chat template of .* does not read"):
             codec.encode(prompt)
         return
     text = codec.tokenizer.decode(codec.encode(prompt))
@@ -170,7 +170,7 @@ def test_switches_of_thinking_are_rendered_or_refused_by_name(name: str) -> None
     switch = family.switch or "enable_thinking"
     prompt = conversation(name, QUESTION, chat_template_kwargs={switch: family.switch_value})
     if not family.switch:
-        with pytest.raises(ValueError, match=r"the chat template of .* does not read enable_thinking"):
+        with pytest.raises(ValueError, match=r"set enable_thinking, which the chat template of .* does not read"):
             codec.encode(prompt)
         return
     assert codec.encode(prompt) == raw_ids(codec, expected(name, QUESTION, switched=True))

@@ -204,7 +204,7 @@ def test_addresses_of_loopback():
 
 def test_a_rank_runs_on_no_node_that_others_reach_without_a_token(monkeypatch):
     monkeypatch.setenv(AUTH_MODE, "disabled")
-    assert "asks for no token" in supervise.misplaced("10.0.0.3", "/")
+    assert "requires no token" in supervise.misplaced("10.0.0.3", "/")
     assert supervise.misplaced("127.0.0.1", "/") == ""
     monkeypatch.setenv(AUTH_MODE, "token")
     assert supervise.misplaced("10.0.0.3", "/") == ""

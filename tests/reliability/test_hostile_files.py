@@ -135,7 +135,7 @@ CONFIGS = {
     "a list": (b"- 1", "holds no settings"),
     "a bomb": (b"a: &a [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
         b"%c: &%c [%s]\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 10)) for n in range(9)
-    ), "aliases written out"),
+    ), "aliases are expanded"),
     "deep": (b"a: " + b"[" * 300 + b"]" * 300, "levels"),
     "misspelt argument": (
         b"model: {loss: {class_path: lit_async_rl.losses.PPOClip, init_args: {clip_lo: 1}}}", "did you mean clip_low?"

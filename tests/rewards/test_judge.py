@@ -329,7 +329,7 @@ def test_a_budget_ends_the_run_or_degrades(judge, budget, spent):
 
 def test_a_budget_of_tokens_needs_their_number(judge, serve):
     reward = judge(serve(usage={}), budget=rl.JudgeBudget(tokens=10**6))
-    with pytest.raises(RewardSetupError, match=r"JudgeBudget\.tokens=1e\+06 cannot be kept: .*`usage`"):
+    with pytest.raises(RewardSetupError, match=r"JudgeBudget\.tokens=1e\+06 cannot be enforced: .*`usage`"):
         scores(reward, ["4"])
 
 
@@ -343,7 +343,7 @@ def test_a_negative_number_of_tokens_gives_no_budget_back(judge, serve):
     assert spender.metrics()["judge/num_input_tokens"] == spender.metrics()["judge/cost"] == 0
     for limit in ({"tokens": 100}, {"cost": 1.0, "output_price": 1.0}):
         limited = judge(serve(usage=usage), budget=rl.JudgeBudget(**limit))
-        with pytest.raises(RewardSetupError, match=rf"JudgeBudget\.{next(iter(limit))}=.* cannot be kept"):
+        with pytest.raises(RewardSetupError, match=rf"JudgeBudget\.{next(iter(limit))}=.* cannot be enforced"):
             scores(limited, ["1"])
 
 

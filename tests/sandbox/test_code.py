@@ -391,7 +391,7 @@ def test_comparison_of_outputs(found, expected, settings, is_right):
         ({"languages": {"x": "no_such_program main.x"}}, "needs no_such_program, which is not in the folders"),
         ({"languages": {"x": "sh program"}}, "must name the file"),
         ({"readable": ["/no/such/folder"]}, "Sandbox.readable: there is no '/no/such/folder'"),
-        ({"readable": ["/"]}, "Sandbox.readable='/' cannot be shown"),
+        ({"readable": ["/"]}, "Sandbox.readable='/' cannot be mounted"),
     ],
 )
 def test_settings_out_of_range(settings, words):

@@ -100,9 +100,13 @@ def weights(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize(
     ("make", "dtype", "setting"),
     [
-        (partial(torch.optim.AdamW, eps=1e-50), torch.float32, "eps must be representable in float32, got 1e-50"),
+        (
+            partial(torch.optim.AdamW, eps=1e-50),
+            torch.float32,
+            "eps must be representable in float32, but 1e-50 rounds to 0",
+        ),
         (partial(torch.optim.Adam, eps=1e-60), torch.bfloat16, "eps must be representable in bfloat16"),
-        (torch.optim.RMSprop, torch.float16, "eps must be representable in float16, got 1e-08"),
+        (torch.optim.RMSprop, torch.float16, "eps must be representable in float16, but 1e-08 rounds to 0"),
         (partial(torch.optim.Adafactor, eps=(1e-50, 1e-3)), torch.float32, r"eps\[0\] must be representable"),
     ],
 )

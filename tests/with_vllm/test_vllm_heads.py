@@ -62,5 +62,5 @@ def test_ratios_of_fresh_data_are_one_on_the_recorded_support(shared, truncation
 
 
 def test_more_tokens_than_there_are_is_refused_by_name(shared):
-    with pytest.raises(ValueError, match=r"data\.sampling\.head must be <= 64, .* got 65"):
+    with pytest.raises(ValueError, match=r"data\.sampling\.head must be <= 64 .* got 65"):
         shared[0].submit(requests_of([3], head=65))

@@ -178,7 +178,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
     needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
     if needed:
-        raise ValueError(f"{setting} must not have {', '.join(needed)}: every answer depends on it")
+        raise ValueError(f"{setting} must not contain {', '.join(needed)}: it affects every answer")
     return tuple(names)
 
 

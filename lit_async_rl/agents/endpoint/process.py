@@ -131,7 +131,7 @@ def _pickled(agent: Agent) -> bytes:
     shown = agent_name(agent)
     if "__main__" in (getattr(agent, "__module__", None), type(agent).__module__):
         raise ValueError(
-            f"ProcessAgent.agent={shown} is defined in the program that runs, which another process cannot import: "
+            f"ProcessAgent.agent={shown} is defined in the main script, which another process cannot import: "
             "put it into a module of its own"
         )
     try:

@@ -129,8 +129,8 @@ class EmbeddedEngine(EngineWrapper):
         )
         if own_process and self.cache_class is not SlotCache:
             raise ValueError(
-                f"data.engine.own_process must be False with {type(self).__name__}, whose {self.cache_class.__name__} "
-                "the child process does not know, got True"
+                f"data.engine.own_process must be False with {type(self).__name__}, because the child process does "
+                f"not know its {self.cache_class.__name__}, got True"
             )
         super().__init__(DecodeProcess(settings) if own_process else DecodeLoop(settings, self.cache_class))
         self.seed = seed
@@ -492,8 +492,8 @@ def recommend_vllm(lm: PreTrainedModel) -> None:
         return
     is_installed = importlib.util.find_spec("vllm") is not None
     log.warning(
-        "sampling with EmbeddedEngine on a GPU: it starts each kernel from Python, and vLLM, which does not, samples "
-        "from %.1f billion parameters faster: data.engine=VLLMEngine%s",
+        "EmbeddedEngine on a GPU launches each kernel from Python; with %.1f billion parameters, vLLM samples faster: "
+        "data.engine=VLLMEngine%s",
         *(num_parameters / 1e9, "" if is_installed else ' (pip install "lit-async-rl[vllm]")'),
     )
 

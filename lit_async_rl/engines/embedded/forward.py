@@ -340,7 +340,7 @@ class CachedForward:
         if lm.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
-                "uses, too, needs sdpa or eager, whose masks it can give"
+                "also uses, can build masks only for sdpa and eager"
             )
         if setting := ignored_setting(lm):
             raise ValueError(

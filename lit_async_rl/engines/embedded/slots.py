@@ -455,7 +455,7 @@ class Slots:
         """Request and sample of an active row."""
         owner = self._owners[row]
         if owner is None:
-            raise InvariantError("a free slot gave a token")
+            raise InvariantError("a free slot returned a token")
         return owner
 
     def _sampled(self, rows: Sequence[int]) -> list[Tokens]:
