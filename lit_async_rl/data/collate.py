@@ -98,8 +98,8 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    f"{needs_single_rows}, or an agent with one conversation: an agent's conversation has branches, so that "
-                    "a rollout has several rows"
+                    f"{needs_single_rows}, or an agent with one conversation: an agent's conversation has branches, so "
+                    "that a rollout has several rows"
                 )
             if rollout.branches and len(set(values)) > 1:
                 raise ValueError(
