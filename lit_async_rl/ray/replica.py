@@ -340,7 +340,7 @@ class Replica:
         with self._changed:
             if not self._wait(lambda: self._submitted >= after):
                 raise StalledError(
-                    f"requests sent before version {version} were not submitted within {self._limit_s:g} s"
+                    f"requests that precede weights {version} did not reach the engine within {self._limit_s:g} s"
                 )
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}

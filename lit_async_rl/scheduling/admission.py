@@ -228,8 +228,8 @@ class Admission:
         """
         if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
             raise ValueError(
-                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
-                f"{state['groups_per_round']} when the checkpoint was saved; between publications it must not change"
+                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, but was "
+                f"{state['groups_per_round']} when the checkpoint was saved, between two publications: keep that value"
             )
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:

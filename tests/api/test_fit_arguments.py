@@ -143,7 +143,7 @@ REWARDS = {
     "a parameter is missing": lambda completion: 1.0,
     "nothing gives it weight": lambda prompt, completion, weight: 1.0,
     "nothing gives it scale": lambda prompt, completion, *, scale: 1.0,
-    "change their order": lambda response, prompt: 1.0,
+    "swap the two parameters": lambda response, prompt: 1.0,
     "got the class: write MathVerify": rl.MathVerify,
     "got 'exact_match'": "exact_match",
 }

@@ -417,7 +417,7 @@ def test_parameters_that_are_recognized_by_name_may_stand_in_any_order(function)
     assert score(rl.CombinedReward({"it": function}), prompt, "yes", token_ids=(7,)).parts == {"it": 1.0}
     assert reward_name(reward).endswith(function.__name__)
     assert make_data(reward=function).reward is not None  # not refused
-    with pytest.raises(ValueError, match=r"Turned has the parameters \(completion, prompt\).*change their order"):
+    with pytest.raises(ValueError, match=r"Turned has the parameters \(completion, prompt\).*swap the two parameters"):
         as_reward_function(Turned())
 
 
