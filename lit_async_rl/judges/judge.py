@@ -606,8 +606,8 @@ class JudgeReward(Rebuildable):
             if error is not None:
                 raise error
             raise RewardError(
-                f"no reply from {self.model!r} ended with a verdict in the required format within JudgeReward.max_tokens="
-                f"{self.max_tokens} (set JudgeReward.on_unreadable to use a substitute)"
+                f"no reply from {self.model!r} ended with a verdict in the required format within "
+                f"JudgeReward.max_tokens={self.max_tokens} (set JudgeReward.on_unreadable to use a substitute)"
             )
         self._account.counts["substituted"] += 1
         self._log.warning("JudgeReward.%s=%s: %s", name, choice, error or "the judge's answer holds no verdict")
