@@ -31,7 +31,7 @@ from lit_async_rl.losses import PolicyLoss
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.losses.reference_kl import KLEstimator
 from lit_async_rl.models.lora import LoRA
-from lit_async_rl.models.packing import PrefixTreePacking
+from lit_async_rl.models.packing import PrefixTreePacking, SharedPromptPacking
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.prompts.curriculum import Curriculum
 from lit_async_rl.prompts.sources import Records
@@ -138,5 +138,5 @@ class FitSettings(DataSettings, total=False):
     dtype: str
     attn_implementation: str | None
     random_init: bool
-    packing: PrefixTreePacking | None
+    packing: PrefixTreePacking | SharedPromptPacking | None
     self_check: bool

@@ -611,8 +611,9 @@ def test_a_run_trains_on_branches_and_goes_on_without_dead_agents():
         assert oldest >= group.admitted_version
 
 
-def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed():
+def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed(tmp_path, monkeypatch):
     """Weights of whole rollouts and the optimal baseline, with all default callbacks and prefixes computed once."""
+    monkeypatch.chdir(tmp_path)
     groups = Groups()
     for steps, checkpoint in ((2, None), (4, "runs/version_0/checkpoints/last.ckpt")):
         engine = AgentEngine(

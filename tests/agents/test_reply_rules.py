@@ -154,7 +154,7 @@ def test_a_reply_that_was_sampled_again_can_be_withdrawn_or_discarded(codec):
             (same,) = await episode.complete(ASK["messages"], check=check, call_id=name)
             assert same is reply
             undo(name)
-        with pytest.raises(AgentCallError, match="the last one: it is neither"):
+        with pytest.raises(AgentCallError, match="the last fault: it is neither"):
             await episode.complete(ASK["messages"], check=check)
         await episode.complete(ASK["messages"])
         return 1.0

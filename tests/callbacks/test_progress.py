@@ -190,8 +190,7 @@ def test_who_logs_while_holding_a_lock_that_a_drawing_needs_waits_for_no_drawing
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             producer = trainer.datamodule._source._producer
             with of_engine if whose == "engine" else producer.changed:
-                asked.clear()
-                assert asked.wait(60.0)  # the drawing's thread is about to wait for the lock
+                assert asked.wait(60.0)  # the drawing's thread waits for the lock, or is about to
                 logs = threading.Thread(target=print, args=("replica 1 is lost",), daemon=True)
                 logs.start()
                 logs.join(20.0)
@@ -203,12 +202,16 @@ def test_who_logs_while_holding_a_lock_that_a_drawing_needs_waits_for_no_drawing
     def asked_stats():
         if whose == "producer":
             asked.set()
-        return stats()
+        try:
+            return stats()
+        finally:
+            asked.clear()
 
     def num_running(engine):
         if whose == "engine":
             asked.set()
         with of_engine:
+            asked.clear()
             return 0
 
     monkeypatch.setattr(data, "stats", asked_stats)

@@ -23,7 +23,7 @@ def test_a_missing_doubled_or_foreign_file_of_a_tape_is_noticed(tape, tmp_path, 
     content = {file: file.read_bytes() for file in files}
     for file in (files[0], files[3], files[-1]):
         file.unlink()
-        with pytest.raises(ValueError, match=f"{file.name} is missing"):
+        with pytest.raises(ValueError, match=f"{file.name}, listed in manifest.jsonl, is missing"):
             Tape(tape)
         file.write_bytes(content[file])
     lines = (tape / MANIFEST).read_text().splitlines(keepends=True)
