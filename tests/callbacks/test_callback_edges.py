@@ -158,7 +158,7 @@ def test_rolling_back_to_a_checkpoint_works_in_both_lightnings(package, tmp_path
 def test_rolling_back_to_files_that_nobody_can_wait_for_is_refused(tmp_path):
     alarm = CollapseAlarm(RollBackToCheckpoint(), **ALWAYS)
     settings = dict(plugins=[pl.plugins.io.AsyncCheckpointIO()], enable_checkpointing=True)
-    with pytest.raises(ValueError, match=r"Lightning's AsyncCheckpointIO does not tell .* BackgroundCheckpointIO"):
+    with pytest.raises(ValueError, match=r"Lightning's AsyncCheckpointIO does not report .* BackgroundCheckpointIO"):
         fit(Disturbed(), alarm, checkpoints(pl, tmp_path), data=BoundedRows(), **settings)
 
 

@@ -79,7 +79,7 @@ def test_malicious_checkpoints_are_refused_by_the_command_line_and_nothing_runs(
     assert "contains code, which is never executed: posix.system" in said_by_main(
         capsys, monkeypatch, "--ckpt_path", str(path)
     )
-    with pytest.raises(ValueError, match="holds code"):
+    with pytest.raises(ValueError, match="contains code"):
         AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
     torch.save({"weight": torch.zeros(3)}, path)
     assert "not a checkpoint of a PolicyModule" in said_by_main(capsys, monkeypatch, "--ckpt_path", str(path))
@@ -91,7 +91,7 @@ def test_a_malicious_sharded_checkpoint_is_refused_and_nothing_runs(tmp_path):
 
     torch.save({"version": 0}, tmp_path / "meta.pt")
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with pytest.raises(ValueError, match=r"\.metadata cannot be read: it holds code"):
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read: it contains code"):
         check_folder(tmp_path, "ckpt_path")
     assert not (tmp_path / "ran").exists()
 
