@@ -18,7 +18,9 @@ KEYS = [
 SETTINGS = {
     "JudgeReward.api_key_env": lambda key: rl.JudgeReward(model="m", base_url="http://localhost/v1", api_key_env=key),
     "JudgeReward.base_url": lambda key: rl.JudgeReward(model="m", base_url=key),
-    "JudgeReward.base_url must contain no user": lambda key: rl.JudgeReward(model="m", base_url=f"http://u:{key}@host/v1"),
+    "JudgeReward.base_url must contain no user": lambda key: rl.JudgeReward(
+        model="m", base_url=f"http://u:{key}@host/v1"
+    ),
     "OpenEnvEnvironment.api_key_env": lambda key: rl.OpenEnvEnvironment("http://localhost", api_key_env=key),
     "OpenEnvEnvironment.url": lambda key: rl.OpenEnvEnvironment(f"http://localhost?key={key}"),
     "McpTools.environment": lambda key: rl.McpTools(["server"], environment=[key]),
