@@ -22,12 +22,11 @@ PLAIN, GAC = [0.5, 0.4, 0.8], [0.7, 0.65, 0.75]
 
 @pytest.mark.slow
 def test_the_pages_tables_are_those_of_its_runs() -> None:
-    """`python -m benchmarks.staleness.page` writes them; the others are named, to be printed."""
+    """`python -m benchmarks.staleness.page` writes them; its `--help` lists the others, to be printed."""
     text = page.PAGE.read_text()
     assert text == page.fill(text)
     shown = set(re.findall(r"<!-- results: (\w+) -->", text))
     assert shown <= set(page.BLOCKS)
-    assert all(f"`{name}`" in text for name in set(page.BLOCKS) - shown)
 
 
 def finished(
