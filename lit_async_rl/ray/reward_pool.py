@@ -162,6 +162,8 @@ class RayReward(RemoteProxy):
         self._waiting: deque[Call] = deque()  # for which no actor has had room
         self._state: dict[str, Any] | None = None  # last reported, or to go on from
         self._home: Process | None = None  # that goes on from it
+        self._num_homes = 0
+        self._start: dict[str, Any] | None = None  # the state with its number, until that process has answered
         self._base: dict[str, float] = {}  # metrics of processes that are gone
         self._metrics_of: dict[int, dict[str, float]] = {}  # by number of the actor
 
@@ -252,12 +254,13 @@ class RayReward(RemoteProxy):
             if self._waiting[0].is_group:
                 size = 1
             calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
-            state = None
             if self._has_state and self._home is not process:
                 self._home = process
-                state = self._state
+                self._num_homes += 1
+                self._start = None if self._state is None else {"number": self._num_homes, "state": self._state}
             process.load[self._kind] += 1
-            task = self.pool.spawn(self._make(process, calls, state))
+            # Ray may begin with any of the calls that are under way: each has the state until one was answered
+            task = self.pool.spawn(self._make(process, calls, self._start))
             for call in calls:
                 call.task = task
 
@@ -268,16 +271,16 @@ class RayReward(RemoteProxy):
         home = self._home or next(iter(self.pool.ready), None)
         return home if home is not None and home.load[self._kind] < self._limit else None
 
-    async def _make(self, process: Process, calls: Sequence[Call], state: Mapping[str, Any] | None) -> None:
+    async def _make(self, process: Process, calls: Sequence[Call], start: Mapping[str, Any] | None) -> None:
         """Has a process make calls; several where the reward scores batches.
 
         Args:
             process: that has room.
             calls: that have waited.
-            state: that the reward is to go on from, before them.
+            start: state that the reward is to go on from, before the first of them, and its number.
         """
         try:
-            await self._ask(process, calls, state)
+            await self._ask(process, calls, start)
         except CallError as error:
             for call in calls:
                 call.fail(error)
@@ -285,7 +288,7 @@ class RayReward(RemoteProxy):
             process.load[self._kind] -= 1
             self.pool.hand_out()
 
-    async def _ask(self, process: Process, calls: Sequence[Call], state: Mapping[str, Any] | None) -> None:
+    async def _ask(self, process: Process, calls: Sequence[Call], start: Mapping[str, Any] | None) -> None:
         first = calls[0]
         completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
         begun = new_future() if wants(self.original, "begun") else None  # the reward has a queue of its own
@@ -297,7 +300,7 @@ class RayReward(RemoteProxy):
             list(completions),
             list(first.token_ids),
             first.is_group,
-            state,
+            start,
             check=partial(_find_fault, number=len(completions)),
             begun=begun,
         )
@@ -328,6 +331,8 @@ class RayReward(RemoteProxy):
         """Takes a valid answer."""
         if "state" in answer:
             self._state = dict(answer["state"])
+            if process is self._home:
+                self._start = None
         if "metrics" in answer:
             self._metrics_of[process.number] = dict(answer["metrics"])
         if (error := answer.get("error")) is not None:

@@ -43,6 +43,7 @@ class RewardWorker(PoolWorker):
         self._parts = parts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
         self._num_running: Counter[str] = Counter()  # by part
+        self._restored: Counter[str] = Counter()  # number of the last state, by part
         self._told: dict[str, float] = {}  # when metrics were last sent, by part
 
     async def prepare(self, folder: str | None) -> None:
@@ -72,7 +73,7 @@ class RewardWorker(PoolWorker):
         completions: Sequence[str],
         token_ids: Sequence[int],
         is_group: bool,
-        state: Mapping[str, Any] | None,
+        start: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """Rewards of completions, as plain data.
 
@@ -83,12 +84,14 @@ class RewardWorker(PoolWorker):
             completions: one, a batch, or those of a group.
             token_ids: of a single completion.
             is_group: whether they are to be scored together.
-            state: that the part is to go on from, before this call; None changes nothing.
+            start: `state` that the part is to go on from, and its `number`: the first call that has it restores it,
+                before it scores. None changes nothing.
         """
         part = self._parts[name]
         owner = hooks.owner_of(part)
-        if state is not None:
-            owner.restore_state(state)
+        if start is not None and start["number"] != self._restored[name]:
+            self._restored[name] = start["number"]
+            owner.restore_state(start["state"])
         self._num_running[name] += 1
         answer: dict[str, Any]
         try:

@@ -24,6 +24,8 @@ from lit_async_rl.errors import (
     RewardError,
     RewardSetupError,
 )
+from lit_async_rl.ray.pool import pack_prompt
+from lit_async_rl.ray.reward_worker import RewardWorker
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.scorer import Scorer
@@ -243,6 +245,21 @@ def test_a_reward_that_counts_is_in_one_actor_and_goes_on_in_the_next(ray_cluste
     assert ask(counting(PROMPT, "x")) == [123.0]
     counting.close()
     assert any(line.startswith(f"closed 123 {tmp_path}") for line in notes(tmp_path, "closed"))
+
+
+def test_whichever_call_comes_first_goes_on_from_the_state_and_the_others_do_not_begin_anew(tmp_path):
+    """Ray may begin with any of the calls that are under way."""
+    worker = RewardWorker({"reward": pool_parts.Counting(str(tmp_path))}, 1)
+
+    async def found(start):
+        call = worker.call("reward", [pack_prompt(PROMPT)], ["x"], [], False, start)
+        return (await call)["values"][0]
+
+    async def all_found():
+        starts = [{"number": 1, "state": {"num": 100}}] * 3 + [None, {"number": 2, "state": {"num": 7}}]
+        return [await found(start) for start in starts]
+
+    assert asyncio.run(all_found()) == [101.0, 102.0, 103.0, 104.0, 8.0]
 
 
 def test_what_cannot_be_sent_or_started_is_said_at_once(ray_cluster):
