@@ -312,7 +312,7 @@ STARTING_MODULES = {  # what each of them starts all the same, and the reason
     "lit_async_rl.ray.reward_worker": ("thread", "an actor of Ray scores in threads"),
     "lit_async_rl.ray.supervise": ("process", "an actor of Ray starts a rank, whose output its event loop reads"),
     "lit_async_rl.sandbox.kernel": ("frame", "structures of system calls"),
-    "lit_async_rl.sandbox.processes": ("process socket", "a warden, which the lasting thread starts, and the connection to it"),
+    "lit_async_rl.sandbox.processes": ("process socket", "a warden, started by the lasting thread, and its connection"),
     "lit_async_rl.sandbox.programs": ("socket", "a program of a sandbox answers its warden"),
     "lit_async_rl.sandbox.room": ("process socket", "a warden builds its room"),
     "lit_async_rl.sandbox.warden": ("process socket", "a warden forks for each program"),
