@@ -21,6 +21,7 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
+from lit_async_rl.training.distillation import Distillation, Distiller, TeacherView
 from lit_async_rl.training.whole_rollouts import WholeRollouts
 from lit_async_rl.types import RolloutBatch, known_support, log_mass
 from lit_async_rl.utils.checks import check_token_shape
@@ -73,6 +74,7 @@ class Objective:
         kl_coefficient: weight of the KL penalty to the reference policy.
         entropy_coefficient: weight of the entropy bonus.
         kl_estimator: estimator of the KL penalty, see `reference_kl`.
+        distiller: adds the divergence from a teacher, or puts it in the place of the policy loss; None is neither.
 
     Raises:
         ValueError: parts are incompatible, see `lit_async_rl.rules.of_objective`.
@@ -85,9 +87,21 @@ class Objective:
     kl_coefficient: float
     entropy_coefficient: float
     kl_estimator: KLEstimator = "token"
+    distiller: Distiller | None = None
 
     def __post_init__(self) -> None:
         rules.refuse(rules.of_objective(self.loss, self.proximal, self.correction, baseline=self.baseline))
+        rules.refuse(rules.of_distillation(self.distillation, self.baseline))
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """Settings of the distillation; None without it."""
+        return None if self.distiller is None else self.distiller.settings
+
+    @property
+    def trains_rewards(self) -> bool:
+        """Whether the policy loss is part of the loss; else rewards are measured only."""
+        return self.distillation is None or self.distillation.with_reward
 
     @property
     def needs_reference(self) -> bool:
@@ -132,16 +146,20 @@ class Objective:
         if reference is not None:
             with torch.no_grad():
                 reference_logprobs = _token_stats(reference, batch).logprobs
+        distiller = self.distiller
+        view = TeacherView() if distiller is None else distiller.look(batch)
         estimators = self._estimators()
         baseline = estimators[0].baseline  # no other one has any
         with baseline.record(policy) if baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts)
+            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts, view=view)
+        divergence = None if distiller is None else _divergence(distiller, view, stats, batch=batch)
         rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
         rows = batch
         if rollouts is not None:
             batch = rollouts.of_batch(batch)
             stats = _of_rollouts(stats, rollouts)
             reference_logprobs = None if reference_logprobs is None else rollouts.of_tokens(reference_logprobs)
+            divergence = None if divergence is None else rollouts.of_tokens(divergence)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch=batch)
@@ -172,10 +190,16 @@ class Objective:
         }
         if reference_logprobs is not None:
             signals["ref_log_ratio"] = detached - reference_logprobs
+        if divergence is not None:
+            signals["divergence"] = divergence.detach()
         if rollouts is not None:
             signals = {name: rollouts.to_rows(values) for name, values in signals.items()} | {"rollout": rows.rollout}
         signals["rewards"] = torch.where(rows.group_index >= 0, rows.rewards, torch.nan)  # NaN in padding rows
         signals["version"] = version
+        if not self.trains_rewards:
+            loss = torch.zeros_like(loss)  # not 0 times it, which may be infinite
+        if divergence is not None and self.distillation is not None:
+            loss = loss + self.distillation.coefficient * (batch.token_weights * divergence).sum()
         loss = loss + self._penalty(stats, reference_logprobs, batch)
         signals["loss"] = loss.detach()
         return loss, signals
@@ -263,15 +287,43 @@ def _loss_inputs(
 
 
 def _token_stats(
-    policy: Reference, batch: RolloutBatch, entropy_grad: bool = False, experts: Tensor | None = None
+    policy: Reference,
+    batch: RolloutBatch,
+    entropy_grad: bool = False,
+    experts: Tensor | None = None,
+    view: TeacherView = TeacherView(),  # noqa: B008  frozen
 ) -> TokenStats:
+    """Statistics with the sampler's support; those of the view come before it, and stand in `compared`, or behind it.
+
+    The teacher's likeliest tokens are evaluated in the same pass as those of the sampler's heads.
+    """
+    known = [ids for ids in (batch.head_ids, view.head_ids) if ids is not None]
+    more: dict[str, Any] = {} if view.compare is None else {"compare": view.compare}
     stats = policy(
         batch.input_ids,
         batch.loss_mask,
         batch.temperature,
         entropy_grad,
         batch.group_index,
-        head_ids=batch.head_ids,
+        head_ids=torch.cat(known, dim=-1) if known else None,
         experts=experts,
+        **more,
     )
-    return on_support(stats, batch)
+    if view.head_ids is None:
+        return on_support(stats, batch)
+    width = stats.head.shape[-1] - view.head_ids.shape[-1]
+    own = on_support(dataclasses.replace(stats, head=stats.head[..., :width]), batch)
+    return dataclasses.replace(own, teacher_head=stats.head[..., width:])
+
+
+def _divergence(
+    distiller: Distiller, view: TeacherView, stats: TokenStats, batch: RolloutBatch
+) -> Float[Tensor, "B T"]:
+    """Divergence from the teacher at each token that trains, with gradient."""
+    if stats.compared is not None:
+        return stats.compared
+    if stats.teacher_head is not None:
+        return torch.where(batch.loss_mask, distiller.of_head(stats.teacher_head, view), 0.0)
+    with torch.no_grad():
+        teacher = _token_stats(distiller.ready, batch).logprobs
+    return distiller.of_tokens(stats.logprobs, teacher, batch)
