@@ -265,6 +265,7 @@ from .training.checkpoint_io import BackgroundCheckpointIO as BackgroundCheckpoi
 from .training.distillation import Distillation as Distillation
 from .training.distillation import EngineTeacher as EngineTeacher
 from .training.distillation import LocalTeacher as LocalTeacher
+from .training.distillation import SourceTeachers as SourceTeachers
 from .training.distillation import Teacher as Teacher
 from .training.module import PolicyModule as PolicyModule
 from .training.optimizer import ConstantRate as ConstantRate

@@ -1,4 +1,4 @@
-r"""Divergences of a student from its teacher at the states that the student visits. N tokens, V vocabulary.
+r"""Divergences of a student from its teacher at the states that the student visits. V vocabulary.
 
 With p the student, q the teacher, both at the sampling temperature:
 
@@ -25,8 +25,8 @@ Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 def divergence(
-    kind: Divergence, student: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"], beta: float = 0.5
-) -> Float[Tensor, " N"]:
+    kind: Divergence, student: Float[Tensor, "*N V"], teacher: Float[Tensor, "*N V"], beta: float = 0.5
+) -> Float[Tensor, "*N"]:
     """Divergence at each state, in nats.
 
     Args:
@@ -43,14 +43,14 @@ def divergence(
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def _kl(first: Float[Tensor, "N V"], second: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+def _kl(first: Float[Tensor, "*N V"], second: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
     """KL(first || second); tokens that the first never says count for nothing."""
     never = first == -torch.inf
     difference = (first - second).masked_fill(never, 0.0)
     return (first.exp() * difference).sum(-1)
 
 
-def with_tail(head: Float[Tensor, "N k"]) -> Float[Tensor, "N k1"]:
+def with_tail(head: Float[Tensor, "*N k"]) -> Float[Tensor, "*N k1"]:
     """Log-probabilities of k tokens, and behind them that of all others together.
 
     Of two distributions merged in this way the divergence is at most that of the whole ones (it loses how the others

@@ -31,7 +31,7 @@ class TokenStats:
         entropy: entropy of its distribution, in nats.
         head: log-probabilities of the k tokens in `head_ids` at its position (k = 0 by default).
         compared: what `compare` made of its distribution; None without it.
-        teacher_head: as `head`, of a teacher's likeliest tokens; None without any.
+        more: as `head`, of further tokens; None without any.
         rows: layout of the forward pass if it was packed.
     """
 
@@ -39,7 +39,7 @@ class TokenStats:
     entropy: Float[Tensor, "B T"]
     head: Float[Tensor, "B T k"]
     compared: Float[Tensor, "B T"] | None = None
-    teacher_head: Float[Tensor, "B T q"] | None = None
+    more: Float[Tensor, "B T q"] | None = None
     rows: PackedRows | None = None
 
 

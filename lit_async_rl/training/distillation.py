@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import chain
@@ -32,10 +32,11 @@ from lit_async_rl.losses.reference_kl import reference_kl
 from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.packing import PrefixTreePacking, check_packable
-from lit_async_rl.models.policy import CausalPolicy, Compare, TokenStats, scatter
+from lit_async_rl.models.policy import CausalPolicy, Compare, scatter
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.threads import ThreadPool
-from lit_async_rl.types import RolloutBatch
+from lit_async_rl.training.token_stats import token_stats
+from lit_async_rl.types import Prompt, RolloutBatch
 from lit_async_rl.utils.checks import check_choice, check_range
 
 MAX_ASKED = 16  # sequences at a time
@@ -44,22 +45,11 @@ Likeliest = tuple[Int[Tensor, "B T k"], Float[Tensor, "B T k"]]
 
 
 class OpenTeacher(ABC):
-    """A teacher that is ready. Called as a `CausalPolicy`, it gives the log-probabilities of sampled tokens."""
-
-    sees_all = True  # whole distributions, not the likeliest tokens only
+    """A teacher that is ready."""
 
     @abstractmethod
-    def __call__(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
-        group_index: Int[Tensor, " B"] | None = None,
-        head_ids: Int[Tensor, "B T k"] | None = None,
-        experts: Tensor | None = None,
-    ) -> TokenStats:
-        """Log-probabilities of the tokens of `mask`."""
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the tokens that train."""
 
     @abstractmethod
     def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
@@ -150,9 +140,8 @@ class _OpenLocalTeacher(OpenTeacher):
         self.policy = policy
 
     @torch.no_grad()
-    def __call__(self, *args: Any, **kwargs: Any) -> TokenStats:
-        found: TokenStats = self.policy(*args, **kwargs)
-        return found
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        return token_stats(self.policy, batch).logprobs
 
     @torch.no_grad()
     def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
@@ -184,8 +173,6 @@ class _OpenLocalTeacher(OpenTeacher):
 class RemoteTeacher(OpenTeacher):
     """A teacher that is asked for the log-probabilities of whole sequences, at temperature 1."""
 
-    sees_all = False
-
     @abstractmethod
     def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
         """For each sequence, and each of its tokens but the first: log-probabilities by token id.
@@ -193,23 +180,12 @@ class RemoteTeacher(OpenTeacher):
         Those of the token itself, and of the `num` likeliest.
         """
 
-    def __call__(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
-        group_index: Int[Tensor, " B"] | None = None,
-        head_ids: Int[Tensor, "B T k"] | None = None,
-        experts: Tensor | None = None,
-    ) -> TokenStats:
-        logprobs = torch.zeros(input_ids.shape)
-        for row, (ids, choices) in self._answers(input_ids, mask, num=0).items():
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        logprobs = torch.zeros(batch.input_ids.shape)
+        for row, (ids, choices) in self._answers(batch.input_ids, batch.loss_mask, num=0).items():
             for place, choice in enumerate(choices, start=1):
                 logprobs[row, place] = choice[ids[place]]
-        logprobs = torch.where(mask, logprobs.to(mask.device), 0.0)
-        nothing = torch.zeros_like(logprobs)
-        return TokenStats(logprobs=logprobs, entropy=nothing, head=nothing[..., None][..., :0])
+        return torch.where(batch.loss_mask, logprobs.to(batch.loss_mask.device), 0.0)
 
     def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
         found_ids = torch.zeros(*batch.input_ids.shape, num, dtype=torch.long)
@@ -286,6 +262,114 @@ class _OpenEngineTeacher(RemoteTeacher):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceTeachers(Teacher):
+    """One teacher for the prompts of each source.
+
+    Args:
+        key: key of `Prompt.metadata` that names the source.
+        teachers: by that name: Hugging Face names or folders, or teachers.
+    """
+
+    key: str
+    teachers: dict[str, str | Teacher]
+
+    @property
+    def all(self) -> list[Teacher]:
+        """The teachers in their order."""
+        return [as_teacher(teacher) for teacher in self.teachers.values()]
+
+    @property
+    def sees_all(self) -> bool:  # type: ignore[override]
+        return all(teacher.sees_all for teacher in self.all)
+
+    @property
+    def gives_likeliest(self) -> bool:  # type: ignore[override]
+        return all(teacher.gives_likeliest for teacher in self.all)
+
+    @property
+    def any_temperature(self) -> bool:  # type: ignore[override]
+        return all(teacher.any_temperature for teacher in self.all)
+
+    def number_of(self, prompt: Prompt) -> int:
+        """Number of the teacher for a prompt.
+
+        Raises:
+            ValueError: the prompt names no source, or one without a teacher.
+        """
+        name = prompt.metadata.get(self.key)
+        if name not in self.teachers:
+            raise ValueError(
+                f"model.distillation.teacher has teachers for {self.key}={', '.join(self.teachers)}, and none for a "
+                f"prompt with {self.key}={name}"
+            )
+        return list(self.teachers).index(name)
+
+    def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
+        return _OpenSourceTeachers([teacher.open(student, model, device) for teacher in self.all])
+
+
+class _OpenSourceTeachers(OpenTeacher):
+    def __init__(self, teachers: Sequence[OpenTeacher]) -> None:
+        self._teachers = teachers
+
+    def _parts(self, batch: RolloutBatch) -> Iterator[tuple[OpenTeacher, Int[Tensor, " n"], RolloutBatch]]:
+        """Each teacher that has rows, their numbers, and the batch of them."""
+        if batch.source is None:
+            raise SetupError("the batch does not name the sources of its prompts: is WeightSync among the callbacks?")
+        for number, teacher in enumerate(self._teachers):
+            rows = (batch.source == number).nonzero()[:, 0]
+            if len(rows):
+                yield teacher, rows, batch.select(rows, batch.input_ids.shape[1])
+
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        found = torch.zeros_like(batch.behavior_logprobs)
+        for teacher, rows, part in self._parts(batch):
+            found[rows] = teacher.sampled(part).to(found.dtype)
+        return found
+
+    def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
+        ids = batch.input_ids.new_zeros(*batch.input_ids.shape, num)
+        logprobs = batch.behavior_logprobs.new_zeros(ids.shape)
+        for teacher, rows, part in self._parts(batch):
+            chosen = teacher.likeliest(part, num)
+            ids[rows] = chosen[0]
+            logprobs[rows] = chosen[1].to(logprobs.dtype)
+        return ids, logprobs
+
+    def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
+        if not batch.loss_mask.any():  # padding
+            return self._teachers[0].compare(batch, measure)
+        owners = batch.loss_mask.new_zeros(batch.loss_mask.shape, dtype=torch.long)
+        comparisons = []
+        for number, (teacher, rows, part) in enumerate(self._parts(batch)):
+            owners[rows] = number
+            comparisons.append(teacher.compare(part, measure))
+        owners = owners[batch.loss_mask]  # of the tokens that train, in the order of a forward pass
+        places = torch.zeros_like(owners)
+        for number in range(len(comparisons)):
+            places[owners == number] = torch.arange(int((owners == number).sum()), device=places.device)
+
+        def compared(student: Float[Tensor, "n V"], numbers: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+            found = student.new_zeros(len(student))
+            for number, one in enumerate(comparisons):
+                chosen = (owners[numbers] == number).nonzero()[:, 0]
+                if len(chosen):
+                    found = found.index_put((chosen,), one(student[chosen], places[numbers[chosen]]))
+            return found
+
+        return compared
+
+    def close(self) -> None:
+        for teacher in self._teachers:
+            teacher.close()
+
+
+def as_teacher(teacher: str | Teacher) -> Teacher:
+    """A teacher; of a name or folder the model in the trainer's process."""
+    return LocalTeacher(model=teacher) if isinstance(teacher, str) else teacher
+
+
+@dataclass(frozen=True, kw_only=True)
 class Distillation:
     """Distills a teacher into the policy, on the policy's own rollouts.
 
@@ -347,7 +431,7 @@ class Distillation:
     @property
     def source(self) -> Teacher:
         """The teacher as a `Teacher`."""
-        return LocalTeacher(model=self.teacher) if isinstance(self.teacher, str) else self.teacher
+        return as_teacher(self.teacher)
 
     def measure(self, student: Float[Tensor, "*N V"], teacher: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
         """The divergence of distributions."""

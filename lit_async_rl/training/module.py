@@ -42,7 +42,7 @@ from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
 from lit_async_rl.training.distillation import Distillation, Distiller
 from lit_async_rl.training.end_check import check_end
-from lit_async_rl.training.objective import Objective, Reference
+from lit_async_rl.training.objective import Objective
 from lit_async_rl.training.optimizer import (
     ConstantRate,
     RateSchedule,
@@ -57,6 +57,7 @@ from lit_async_rl.training.optimizer import (
     scheduled_rate,
     warn_of_lost_updates,
 )
+from lit_async_rl.training.token_stats import Reference
 from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps

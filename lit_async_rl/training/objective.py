@@ -21,36 +21,11 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
-from lit_async_rl.training.distillation import Distillation, Distiller, TeacherView
+from lit_async_rl.training.distillation import Distillation, Distiller, SourceTeachers, TeacherView
+from lit_async_rl.training.token_stats import Reference, token_stats
 from lit_async_rl.training.whole_rollouts import WholeRollouts
-from lit_async_rl.types import RolloutBatch, known_support, log_mass
+from lit_async_rl.types import Prompt, RolloutBatch
 from lit_async_rl.utils.checks import check_token_shape
-
-# -- Replay of the sampler's truncated support (top-k, top-p, min-p) in the trainer's log-probabilities ---------------
-
-
-def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
-    """Log-probabilities renormalised over the tokens that the sampler could choose from.
-
-    A truncated sampler draws from pi restricted to a support S. At equal weights the ratio is 1 only if the trainer's
-    log-probability is log pi - log pi(S), too, with pi(S) the sum of pi over S. The engine records the likeliest tokens
-    H of S (`data.sampling.head`) with their probabilities q, which sum to 1 over S:
-
-        log pi(S) = log pi(H) - log q(H)
-
-    This is exact if all of S is recorded, because q(H) is then 1. Otherwise it is exact for the sampling policy (its q
-    is pi / pi(S)), so that fresh data have ratios of 1 with a head of any size. For another policy it assumes that the
-    tokens of S outside of H have kept their share of S. Without truncation nothing changes. The entropy is that of the
-    whole distribution.
-    """
-    if batch.head_logprobs is None or stats.head.shape[-1] == 0:
-        return stats
-    known = known_support(batch.head_logprobs, batch.loss_mask, batch.truncated)
-    total = log_mass(stats.head, known) - log_mass(batch.head_logprobs, known)
-    return dataclasses.replace(stats, logprobs=stats.logprobs - total, head=stats.head - total[..., None])
-
-
-Reference = Callable[..., TokenStats]  # has the signature of `CausalPolicy`, and frozen weights
 
 
 @dataclass(frozen=True)
@@ -99,6 +74,12 @@ class Objective:
         return None if self.distiller is None else self.distiller.settings
 
     @property
+    def source_of(self) -> Callable[[Prompt], int] | None:
+        """Number of the teacher for a prompt; None if all have one."""
+        teacher = None if self.distillation is None else self.distillation.source
+        return teacher.number_of if isinstance(teacher, SourceTeachers) else None
+
+    @property
     def trains_rewards(self) -> bool:
         """Whether the policy loss is part of the loss; else rewards are measured only."""
         return self.distillation is None or self.distillation.with_reward
@@ -145,13 +126,20 @@ class Objective:
         reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
-                reference_logprobs = _token_stats(reference, batch).logprobs
+                reference_logprobs = token_stats(reference, batch).logprobs
         distiller = self.distiller
         view = TeacherView() if distiller is None else distiller.look(batch)
         estimators = self._estimators()
         baseline = estimators[0].baseline  # no other one has any
         with baseline.record(policy) if baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts, view=view)
+            stats = token_stats(
+                policy,
+                batch,
+                self.entropy_coefficient != 0,
+                experts=batch.experts,
+                more_ids=view.head_ids,
+                compare=view.compare,
+            )
         divergence = None if distiller is None else _divergence(distiller, view, stats, batch=batch)
         rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
         rows = batch
@@ -286,44 +274,12 @@ def _loss_inputs(
     )
 
 
-def _token_stats(
-    policy: Reference,
-    batch: RolloutBatch,
-    entropy_grad: bool = False,
-    experts: Tensor | None = None,
-    view: TeacherView = TeacherView(),  # noqa: B008  frozen
-) -> TokenStats:
-    """Statistics with the sampler's support; those of the view come before it, and stand in `compared`, or behind it.
-
-    The teacher's likeliest tokens are evaluated in the same pass as those of the sampler's heads.
-    """
-    known = [ids for ids in (batch.head_ids, view.head_ids) if ids is not None]
-    more: dict[str, Any] = {} if view.compare is None else {"compare": view.compare}
-    stats = policy(
-        batch.input_ids,
-        batch.loss_mask,
-        batch.temperature,
-        entropy_grad,
-        batch.group_index,
-        head_ids=torch.cat(known, dim=-1) if known else None,
-        experts=experts,
-        **more,
-    )
-    if view.head_ids is None:
-        return on_support(stats, batch)
-    width = stats.head.shape[-1] - view.head_ids.shape[-1]
-    own = on_support(dataclasses.replace(stats, head=stats.head[..., :width]), batch)
-    return dataclasses.replace(own, teacher_head=stats.head[..., width:])
-
-
 def _divergence(
     distiller: Distiller, view: TeacherView, stats: TokenStats, batch: RolloutBatch
 ) -> Float[Tensor, "B T"]:
     """Divergence from the teacher at each token that trains, with gradient."""
     if stats.compared is not None:
         return stats.compared
-    if stats.teacher_head is not None:
-        return torch.where(batch.loss_mask, distiller.of_head(stats.teacher_head, view), 0.0)
-    with torch.no_grad():
-        teacher = _token_stats(distiller.ready, batch).logprobs
-    return distiller.of_tokens(stats.logprobs, teacher, batch)
+    if stats.more is not None:
+        return torch.where(batch.loss_mask, distiller.of_head(stats.more, view), 0.0)
+    return distiller.of_tokens(stats.logprobs, distiller.ready.sampled(batch), batch)

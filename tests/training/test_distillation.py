@@ -140,7 +140,8 @@ class Given(rl.Teacher):
 def gradient(models, batch, chunk_tokens=4096, packing=None, coefficient=1.0, **settings):
     student, teacher = models
     policy = CausalPolicy(student, chunk_tokens, packing)
-    distillation = rl.Distillation(teacher=Given(teacher, packing), coefficient=coefficient, **settings)
+    given = teacher if isinstance(teacher, rl.Teacher) else Given(teacher, packing)
+    distillation = rl.Distillation(teacher=given, coefficient=coefficient, **settings)
     distiller = Distiller(distillation)
     distiller.open(policy, MODEL, torch.device("cpu"))
     objective = Objective(rl.Reinforce(), rl.BehaviorProximal(), None, None, 0.0, 0.0, distiller=distiller)
@@ -180,6 +181,43 @@ def test_the_analytic_gradient_is_that_of_a_loop_over_tokens(models, kind):
 
 def _vocabulary(models):
     return models[0].config.vocab_size
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 4}, {"top_k": 3}, {"gradient": "sampled"}], ids=str)
+def test_each_source_has_its_teacher(models, settings):
+    """The gradient is the sum of those of the rows of each source, with its teacher."""
+    student, teacher = models
+    torch.manual_seed(5)
+    other = GPT2LMHeadModel(teacher.config).double().eval()
+    source = torch.tensor([0, 1, 0, 0, 1, 1])
+    batch = batch_of(student)
+    teachers = rl.SourceTeachers(key="kind", teachers={"a": Given(teacher), "b": Given(other)})
+    loss, own, signals = gradient((student, teachers), batch.replace(source=source), **settings)
+    expected = []
+    for number, one in enumerate((teacher, other)):
+        rows = (source == number).nonzero()[:, 0]
+        expected.append(gradient((student, one), batch.select(rows, batch.input_ids.shape[1]), **settings))
+        assert torch.equal(signals["divergence"][rows] != 0, batch.loss_mask[rows])
+    assert float(loss.detach()) == pytest.approx(sum(float(one[0].detach()) for one in expected), rel=1e-6)
+    wanted = expected[0][1] + expected[1][1]
+    assert (own - wanted).norm() < 1e-6 * wanted.norm()
+    empty = batch.replace(source=source, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert float(gradient((student, teachers), empty, **settings)[0]) == 0
+
+
+def test_a_run_with_a_teacher_for_each_source():
+    def prompts(names):
+        return [{"prompt": f"{number}=", "kind": names[number % len(names)]} for number in range(32)]
+
+    teachers = rl.SourceTeachers(key="kind", teachers={"a": MODEL, "b": rl.LocalTeacher(model=MODEL)})
+    for names in (["a", "b"], ["a", "c"]):
+        module = make_module(random_init=True, distillation=rl.Distillation(teacher=teachers))
+        data = make_data(prompts=rl.InMemoryPrompts(prompts(names)), reward=rl.no_reward)
+        if "c" in names:
+            with pytest.raises(ValueError, match="has teachers for kind=a, b, and none for a prompt with kind=c"):
+                fit(module, data, 2)
+        else:
+            fit(module, data, 2)
 
 
 def test_the_sampled_gradient_is_unbiased_with_importance_weights_and_biased_without(models):
@@ -240,7 +278,7 @@ def test_an_engine_is_a_teacher_of_sampled_tokens(models, tmp_path):
     distiller = Distiller(rl.Distillation(teacher=there, gradient="sampled"))
     distiller.open(CausalPolicy(models[0]), MODEL, torch.device("cpu"))
     try:
-        found = distiller.ready(batch.input_ids, batch.loss_mask).logprobs
+        found = distiller.ready.sampled(batch)
     finally:
         distiller.close()
     with torch.no_grad():
@@ -317,7 +355,6 @@ def test_fit_needs_no_reward_and_says_nothing_of_missing_signal(tmp_path, capsys
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(divergence="kl"), "model.distillation.divergence must be reverse_kl, forward_kl or jsd, got"),
         (dict(beta=1.0), "model.distillation.beta must be between 0 and 1, got 1.0"),
         (dict(coefficient=0.0), "model.distillation.coefficient must be positive, got 0.0"),
         (dict(top_k=0), "model.distillation.top_k must be"),
