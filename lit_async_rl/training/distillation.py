@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, get_args
@@ -84,6 +85,15 @@ class Teacher(ABC):
         """
 
 
+@contextmanager
+def named() -> Iterator[None]:
+    """Context in which a model is loaded: errors name the teacher's setting, not that of the policy."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(str(error).replace("model.model", "model.distillation.teacher")) from error
+
+
 def check_same_tokens(student: str, teacher: str) -> None:
     """Checks that two models read and write the same tokens.
 
@@ -91,7 +101,8 @@ def check_same_tokens(student: str, teacher: str) -> None:
         ValueError: they do not.
     """
     own = TextCodec(student)
-    other = TextCodec(teacher)
+    with named():
+        other = TextCodec(teacher)
     if own.vocabulary_digest != other.vocabulary_digest:
         raise ValueError(
             f"model.distillation.teacher={teacher!r} has another tokenizer than model.model={student!r}: "
@@ -121,7 +132,8 @@ class LocalTeacher(Teacher):
 
     def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
         check_same_tokens(model, self.model)
-        lm = load_policy(self.model, dtype=self.dtype, attn_implementation=self.attn_implementation)
+        with named():
+            lm = load_policy(self.model, dtype=self.dtype, attn_implementation=self.attn_implementation)
         policy = CausalPolicy(lm, student.chunk_tokens, _packing(student.packing, lm))
         return _OpenLocalTeacher(policy.requires_grad_(False).to(device))
 
