@@ -67,6 +67,8 @@ class WeightSync(pl.Callback):
         """
         data.use_model(module.model)
         rules.refuse(rules.of_run(trainer, module, data))
+        if module.objective.distiller is not None:
+            module.objective.distiller.check(module.policy, module.model)
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         if data.sampling.experts:

@@ -51,8 +51,10 @@ class ServerTeacher(Teacher):
         check_range("ServerTeacher", "positive", timeout_s=self.timeout_s)
         check_range("ServerTeacher", "integer positive", max_concurrent=self.max_concurrent)
 
-    def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
+    def check(self, model: str) -> None:
         check_same_tokens(model, self.tokenizer or self.model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
         return _OpenServerTeacher(self)
 
 

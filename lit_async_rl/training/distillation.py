@@ -71,17 +71,24 @@ class Teacher(ABC):
     gives_likeliest = True  # or at least those of the likeliest tokens
     any_temperature = True  # else log-probabilities at temperature 1 only
 
+    def check(self, model: str) -> None:  # noqa: B027  (one whose tokens are known needs none)
+        """Checks, before a run leaves anything behind, that it can teach a model.
+
+        Args:
+            model: name or folder of the student.
+
+        Raises:
+            FileNotFoundError: it has no tokenizer.
+            ValueError: it has another tokenizer or chat template.
+        """
+
     @abstractmethod
-    def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
         """Makes it ready, at the beginning of a fit.
 
         Args:
             student: policy in training.
-            model: name or folder of the student.
             device: of the trainer.
-
-        Raises:
-            ValueError: it has another tokenizer or chat template.
         """
 
 
@@ -130,8 +137,10 @@ class LocalTeacher(Teacher):
     dtype: str = "float32"
     attn_implementation: str | None = None
 
-    def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
+    def check(self, model: str) -> None:
         check_same_tokens(model, self.model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
         with named():
             lm = load_policy(self.model, dtype=self.dtype, attn_implementation=self.attn_implementation)
         policy = CausalPolicy(lm, student.chunk_tokens, _packing(student.packing, lm))
@@ -242,8 +251,10 @@ class EngineTeacher(Teacher):
     gives_likeliest = False
     any_temperature = False
 
-    def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
+    def check(self, model: str) -> None:
         check_same_tokens(model, self.model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
         engine = self.engine.fresh()
         engine.setup(self.model)
         lm = load_policy(self.model)
@@ -316,8 +327,12 @@ class SourceTeachers(Teacher):
             )
         return list(self.teachers).index(name)
 
-    def open(self, student: CausalPolicy, model: str, device: torch.device) -> OpenTeacher:
-        return _OpenSourceTeachers([teacher.open(student, model, device) for teacher in self.all])
+    def check(self, model: str) -> None:
+        for teacher in self.all:
+            teacher.check(model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+        return _OpenSourceTeachers([teacher.open(student, device) for teacher in self.all])
 
 
 class _OpenSourceTeachers(OpenTeacher):
@@ -457,15 +472,19 @@ class Distiller:
     settings: Distillation
     teacher: OpenTeacher | None = None
 
-    def open(self, student: CausalPolicy, model: str, device: torch.device) -> None:
-        """Makes the teacher ready; arguments and errors as of `Teacher.open`."""
+    def check(self, student: CausalPolicy, model: str) -> None:
+        """Checks that the teacher can teach this model; errors as of `Teacher.check`."""
         size = student.causal_lm.config.get_text_config().vocab_size
         if self.settings.top_k is not None and self.settings.top_k >= size:
             raise ValueError(
                 f"model.distillation.top_k={self.settings.top_k} must be less than the vocabulary, {size} tokens: null "
                 "compares them all"
             )
-        self.teacher = self.settings.source.open(student, model, device)
+        self.settings.source.check(model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> None:
+        """Makes the teacher ready; arguments as of `Teacher.open`."""
+        self.teacher = self.settings.source.open(student, device)
 
     def close(self) -> None:
         """Ends the teacher. Safe to call twice."""

@@ -131,7 +131,7 @@ class Given(rl.Teacher):
         self.lm = lm
         self.packing = packing
 
-    def open(self, student, model, device):
+    def open(self, student, device):
         from lit_async_rl.training.distillation import _OpenLocalTeacher
 
         return _OpenLocalTeacher(CausalPolicy(self.lm, student.chunk_tokens, self.packing).requires_grad_(False))
@@ -143,7 +143,7 @@ def gradient(models, batch, chunk_tokens=4096, packing=None, coefficient=1.0, **
     given = teacher if isinstance(teacher, rl.Teacher) else Given(teacher, packing)
     distillation = rl.Distillation(teacher=given, coefficient=coefficient, **settings)
     distiller = Distiller(distillation)
-    distiller.open(policy, MODEL, torch.device("cpu"))
+    distiller.open(policy, torch.device("cpu"))
     objective = Objective(rl.Reinforce(), rl.BehaviorProximal(), None, None, 0.0, 0.0, distiller=distiller)
     loss, signals = objective(policy, None, batch, 0)
     return loss, torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(student.parameters()))]), signals
@@ -276,7 +276,7 @@ def test_an_engine_is_a_teacher_of_sampled_tokens(models, tmp_path):
     batch = batch_of(models[0], temperature=1.0)
     there = rl.EngineTeacher(model=MODEL, engine=rl.EmbeddedEngine())
     distiller = Distiller(rl.Distillation(teacher=there, gradient="sampled"))
-    distiller.open(CausalPolicy(models[0]), MODEL, torch.device("cpu"))
+    distiller.open(CausalPolicy(models[0]), torch.device("cpu"))
     try:
         found = distiller.ready.sampled(batch)
     finally:
@@ -456,7 +456,7 @@ def test_a_server_that_cannot_be_a_teacher_is_named(models, status, body, messag
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/v1"
         teacher = rl.ServerTeacher(base_url=address, model="m", tokenizer=MODEL).open(
-            CausalPolicy(models[0]), MODEL, torch.device("cpu")
+            CausalPolicy(models[0]), torch.device("cpu")
         )
         try:
             with pytest.raises(EngineError, match=f"ServerTeacher.base_url={address}.*{message}"):

@@ -46,7 +46,7 @@ def address(tmp_path_factory):
 def test_log_probabilities_are_the_models(address):
     lm = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     settings = rl.ServerTeacher(base_url=address, model="teacher", tokenizer=MODEL)
-    teacher = settings.open(CausalPolicy(lm), MODEL, torch.device("cpu"))
+    teacher = settings.open(CausalPolicy(lm), torch.device("cpu"))
     sequences = [[3, 5, 4, 9, 7], [3, 3, 4]]
     try:
         for num in (0, 5):
