@@ -588,7 +588,7 @@ class LocalModel:
             length = len(asked.token_ids)
             longest = engine.max_model_len
             _resolve(
-                asked.future, FinalRewardError(f"a question of {length} tokens is longer than the judge's {longest}")
+                asked.future, FinalRewardError(f"a question to the judge has {length} tokens, which is more than its {longest}")
             )
             return
         sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))

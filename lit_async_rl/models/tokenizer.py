@@ -240,8 +240,8 @@ class TextCodec:
             ) from error
         if (lost := self._left_out(messages, options)) is not None:
             raise ValueError(
-                f"the chat template of {self.model!r} leaves out message {lost}, of the role {messages[lost]['role']}, "
-                "in a conversation like this: the policy would never read it"
+                f"the chat template of {self.model!r} leaves out message {lost} (role {messages[lost]['role']}) in a "
+                "conversation like this: the policy would never read it"
             )
         return tuple(ids)
 

@@ -99,7 +99,7 @@ class UsablePrompts:
 
     def _leave_out(self, number: int, problem: str) -> None:
         if self._source.on_bad_prompt == "error":
-            raise ValueError(f"{problem} (set on_bad_prompt: skip to leave such prompts out)")
+            raise ValueError(f"{problem} (to leave such prompts out, set on_bad_prompt: skip)")
         self.left_out.add(number)
         count = len(self.left_out)
         total = len(self._source)

@@ -59,7 +59,7 @@ def test_wrong_messages_are_named_with_file_and_line(messages, words, make):
 
 
 def test_a_template_is_for_text_only(make):
-    with pytest.raises(ValueError, match=r"line 1.*holds messages, but template='Q: {prompt}' is for prompts that are"):
+    with pytest.raises(ValueError, match=r"line 1.*holds messages, but template='Q: {prompt}' is for text prompts"):
         make("jsonl", [{"prompt": CHAT, "answer": 1}], template="Q: {prompt}")
 
 
