@@ -587,9 +587,8 @@ class LocalModel:
         if room < 1:
             length = len(asked.token_ids)
             longest = engine.max_model_len
-            _resolve(
-                asked.future, FinalRewardError(f"a question to the judge has {length} tokens, which is more than its {longest}")
-            )
+            problem = f"a question to the judge has {length} tokens, which is more than its context of {longest}"
+            _resolve(asked.future, FinalRewardError(problem))
             return
         sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
         request = GenerationRequest(id=number, prompt_ids=asked.token_ids, num_samples=1, sampling=sampling)

@@ -118,7 +118,9 @@ def test_advantages_of_turns_refuse_branches():
         )
         for r in group.rollouts
     ]
-    with pytest.raises(ValueError, match="different advantages, but the branches of an agent's conversation must share one"):
+    with pytest.raises(
+        ValueError, match="different advantages, but the branches of an agent's conversation must share one"
+    ):
         collated([replace(group, rollouts=tuple(rollouts))], advantage=TurnReturns(gamma=0.5))
 
 

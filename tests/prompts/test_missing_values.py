@@ -80,5 +80,7 @@ def test_an_unknown_field_is_refused_with_those_that_exist(tmp_path: Path) -> No
 
 
 def test_the_reference_answer_is_never_put_into_a_prompt(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\{answer\} is the reference answer, which would then appear in the prompt; "):
+    with pytest.raises(
+        ValueError, match=r"\{answer\} is the reference answer, which would then appear in the prompt; "
+    ):
         source(tmp_path, r"{prompt} Write \boxed{answer}")
