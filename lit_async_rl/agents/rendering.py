@@ -217,7 +217,7 @@ class ChatRenderer:
         if any(message["role"] == "tool" for message in messages):
             form = self._form_of_calls(kind_of(tools, options))
         if form == "lost":
-            raise _invalid(f"the chat template of {self.codec.model!r} leaves out what tools return")
+            raise _invalid(f"the chat template of {self.codec.model!r} leaves out the results of tools")
         calls = frozenset(place for place in sampled if messages[place].get("tool_calls"))
         if calls and form == "unclear":
             raise AgentCallError("it is unclear what the chat template writes after a tool call", UNSTABLE)

@@ -147,7 +147,7 @@ def _train_in_place(name: str, layers: list[nn.Module]) -> None:
     """Sets the weights of these layers to train in place, where PEFT's `modules_to_save` would copy them."""
     setting = f"model.lora.modules_to_save: {name!r}"
     if not any([*layer.parameters()] for layer in layers):
-        raise ValueError(f"{setting}: the model has no weights of this name")
+        raise ValueError(f"{setting}: the model has no weights with this name")
     for layer in layers:
         if any(hasattr(part, "get_delta_weight") for part in layer.modules()):
             raise ValueError(

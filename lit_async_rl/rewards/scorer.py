@@ -627,7 +627,8 @@ class Scorer:
         if number >= MAX_ABANDONED:
             raise RewardError(
                 f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and still run, "
-                "each in a thread that cannot be ended. Use IsolatedReward, whose process is killed at its time limit"
+                "each in a thread that cannot be stopped. Use IsolatedReward, whose process is killed at its time "
+                "limit"
             )
 
     def work(self) -> Work | None:

@@ -141,7 +141,7 @@ class CutWatch:
         self._has_warned = True
         is_default = max_tokens == SamplingParams.max_tokens
         log.warning(
-            "%.0f %% of the completions are cut at %s=%d%s, and not ended by the policy (%s), so rewards are for "
+            "%.0f %% of the completions are truncated at %s=%d%s, and not ended by the policy (%s), so rewards are for "
             "incomplete answers",
             100 * share,
             self._setting,

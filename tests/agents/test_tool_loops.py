@@ -287,5 +287,5 @@ def test_a_template_that_leaves_out_answers_of_tools_is_refused(tmp_path, name):
     assert renderer.problem is None
     assert renderer.tool_problem is None
     answer = {"role": "tool", "content": "3", "tool_call_id": "call00000"}
-    with pytest.raises(AgentCallError, match="leaves out what tools return"):
+    with pytest.raises(AgentCallError, match="leaves out the results of tools"):
         renderer.segments(checked_call_messages([user("q"), {"role": "assistant", "content": "a"}, answer]))

