@@ -90,7 +90,7 @@ def test_texts_as_messages_of_a_user():
         (None, "data.prompts is not set"),
         (
             datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])),
-            "data.prompts must be .* got a DatasetDict with the keys train: choose one",
+            "data.prompts must be .* got a DatasetDict with the keys train: pass the value of one key",
         ),
     ],
 )
