@@ -348,7 +348,7 @@ class Endpoint:
         except TransientError as error:
             raise FinalRewardError(
                 f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
-                f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last: {error}"
+                f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last error: {error}"
             ) from None
 
     def _note_failure(self, error: TransientError, permit: Permit) -> None:

@@ -106,7 +106,9 @@ class UsablePrompts:
         if count == total:
             raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
         if count & (count - 1) == 0:  # powers of two, so that a large source has few lines
-            log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; the latest: %s", count, total, problem)
+            log.warning(
+                "prompts left out so far (on_bad_prompt=skip): %d of %d; the latest problem: %s", count, total, problem
+            )
 
 
 def rewarded_by(prompt: Prompt, of_object: Callable[[Any], str] = lambda value: type(value).__qualname__) -> str:

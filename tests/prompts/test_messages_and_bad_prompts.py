@@ -97,7 +97,7 @@ def test_bad_prompts_are_left_out_of_the_order_and_counted(kind, make, caplog):
         resumed.load_state_dict(stream.state_dict())
         assert [stream.next() for _ in range(9)] == [resumed.next() for _ in range(9)]
         assert len(stream.usable.left_out) == 12 - len(good)
-    assert "prompts left out so far (on_bad_prompt=skip): 1 of 12; the latest: " in caplog.text
+    assert "prompts left out so far (on_bad_prompt=skip): 1 of 12; the latest problem: " in caplog.text
     assert len(UsableSubset(source, letters)) == len(good)
 
 
