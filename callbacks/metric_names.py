@@ -36,6 +36,7 @@ METRICS: dict[str, list[Metric]] = {
         policy/entropy | nats | mean entropy of the policy over the trained tokens
         policy/loss | loss | of the step, with penalties; only its gradient means something
         policy/reference_kl | nats | KL(policy, reference) per token, where there is a reference
+        policy/teacher_divergence | nats | divergence from the teacher per token, under distillation
         sample/dropped_share | share | groups scored since the last step that filters dropped
         sample/dropped_token_share | share | tokens dropped since the last step, of those dropped or trained on
     """),

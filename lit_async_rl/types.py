@@ -571,6 +571,7 @@ class RolloutBatch:
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         experts: `ExpertChoices` to replay for each token; None if not recorded.
+        source: number of the source of each row's prompt, for `SourceTeachers`; None without them.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
     """
@@ -598,6 +599,7 @@ class RolloutBatch:
         head_logprobs: Float[Tensor, "B T k"] | None = None,
         behavior_entropy: Float[Tensor, "B T"] | None = None,
         experts: Int[Tensor, "B T n k"] | None = None,
+        source: Int[Tensor, " B"] | None = None,
         step: int | None = None,
         micro_batch: int = 0,
         num_micro_batches: int = 1,
@@ -622,6 +624,7 @@ class RolloutBatch:
         self.head_logprobs = head_logprobs
         self.behavior_entropy = behavior_entropy
         self.experts = experts
+        self.source = source
         self.step = step
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches

@@ -76,6 +76,7 @@ class WeightSync(pl.Callback):
         data.keep_groups_whole = module.wants_whole_groups
         data.shares_prefixes = module.policy.packing is not None
         data.needs_single_rows = module.objective.needs_single_rows
+        data.source_of = module.objective.source_of
         trainer.accumulate_grad_batches = data.micro_batches_per_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

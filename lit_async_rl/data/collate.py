@@ -10,7 +10,7 @@ the tokens of their trees (`lit_async_rl.data.tree_cuts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.types import (
     OWN_CHOICE,
+    Prompt,
     RolloutBatch,
     RolloutGroup,
     SamplerHead,
@@ -72,6 +73,7 @@ def collate_step(
     keep_groups_whole: bool = False,
     shares_prefixes: bool = False,
     needs_single_rows: str = "",
+    source_of: Callable[[Prompt], int] | None = None,
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
@@ -142,7 +144,7 @@ def collate_step(
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError("completions from truncated sampling do not record which tokens could be chosen")
-    return [
+    batches = [
         _pad(
             part,
             pad_token_id=pad_token_id,
@@ -152,6 +154,18 @@ def collate_step(
             experts_shape=experts_shape,
         )
         for part in parts
+    ]
+    return batches if source_of is None else _with_sources(batches, groups, source_of)
+
+
+def _with_sources(
+    batches: Sequence[RolloutBatch], groups: Sequence[RolloutGroup], source_of: Callable[[Prompt], int]
+) -> list[RolloutBatch]:
+    """Batches whose rows have the numbers of their prompts' sources; those of padding have the first."""
+    sources = {group.index: source_of(group.prompt) for group in groups}
+    return [
+        batch.replace(source=torch.tensor([sources.get(index, 0) for index in batch.group_index.tolist()]))
+        for batch in batches
     ]
 
 

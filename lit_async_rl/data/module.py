@@ -105,6 +105,7 @@ class RolloutDataModule(pl.LightningDataModule):
         keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
         shares_prefixes: whether prefixes are computed once, so that micro-batches are cut along trees; likewise.
         needs_single_rows: setting that a rollout of several rows is refused with, and its remedy; likewise.
+        source_of: number of the source of a prompt, where each has a teacher; likewise.
         configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
         arrived_rewards: what `take_rewards` returned last, for the tape; None if nobody asked.
 
@@ -185,6 +186,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.keep_groups_whole = False
         self.shares_prefixes = False
         self.needs_single_rows = ""
+        self.source_of: Callable[[Prompt], int] | None = None
         rules.refuse(
             rules.of_engine(engine, reward, self.admission, sampling=sampling),
             rules.of_rewards(
@@ -299,6 +301,7 @@ class RolloutDataModule(pl.LightningDataModule):
             keep_groups_whole=self.keep_groups_whole,
             shares_prefixes=self.shares_prefixes,
             needs_single_rows=self.needs_single_rows,
+            source_of=self.source_of,
             **settings,
         )
 
