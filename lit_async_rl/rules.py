@@ -266,13 +266,13 @@ def of_rewards(
         # instead of a reward of 0, or a failed try with its reason, the run would see a reward that hangs
         yield (
             f"data.reward.timeout_s={call_timeout_s:g} must be less than data.scoring.timeout_s={scoring_timeout_s:g}: "
-            f"{_name(reward)} could not end its call any more. Raise data.scoring.timeout_s."
+            f"{_name(reward)} could no longer end its call. Raise data.scoring.timeout_s."
         )
     if has_held_out and hooks.wants_policy(reward):
         yield (
             "JudgeReward.engine=policy with data.validation.prompts: the engine of the policy runs during training "
             "only, and validations come before and after it, too. Leave the prompts out, and use the Evaluation "
-            "callback, which samples held-out prompts while training goes on"
+            "callback, which samples held-out prompts during training"
         )
     if isinstance(advantage, GDPO) and not isinstance(reward, CombinedReward):
         yield (

@@ -143,7 +143,7 @@ def _joined_parts(content: Any, number: int) -> Any:
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"message {number} has a part of the type {kind}; only parts of text can be read")
+            raise ValueError(f"message {number} has a part of type {kind}; only text parts can be read")
     return "".join(part["text"] for part in content)
 
 

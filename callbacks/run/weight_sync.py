@@ -50,7 +50,9 @@ class WeightSync(pl.Callback):
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("trainer.callbacks holds several WeightSync: each would start the engine; keep one")
+            raise ValueError(
+                "trainer.callbacks holds several WeightSync callbacks, and each would start the engine: keep one"
+            )
         module = policy_module(pl_module, "WeightSync")
         data = rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)

@@ -441,7 +441,7 @@ def _spread(rollout: Rollout, turns: Sequence[Turn], values: Sequence[float]) ->
     for turn, value in zip(turns, values, strict=True):
         tokens += [value] * (turn.end - len(tokens))
     if len(tokens) != len(rollout.token_ids):
-        raise InvariantError("the last turn must end with the rollout")
+        raise InvariantError("the last turn must end at the last token of the rollout")
     return tokens
 
 

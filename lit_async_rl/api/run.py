@@ -233,7 +233,8 @@ def _fit(
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError(
-                "model: an object in memory cannot be used if cluster places the ranks: give a name or folder"
+                "model: a model or tokenizer in memory cannot be used when `cluster` places the ranks; give a name or "
+                "folder"
             )
         return _fit_in_ranks(given, cluster)
     with nullcontext() if cluster is None else cluster.actors_connected():
@@ -349,7 +350,7 @@ def _fit_in_ranks(given: Given, cluster: Cluster) -> Trainer:
     if outcome.status > 128:
         raise SystemExit(outcome.status)
     if outcome.status:
-        raise RankError(f"the run's ranks ended with status {outcome.status}; the error stands above")
+        raise RankError(f"the run's ranks exited with status {outcome.status}; see the error above")
     module = given.make_module()
     load_trained(module, outcome.folder)
     trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")

@@ -100,14 +100,14 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    f"{needs_single_rows}, or an agent with one conversation: an agent's conversation has branches, so "
-                    "that a rollout has several rows"
+                    f"{needs_single_rows}, or an agent with an unbranched conversation: this agent's conversation has "
+                    "branches, so a rollout has several rows"
                 )
             if rollout.branches and len(set(values)) > 1:
                 raise ValueError(
                     f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
-                    "but an agent's conversation has branches, whose tokens share one advantage of the rollout. Use an "
-                    "advantage of whole rollouts: GroupMeanStd"
+                    "but the branches of an agent's conversation must share one advantage. Use an advantage with one "
+                    "value per rollout: GroupMeanStd"
                 )
     groups_of_rows = [
         [
@@ -360,7 +360,7 @@ class StreamedStep:
     def add(self, groups: Sequence[RolloutGroup]) -> PartWeights:
         """Adds the next part; returns its token weights."""
         if len(groups) != self.next_size:
-            raise InvariantError(f"a streamed micro-batch is of {self.next_size} groups, got {len(groups)}")
+            raise InvariantError(f"a streamed micro-batch must have {self.next_size} groups, got {len(groups)}")
         lengths = [rollout.num_trained_tokens for group in groups for rollout in group.rollouts]
         divisor = self.aggregation.divisor(lengths, [len(group.rollouts) for group in groups])
         if divisor is not None:

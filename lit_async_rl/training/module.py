@@ -209,8 +209,8 @@ def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float)
         )
     if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
         raise ValueError(
-            f"model.lora.alpha is {alpha:g}, and was {saved['alpha']:g} when the checkpoint was saved: its adapters "
-            "would have another effect than they were trained to have"
+            f"model.lora.alpha is {alpha:g}, but was {saved['alpha']:g} when the checkpoint was saved: its adapters "
+            "would be scaled differently than in training"
         )
 
 
