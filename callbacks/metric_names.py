@@ -111,6 +111,12 @@ METRICS: dict[str, list[Metric]] = {
         val/reward | reward | mean reward on held-out prompts
         val/cut_share | share | completions of held-out prompts that were cut at their limit
     """),
+    "SFTModule": _metrics("""
+        train/loss | nats | mean of -log pi over the trained tokens of the step
+        train/tokens | tokens | that the step trained on
+        val/loss | nats | mean of -log pi over the trained tokens of held-out records
+        val/token_accuracy | share | of these tokens that are the likeliest
+    """),
     "SkipNonFinite": _metrics("""
         grad/num_skipped | steps | dropped so far because a gradient was not finite; from the first on
     """),

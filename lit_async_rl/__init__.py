@@ -15,10 +15,10 @@ from typing import Any
 import lazy_loader
 
 __version__ = "0.1.0"
-_NEED_ALL = ("fit", "Trainer", "PolicyModule", "RolloutDataModule")
+_NEED_ALL = ("fit", "sft", "Trainer", "PolicyModule", "RolloutDataModule")
 _found, _, NAMES = lazy_loader.attach_stub(__name__, __file__)
 __all__ = [  # in the order of a run
-    *("fit", "Trainer", "PolicyModule", "RolloutDataModule", "Limits", "Scoring", "Validation"),
+    *("fit", "sft", "Trainer", "PolicyModule", "RolloutDataModule", "Limits", "Scoring", "Validation"),
     *("InMemoryPrompts", "JsonlPrompts", "HuggingFacePrompts", "PromptSource", "Prompt", "Curriculum"),
     *("Addition", "Calculator", "MentalArithmetic", "ReasoningGym"),
     *("EmbeddedEngine", "VLLMEngine", "RayEngine", "RayCluster", "RolloutEngine", "SamplingParams"),

@@ -253,8 +253,14 @@ from .stabilizers.collapse import Warn as Warn
 from .stabilizers.nigt import NIGT as NIGT
 from .stabilizers.rollback import RollBack as RollBack
 from .stabilizers.rollback import RollBackToCheckpoint as RollBackToCheckpoint
+from .supervised.data import SFTDataModule as SFTDataModule
+from .supervised.module import SFTModule as SFTModule
+from .supervised.records import Demonstrations as Demonstrations
+from .supervised.records import RecordFile as RecordFile
+from .supervised.run import sft as sft
 from .tasks import Addition as Addition
 from .tasks import Calculator as Calculator
+from .tasks import FlawedAnswers as FlawedAnswers
 from .tasks import MentalArithmetic as MentalArithmetic
 from .tasks import PickNumber as PickNumber
 from .tasks import ReasoningGym as ReasoningGym

@@ -11,7 +11,8 @@ last of its settings becomes known:
 | `of_new_bound` | `data` | `RolloutDataModule.set_max_staleness` |
 | `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer()` |
 | `of_callbacks`, `of_tuner` | `trainer.callbacks` | the same; the latter by `RolloutDataModule.setup`, too |
-| `of_run`, `of_estimates`, `of_signal` | `model`, `data` and `trainer` | `WeightSync.setup` |
+| `of_any_run` | `model`, `data` and `trainer` of any stage | `of_run`, and `SFTDataModule.setup` |
+| `of_run`, `of_estimates`, `of_signal` | those of RL | `WeightSync.setup` |
 | `of_fit`, `of_norms`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |
 | `of_length`, `of_loop` | `trainer` and `data` | `api.run.run`, before it validates; the former by `WeightSync`, too |
 | `check_ends` | `data.sampling` and the model's tokenizer | each user of prompts, when it has both |
@@ -484,8 +485,8 @@ def of_loop(trainer: AnyTrainer, micro_batches_per_step: int) -> Iterator[str]:
 # -- model, data and trainer of one run -------------------------------------------------------------------------------
 
 
-def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
-    """Settings of a `PolicyModule`, a `RolloutDataModule` that knows its model, and the Trainer of both."""
+def of_any_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
+    """Settings of a `PolicyModule`, a data module of any stage that knows its model, and the Trainer of both."""
     if str(trainer.precision) in ("bf16-true", "16-true"):
         yield (
             f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
@@ -503,6 +504,22 @@ def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
         )
     if data.model != module.model:
         yield f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer"
+    wanted = data.micro_batches_per_step
+    if trainer.accumulate_grad_batches not in (1, wanted):
+        yield (
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}, but "
+            f"data.micro_batches_per_step={wanted}: leave the former out"
+        )
+    if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
+        yield (
+            "trainer.callbacks holds GradientAccumulationScheduler, but every step has "
+            f"data.micro_batches_per_step={wanted} batches: set that, and leave the callback out"
+        )
+
+
+def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
+    """Settings of a `PolicyModule`, a `RolloutDataModule` that knows its model, and the Trainer of both."""
+    yield from of_any_run(trainer, module, data)
     objective = module.objective
     callbacks = {_name(callback) for callback in trainer.callbacks}
     if isinstance(objective.correction, BlendedIS) and "EstimatorBlend" not in callbacks:
@@ -515,17 +532,6 @@ def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
         advantage = data.advantage if objective.baseline is None else None  # which the baseline replaces
         is_sampled = not isinstance(data.engine, MultiRequestEngine)
         yield from of_signal(advantage, data.group_size, data.sampling.temperature, is_sampled=is_sampled)
-    wanted = data.micro_batches_per_step
-    if trainer.accumulate_grad_batches not in (1, wanted):
-        yield (
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}, but "
-            f"data.micro_batches_per_step={wanted}: leave the former out"
-        )
-    if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
-        yield (
-            "trainer.callbacks holds GradientAccumulationScheduler, but every step has "
-            f"data.micro_batches_per_step={wanted} batches: set that, and leave the callback out"
-        )
 
 
 def of_estimates(

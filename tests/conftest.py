@@ -52,3 +52,20 @@ def process() -> Iterator[Preloaded]:
     process = Preloaded()
     yield process
     process.close()
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Casts to float32 (in norms, eager attention, and of logits) are left out where values are in float64."""
+    to, to_float, softmax = torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax
+
+    def soft(values, dim=None, dtype=None, **options):
+        return softmax(values, dim=dim, dtype=None if values.dtype == torch.float64 else dtype, **options)
+
+    def kept(self, *args, **kwargs):
+        is_cast = self.dtype == torch.float64 and args[:1] == (torch.float32,)
+        return self if is_cast else to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", soft)
+    monkeypatch.setattr(torch.Tensor, "to", kept)
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_float(self))

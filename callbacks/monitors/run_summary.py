@@ -37,6 +37,7 @@ class RunSummary(pl.Callback):
 
     def __init__(self) -> None:
         self.accuracy: list[float] = []  # of each validation since the last one before the fit
+        self.losses: list[float] = []  # of held-out records, likewise
         self._num_before = 0  # of `accuracy`, those of an earlier fit
         self._measured_at = 0  # step of the last one
         self.stats: ProducerStats | None = None
@@ -52,11 +53,13 @@ class RunSummary(pl.Callback):
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         if "val/pass@1" in trainer.callback_metrics:
             self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
-            self._measured_at = trainer.global_step
+        if "val/loss" in trainer.callback_metrics:
+            self.losses.append(float(trainer.callback_metrics["val/loss"]))
+        self._measured_at = trainer.global_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Forgets an earlier fit, but not a validation since, which is the accuracy before this one."""
-        self.accuracy = self.accuracy[self._num_before :][-1:]
+        self.accuracy, self.losses = (one[self._num_before :][-1:] for one in (self.accuracy, self.losses))
         self._num_before = 0
         self.stats = None
         self.wall_s = 0.0
@@ -76,7 +79,7 @@ class RunSummary(pl.Callback):
             return
         self.wall_s = time.monotonic() - self._began
         self._began = None
-        self._num_before = len(self.accuracy)
+        self._num_before = max(len(self.accuracy), len(self.losses))
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
@@ -96,10 +99,11 @@ class RunSummary(pl.Callback):
         table = Table(show_header=False, title="run summary")
         if self._resumed:
             table.add_row("resumed", self._resumed)
-        if len(self.accuracy) > 1:
-            is_of_the_end = self._measured_at == trainer.global_step  # SIGTERM leaves no time to measure again
-            when = "after" if is_of_the_end else f"at step {self._measured_at}"
-            table.add_row(f"held-out accuracy before, {when}", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
+        is_of_the_end = self._measured_at == trainer.global_step  # SIGTERM leaves no time to measure again
+        when = "after" if is_of_the_end else f"at step {self._measured_at}"
+        for what, values in (("accuracy", self.accuracy), ("loss", self.losses)):
+            if len(values) > 1:
+                table.add_row(f"held-out {what} before, {when}", f"{values[0]:.3f}, {values[-1]:.3f}")
         table.add_row("optimizer steps", str(self.num_steps) if self.num_steps else _why_no_step(trainer))
         for cause, total in _dropped_updates(trainer).items():
             if number := total - self._first_dropped.get(cause, 0):

@@ -25,6 +25,8 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 NAMES = {
     "reward/mean": ("reward", "{:.2f}"),
+    "train/loss": ("loss", "{:.3f}"),
+    "val/loss": ("held-out loss", "{:.3f}"),
     "val/pass@1": ("held-out", "{:.2f}"),
     "sample/staleness_mean": ("staleness", "{:.2f}"),
     "perf/tokens_per_s": ("tokens/s", "{:,.0f}"),

@@ -224,6 +224,55 @@ class ChatRenderer:
         kept = calls if form == "call" else frozenset[int]()
         return self._cut(messages, tools, options, sampled=sampled, kept=kept)
 
+    def turn(
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        sampled: Sequence[int] = (),
+    ) -> str:
+        """Text of the assistant's turn that a conversation ends with, up to and with the token that ends it.
+
+        It is written as in a conversation that ends there, behind other turns of the assistant (`sampled`).
+
+        Raises:
+            AgentCallError: the template refuses the messages, opens the turn otherwise than it asks for it, or ends it
+                with no token.
+        """
+        closed = {**options, "add_generation_prompt": False}
+        asked = self.segments(messages[:-1], tools, options, sampled=sampled)[-1]
+        written = self.segments(messages, tools, closed, sampled=sampled)[-1]
+        if not written.startswith(asked):
+            raise AgentCallError(
+                f"the chat template of {self.codec.model!r} asks for a turn with {asked[-40:]!r}, and does not write "
+                "this one so: give the turn its reasoning, or switch thinking off (chat_template_kwargs)",
+                UNSTABLE,
+            )
+        calls = messages[-1].get("tool_calls", ())
+        text = written[len(asked) :]
+        words = [messages[-1]["content"].strip(), *(call["function"]["name"] for call in calls)]
+        words = [word for word in words if word and word in text]
+        end = self._end_of_turn(text, max((text.rfind(word) + len(word) for word in words), default=0))
+        if end is None:  # GLM's turns end with the token that opens the next one
+            following = {"role": "tool", "content": "", "tool_call_id": calls[-1]["id"]} if calls else _USER
+            own = text
+            with contextlib.suppress(AgentCallError):
+                text = self.segments([*messages, following], tools, closed, sampled=sampled)[-1][len(asked) :]
+            end = self._end_of_turn(text, len(own))
+            if end is None or not text.startswith(own) or text[len(own) : end].strip():
+                raise AgentCallError(
+                    f"the chat template of {self.codec.model!r} ends a turn with {own[-20:]!r}, which is not a token "
+                    "that ends completions",
+                    UNSTABLE,
+                )
+        return text[:end] + self._end_at(text, end)
+
+    def _end_at(self, text: str, place: int) -> str:
+        """The longest end token that a text has at a place."""
+        ends = [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
+        return max((end for end in ends if text.startswith(end, place)), key=len)
+
     def _find_form_of_calls(self, kind: str) -> Literal["text", "call", "unclear", "lost"]:
         """How a turn with tool calls is marked: by a `text` in its place, or in its `call`; `lost` if its answers are.
 

@@ -7,10 +7,10 @@ tables in the run's folder have been cut at the checkpoint's step.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_async_rl.data.module import RolloutDataModule, saved_state
 from lit_async_rl.rollouts.resume import START_ANEW
 from lit_async_rl.runtime.files import read_safely
 from lit_async_rl.training.module import PolicyModule
@@ -18,13 +18,13 @@ from lit_async_rl.training.module import PolicyModule
 OPTIMIZERS = "optimizer_states"
 
 
-def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule, *, ckpt_path: str | None) -> None:
+def check_resume(trainer: Trainer, module: PolicyModule, data: Any, *, ckpt_path: str | None) -> None:
     """Refuses a checkpoint that this run cannot go on from; reads no values of weights.
 
     Args:
         trainer: that has not run yet.
         module: to be trained.
-        data: of the run.
+        data: of the run: a `RolloutDataModule`, or that of another stage.
         ckpt_path: has passed `check_checkpoint`; one at an address such as `s3://` is checked when it is loaded.
 
     Raises:
@@ -46,6 +46,6 @@ def check_resume(trainer: Trainer, module: PolicyModule, data: RolloutDataModule
         module.saved_weights.check_names(checkpoint, module.policy)
     module.trainer = trainer
     module.check_resumable(checkpoint)
-    if (state := saved_state(data, checkpoint)) is not None:
+    if (state := data.saved_state(checkpoint)) is not None:
         data.use_model(module.model)  # whose tokenizer it is, unless the data has one of its own
         data.check_resumable(state)

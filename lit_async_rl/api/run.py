@@ -154,25 +154,38 @@ def fit(
             folder=folder,
         )
     except Exception as error:
-        own = user_traceback(error)
-        if wants_traceback() or (own is None and not explains_itself(error)):
-            _name_as_typed(error)
+        if is_shown_whole(error, folder, (*ARGUMENTS, *SETTINGS)):
             raise
-        kept = next((path for path in folder if Path(path).is_dir()), None)  # not of a run that has not trained yet
-        whole = write_traceback(error, kept) or "LIT_ASYNC_RL_TRACEBACK=1"
-        if own is None:
-            log.warning("%s shows the whole traceback of the error below", whole)
-        else:
-            log.warning("the error below comes from your code; %s shows the whole traceback", whole)
         # cut to the frames of the user's code, without the threads and loops that the error came through
-        raise error.with_traceback(own) from None
+        raise error.with_traceback(user_traceback(error)) from None
 
 
-def _name_as_typed(error: Exception) -> None:
-    """Names settings in an error as arguments of `fit`, unless it comes from the user's own code."""
+def is_shown_whole(error: Exception, folder: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether an error of a run from Python keeps all of its traceback, which is written to a file otherwise.
+
+    Args:
+        error: that names settings as they were typed afterwards.
+        folder: the run's, in which the whole traceback is kept; empty before there is one.
+        names: of the settings.
+    """
+    own = user_traceback(error)
+    if wants_traceback() or (own is None and not explains_itself(error)):
+        _name_as_typed(error, names)
+        return True
+    kept = next((path for path in folder if Path(path).is_dir()), None)  # not of a run that has not trained yet
+    whole = write_traceback(error, kept) or "LIT_ASYNC_RL_TRACEBACK=1"
+    if own is None:
+        log.warning("%s shows the whole traceback of the error below", whole)
+    else:
+        log.warning("the error below comes from your code; %s shows the whole traceback", whole)
+    return False
+
+
+def _name_as_typed(error: Exception, names: Sequence[str]) -> None:
+    """Names settings in an error as arguments of a function, unless it comes from the user's own code."""
     is_about_settings = isinstance(error, ValueError | TypeError | OSError) and len(error.args) == 1
     if is_about_settings and user_traceback(error) is None:
-        error.args = (as_typed(str(error.args[0]), (*ARGUMENTS, *SETTINGS)),)
+        error.args = (as_typed(str(error.args[0]), names),)
 
 
 def _fit(
@@ -390,17 +403,23 @@ fit.__signature__ = _full_signature()  # type: ignore[attr-defined]
 fit.__annotations__ = {**fit.__annotations__, "settings": Any}  # the types of editors are not imported at run time
 
 
-def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:
+def run(trainer: pl.Trainer, module: PolicyModule, data: Any, ckpt_path: str | None = None) -> str | None:
     """Measures held-out accuracy (where there are held-out prompts), trains, and measures the end if training has not.
 
     A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
+
+    Args:
+        trainer: of the run.
+        module: to be trained.
+        data: a `RolloutDataModule`, or that of another stage.
+        ckpt_path: checkpoint to go on from.
 
     Returns:
         The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
         of them did.
     """
     rules.refuse(rules.of_loop(trainer, data.micro_batches_per_step))
-    validates = data.validation.source is not None
+    validates = data.validates
     with data.kept_open():
         if validates:
             _validate(trainer, module, data, ckpt_path=ckpt_path)
@@ -410,7 +429,7 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
     return stopped_at
 
 
-def _validate(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> None:
+def _validate(trainer: pl.Trainer, module: PolicyModule, data: Any, ckpt_path: str | None = None) -> None:
     try:
         trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
     except SIGTERMException:  # while the validation was set up
@@ -422,9 +441,7 @@ def _signal_status() -> int:
     return 128 + (signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM)
 
 
-def _fit_until_stopped(
-    trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None
-) -> str | None:
+def _fit_until_stopped(trainer: pl.Trainer, module: PolicyModule, data: Any, ckpt_path: str | None) -> str | None:
     savers = [callback for callback in trainer.callbacks if isinstance(callback, SaveOnSigterm)]  # type: ignore[attr-defined]
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path)

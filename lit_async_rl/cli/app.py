@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -90,7 +90,15 @@ class AsyncRLCLI(LightningCLI):
         cluster: of `cluster:`; None without it.
         places_ranks: whether the cluster is to place the ranks; there is no trainer, model or data module then.
         is_dry_run: whether only the placement is shown; there are none, either.
+        module_class: of `model:`; `data_class`: of `data:`.
+        left_out: default callbacks that this command does not have.
+        has_cluster: whether there is a section `cluster:`.
     """
+
+    module_class: ClassVar[type[PolicyModule]] = PolicyModule
+    data_class: ClassVar[type[LightningDataModule]] = RolloutDataModule
+    left_out: ClassVar[Sequence[str]] = ()
+    has_cluster: ClassVar[bool] = CLUSTER is not None
 
     def __init__(
         self,
@@ -107,8 +115,8 @@ class AsyncRLCLI(LightningCLI):
         self.cluster: Cluster | None = None
         given = sys.argv[1:] if args is None and place is not None else args
         super().__init__(
-            PolicyModule,
-            RolloutDataModule,
+            self.module_class,
+            self.data_class,
             args=None if given is None else [*given, *(placed_flags(place) if place is not None else ())],
             run=False,
             auto_configure_optimizers=False,
@@ -146,9 +154,11 @@ class AsyncRLCLI(LightningCLI):
         for name, options in self._extra.items():
             parser.add_argument(name, **options)
         for key, callback in defaults_file()["defaults"].items():
+            if key in self.left_out:
+                continue
             default = callback and {**callback, "class_path": full_path(callback["class_path"])}
             parser.add_argument(f"--defaults.{key}", type=Callback | None, default=default, help="null: without it")
-        if CLUSTER is not None:
+        if self.has_cluster:
             parser.add_argument("--cluster", type=CLUSTER | None, default=None, help="ranks, engines, rewards on Ray")
         parser.link_arguments("model.model", "data.model")
 
@@ -166,7 +176,7 @@ class AsyncRLCLI(LightningCLI):
             raise ValueError("cluster.dry_run=true is for training: this command places no ranks")
 
     def _make_cluster(self) -> Cluster | None:
-        if CLUSTER is None:
+        if not self.has_cluster:
             return None
         parser = Parser()
         parser.add_argument("--cluster", type=CLUSTER | None, default=None)
@@ -207,7 +217,7 @@ class AsyncRLCLI(LightningCLI):
                 f"trainer.callbacks has {repeated} twice ({places}), but a checkpoint stores only one state for it: "
                 "remove one"
             )
-        defaults = vars(self.config_init["defaults"])
+        defaults = vars(self.config_init["defaults"]) | dict.fromkeys(self.left_out)
         self.trainer_class = partial(Trainer, defaults=defaults, adds_csv_log=False)  # type: ignore[assignment]
         trainer = super().instantiate_trainer(**kwargs)
         if isinstance(trainer.strategy, ModelParallelStrategy):
@@ -229,9 +239,10 @@ class AsyncRLCLI(LightningCLI):
             if isinstance(logger, WandbLogger):
                 settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
                 settings = concealed(settings)
-                kind = "synchronous" if settings["data"]["max_staleness"] == 0 else "asynchronous"
+                bound = settings["data"].get("max_staleness")
+                kinds = [] if bound is None else ["synchronous" if bound == 0 else "asynchronous"]
                 names = dict.fromkeys(file.stem for file in config_files(args) if file.parent.name != "loggers")
-                label_run(logger, run_name(args), settings=settings, tags=[*names, kind])
+                label_run(logger, run_name(args), settings=settings, tags=[*names, *kinds])
 
 
 def leave_rate_to_the_run(config: Namespace, parse_given: Callable[[], Namespace]) -> None:
@@ -333,7 +344,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
     run: list[AsyncRLCLI] = []
-    with command(lambda: _own_folder(run[0].trainer) if run else None), CtrlC():
+    with command(lambda: own_folder(run[0].trainer) if run else None), CtrlC():
         cli = AsyncRLCLI(args, place=place, starts_ranks=place is None)
         if cli.cluster is not None and cli.is_dry_run:
             cli.cluster.print_dry_run(uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
@@ -439,7 +450,7 @@ def export(args: Sequence[str] | None = None) -> None:
             print(f"uploaded to {push(Path(cli.config['out']), repository, private=cli.config['private'])}")
 
 
-def _own_folder(trainer: LightningTrainer) -> str | None:
+def own_folder(trainer: LightningTrainer) -> str | None:
     """The run's folder on rank 0. No collective, unlike `trainer.log_dir`: after an error other ranks may be gone."""
     logs = trainer.loggers if trainer.is_global_zero else []
     return next((log.log_dir for log in logs if isinstance(log, CSVLogger)), None)
@@ -461,12 +472,13 @@ def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
 # -- The command that resumes a run -----------------------------------------------------------------------------------
 
 
-def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
+def resume_command(checkpoint: str, args: Sequence[str] | None = None, name: str = "train") -> str:
     """The command line that began this run, with `--ckpt_path`.
 
     Args:
         checkpoint: to go on from.
         args: of the command; None is `sys.argv`.
+        name: of the command.
     """
     given = list(sys.argv[1:] if args is None else args)
     kept = []
@@ -477,5 +489,5 @@ def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
         elif not word.startswith("--ckpt_path="):
             kept.append(word)
     script = sys.argv[0]
-    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
+    program = ["python", script] if script.endswith(".py") else [Path(script).name, name]
     return shlex.join([*program, *kept, "--ckpt_path", checkpoint])

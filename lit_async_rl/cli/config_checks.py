@@ -47,6 +47,7 @@ def files_first(args: Sequence[str]) -> list[str]:
 
 
 PROMPT_SETTINGS = ("data.prompts", "data.validation.prompts")
+RECORD_SETTINGS = ("data.records", "data.validation_records")  # of supervised fine-tuning; the first may be a list
 
 
 def with_prompt_sources(flags: Sequence[str]) -> list[str]:
@@ -56,10 +57,13 @@ def with_prompt_sources(flags: Sequence[str]) -> list[str]:
     while left:
         word = left.pop(0)
         flag, has_value, value = word.partition("=")
-        if flag.removeprefix("--") not in PROMPT_SETTINGS or not (has_value or left):
+        if flag.removeprefix("--") not in PROMPT_SETTINGS + RECORD_SETTINGS or not (has_value or left):
             words.append(word)
             continue
         value = value if has_value else left.pop(0)
+        if flag.removeprefix("--") in RECORD_SETTINGS:
+            words += [flag, _with_record_files(value)]
+            continue
         source = source_class(value)
         if source is None and Path(value).is_file():
             raise ValueError(f"{flag.removeprefix('--')}={value!r}: a file must end in {', '.join(FILE_SOURCES)}")
@@ -67,8 +71,34 @@ def with_prompt_sources(flags: Sequence[str]) -> list[str]:
     return words
 
 
+def _with_record_files(value: str) -> str:
+    """The name of a file of records, or a list of some, with the class that reads it."""
+    root = yaml.compose(f"data: {{records: {value}}}", Loader=yaml.SafeLoader) if value[:1] in "[{" else None
+    if root is None:
+        return json.dumps(_record_file(value)) if source_class(value) is not None else value
+    name_prompt_classes(root)
+    return json.dumps(yaml.safe_load(yaml.serialize(root))["data"]["records"])
+
+
+def _record_file(name: str) -> dict[str, Any]:
+    return {"class_path": "lit_async_rl.RecordFile", "init_args": {"path": name}}
+
+
+def _name_record_files(root: yaml.Node | None) -> None:
+    data = _entry(root, "data")
+    for key, value in data.value if isinstance(data, yaml.MappingNode) else []:
+        if f"data.{key.value}" not in RECORD_SETTINGS:
+            continue
+        for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            if isinstance(node, yaml.ScalarNode) and source_class(node.value) is not None:
+                made = yaml.compose(json.dumps(_record_file(node.value)), Loader=yaml.SafeLoader)
+                vars(node).update(vars(made))
+                node.__class__ = made.__class__
+
+
 def name_prompt_classes(root: yaml.Node | None) -> None:
-    """Gives `prompts: my.jsonl` the class that reads the file."""
+    """Gives `prompts: my.jsonl` the class that reads the file, and so for records."""
+    _name_record_files(root)
     for setting in PROMPT_SETTINGS:
         *groups, name = setting.split(".")
         node = root

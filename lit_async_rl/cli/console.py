@@ -22,6 +22,7 @@ CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a config
 QUICK = ("grade", "env")  # begin within a tenth of a second: no notice
 COMMANDS = {
     "train": (CONFIGURED, "main", "train a policy: --config file.yaml, see train --help"),
+    "sft": ("lit_async_rl.supervised.command", "main", "fine-tune a model on records before RL: --config file.yaml"),
     "evaluate": (CONFIGURED, "evaluate", "held-out accuracy of a checkpoint, with samples"),
     "export": (CONFIGURED, "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),

@@ -331,6 +331,15 @@ class RolloutDataModule(pl.LightningDataModule):
 
     # -- state of the run, for callbacks ------------------------------------------------------------------------------
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.validation.source is not None
+
+    def saved_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The state of a run in a checkpoint, see the function of this name."""
+        return saved_state(self, checkpoint)
+
     def note_progress(self) -> None:
         """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
         self.feed.ranks.progress.report_progress()

@@ -206,12 +206,13 @@ class TextCodec:
         Raises:
             ValueError: the prompt has no tokens, or the chat template is missing or refuses the messages.
         """
-        ids = self._encode_text(prompt.text) if prompt.messages is None else self._encode_messages(prompt)
+        ids = self.encode_text(prompt.text) if prompt.messages is None else self._encode_messages(prompt)
         if not ids:
             raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
         return ids
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text with the tokenizer's prefix, without its suffix, see `encode`."""
         own = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         whole = tuple(self.tokenizer(text)["input_ids"])
         num_added = len(whole) - len(own)
@@ -226,7 +227,7 @@ class TextCodec:
         if not self.tokenizer.chat_template:
             raise ValueError(f"a prompt is messages, but the tokenizer of {self.model!r} has no chat template")
         continues = messages[-1]["role"] == "assistant"
-        options = self._template_options(prompt.metadata)
+        options = self.template_options(prompt.metadata)
         options |= dict(add_generation_prompt=not continues, continue_final_message=continues)
         options |= clock_options(self.tokenizer.chat_template)
         try:
@@ -267,7 +268,7 @@ class TextCodec:
             self._lost[shape] = next((n for n, mark in marks.items() if mark not in text), None)
         return self._lost[shape]
 
-    def _template_options(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def template_options(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the chat template besides the messages.
 
         Raises:

@@ -515,17 +515,25 @@ class PolicyModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         metrics = self.validator.compute()
-        is_within_fit = self.trainer.state.fn == "fit"
-        # `Trainer.validate` returns what loggers get; True would warn where there are none
-        self.log_dict(metrics, prog_bar=True, logger=False if is_within_fit else None)
-        if is_within_fit and not self.trainer.sanity_checking:
-            log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
+        self.log_validation(metrics)
         if self.trainer.is_global_zero:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             rewards = [sample.reward for sample in self.validator.samples]
             data.held_out.watch(rewards, float(metrics["val/cut_share"]))
         self.validator.end()
+        self.note_validated()
+
+    def log_validation(self, metrics: Mapping[str, Tensor]) -> None:
+        """Logs what a validation has measured."""
+        is_within_fit = self.trainer.state.fn == "fit"
+        # `Trainer.validate` returns what loggers get; True would warn where there are none
+        self.log_dict(metrics, prog_bar=True, logger=False if is_within_fit else None)
         if is_within_fit and not self.trainer.sanity_checking:
+            log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
+
+    def note_validated(self) -> None:
+        """Notes that the present weights were validated, see `is_validated`."""
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self._validated = self._weights_now()
 
     def _weights_now(self) -> tuple[int, int]:

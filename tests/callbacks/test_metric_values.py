@@ -802,6 +802,7 @@ NOT_HERE |= {
     metric.name: "tests/callbacks/test_reward_hacking.py computes them from rollouts and windows"
     for metric in METRICS["RewardHackingMonitor"]
 }
+NOT_HERE |= {metric.name: "tests/supervised/test_training.py" for metric in METRICS["SFTModule"]}
 LOGGED_AS = {  # where a part of the name differs
     "val/pass@<k>": "val/pass@1",
     "eval/<data set>/pass@<k>": "eval/long/pass@3",

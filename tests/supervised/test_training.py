@@ -1,0 +1,220 @@
+"""The loss is the mean over the trained tokens of the step, in any order that resumes, and what it makes goes on."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from every_family import load, model_types, params, tiny_config
+from flow import MODEL, parameters
+from flow import make_module as make_policy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tuning import RECORDS, fit, make_data, make_module, slow_loss
+
+import lit_async_rl as rl
+from lit_async_rl.models.lora import LoRA
+from lit_async_rl.models.packing import PrefixTreePacking
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.tasks import SortDigits
+
+
+class Gradient(pl.Callback):
+    """That of each step, and the logged loss."""
+
+    def __init__(self) -> None:
+        self.gradients: list[torch.Tensor] = []
+        self.losses: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in pl_module.policy.parameters()]
+        self.gradients.append(torch.cat([one.flatten() for one in found]))
+        self.losses.append(float(trainer.callback_metrics["train/loss"]))
+
+
+@pytest.mark.parametrize("packing", [None, PrefixTreePacking(), PrefixTreePacking(row_tokens=40)])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.usefixtures("in_float64")
+def test_the_gradient_of_a_step_is_that_of_a_slow_loop(packing, micro_batches, monkeypatch):
+    """Of rows of different lengths, in micro-batches with different numbers of tokens."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = make_data(records=RECORDS, samples_per_step=5, micro_batches_per_step=micro_batches, shuffle=False)
+        module = make_module(packing=packing, optimizer=partial(torch.optim.SGD, lr=0.0)).double()
+        slow = slow_loss(module.policy, data.rows[0]._rows)
+        slow.backward()
+        expected = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+        module.zero_grad()
+        seen = Gradient()
+        fit(module, data, 1, callbacks=[seen])
+    finally:
+        torch.set_default_dtype(before)
+    assert (seen.gradients[0] - expected).norm() <= 1e-9 * expected.norm()
+    assert seen.losses[0] == pytest.approx(float(slow), rel=1e-6)
+
+
+def some_types():
+    quick = {"llama", "gemma2", "gpt2"}
+    kinds = [name for name in model_types() if name not in ("gemma3n", "musicgen", "musicgen_melody")]
+    kinds = [name for name in kinds if "assistant" not in name]
+    return params(kinds, usual=quick, sampled=pytest.mark.sweep, rest=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize("name", some_types())
+@pytest.mark.usefixtures("in_float64")
+def test_packed_rows_equal_separate_rows(name, tmp_path):
+    """Loss and gradient of several rows in one, on every type that packing supports."""
+    try:
+        lm = load(tiny_config(model_types()[name]), tmp_path).double()
+        packed = CausalPolicy(lm, packing=PrefixTreePacking(row_tokens=40))
+    except ValueError as error:
+        pytest.skip(f"is refused: {error}")
+    lengths = [5, 7, 3, 6]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (4, 7), generator=generator)
+    mask = torch.arange(7) < torch.tensor(lengths)[:, None]
+    mask &= torch.rand(mask.shape, generator=generator) < 0.7
+    mask[:, 0] = False
+
+    def of(policy, rows, **packing):
+        policy.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            length = int(torch.tensor(lengths)[row].max())
+            total = total - policy(ids[row, :length], mask[row, :length], **packing).logprobs.sum()
+        total.backward()
+        return total, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+    try:
+        found = of(packed, [slice(0, 4)], group_index=torch.arange(4))
+    except ValueError as error:
+        pytest.skip(f"is refused: {error}")
+    expected = of(CausalPolicy(lm), [slice(n, n + 1) for n in range(4)])
+    for value, right in zip(found, expected, strict=True):
+        assert (value - right).norm() <= 1e-6 * right.norm()
+
+
+def texts(data, begin, number):
+    return [data.codec.tokenizer.decode(row.ids.tolist()) for row in data._mixture.at(begin, number)]
+
+
+def test_a_mixture_keeps_its_shares_and_every_row_of_an_epoch_and_has_no_memory():
+    sources = [SortDigits(3, size=6, seed=1), SortDigits(5, size=8, seed=2)]
+    data = make_data(records=sources, weights=[1, 3])
+    all_of = texts(data, 0, 96)
+    shorts = [text for text in all_of if len(text) < 14]
+    assert [sum(len(t) < 14 for t in all_of[:n]) for n in (4, 8, 48, 96)] == [1, 2, 12, 24]
+    for epoch in range(4):
+        assert sorted(shorts[6 * epoch : 6 * epoch + 6]) == sorted(shorts[:6])
+    assert shorts[:6] != shorts[6:12], "each epoch is shuffled anew"
+    for begin in (50, 7, 95, 0):
+        assert texts(data, begin, 1) == all_of[begin : begin + 1]
+    plain = make_data(records=sources)  # every row once in an epoch
+    assert len(set(texts(plain, 0, 14))) == 14
+    assert plain.num_steps == 4
+    ordered = make_data(shuffle=False)
+    assert texts(ordered, 0, 10) == texts(ordered, 10, 10)
+
+
+def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
+    with pytest.raises(ValueError, match=r"data.records\[1\]: the record has 20 tokens, more than 12: data.too_long"):
+        make_data(records=RECORDS, max_tokens=12)
+    with caplog.at_level(logging.WARNING):
+        cut = make_data(records=RECORDS, max_tokens=12, too_long="truncate")
+        assert sorted(len(row.ids) for row in cut.rows[0]) == [6, 8, 9, 12, 12]
+        assert "2 of 5 records were cut at 12 tokens" in caplog.text
+        dropped = make_data(records=RECORDS, max_tokens=12, too_long="drop")
+        assert len(dropped.rows[0]) == 3
+        assert "2 of 5 records were left out: longer than 12 tokens, data.too_long=drop" in caplog.text
+        shorter = make_data(records=RECORDS, max_tokens=10, too_long="truncate")
+        assert len(shorter.rows[0]) == 4, "of one nothing is left that trains"
+        assert "1 of 5 records were left out: longer than 10 tokens, data.too_long=truncate" in caplog.text
+    with pytest.raises(ValueError, match="all others were left out"):
+        make_data(records=RECORDS[1:2], max_tokens=12, too_long="drop")
+
+
+def test_a_run_resumes_bit_for_bit_within_an_epoch_and_within_a_step(tmp_path):
+    settings = dict(records=[SortDigits(3, size=7), SortDigits(6, size=12)], weights=[1, 2], micro_batches_per_step=2)
+    rate = dict(scheduler=rl.Cosine(), packing=PrefixTreePacking())
+
+    class Within(pl.Callback):  # between the two micro-batches of step 3
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 6:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = make_module(**rate)
+    fit(whole, make_data(**settings), 7, callbacks=[save, Within()], enable_checkpointing=True)
+    for name in ("step=3.ckpt", "step=6.ckpt", "within.ckpt"):
+        resumed = make_module(**rate)
+        fit(resumed, make_data(**settings), 7, ckpt_path=str(tmp_path / name))
+        assert torch.equal(parameters(resumed), parameters(whole)), name
+    path = str(tmp_path / "step=3.ckpt")
+    for change, said in [
+        (dict(seed=1), "data.seed is 1, and was 0 in the checkpoint"),
+        (dict(weights=[2, 1]), r"data.weights is \[2, 1\], and was \[1, 2\]"),
+        (
+            dict(records=[SortDigits(3, size=7, seed=3), SortDigits(6, size=12)]),
+            "data.records, their tokens",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            fit(make_module(**rate), make_data(**(settings | change)), 7, ckpt_path=path)
+
+
+def test_held_out_loss_and_accuracy_are_those_of_a_slow_loop():
+    held_out = SortDigits(8, size=9, split="held_out", min_digits=2)
+    data = make_data(validation_records=held_out, micro_batches_per_step=2)
+    module = make_module()
+    runner = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    (found,) = runner.validate(module, data, verbose=False)
+    rows = data._held_out_rows._rows
+    with torch.no_grad():
+        assert found["val/loss"] == pytest.approx(float(slow_loss(module.policy, rows)), rel=1e-5)
+        right = []
+        for row in rows:
+            ids = torch.from_numpy(row.ids).long()
+            greedy = module.policy.causal_lm(input_ids=ids[None]).logits[0].argmax(-1)
+            right += [bool(greedy[place - 1] == ids[place]) for place in row.trains.nonzero()[0]]
+    assert found["val/token_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert set(found) == {"val/loss", "val/token_accuracy"}
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2, target_modules=["q_proj", "v_proj"])])
+def test_what_a_run_writes_is_what_rl_starts_from(lora, tmp_path, monkeypatch):
+    """Behind held-out samples, which a run of RL would measure."""
+    monkeypatch.chdir(tmp_path)
+    trainer = rl.sft(
+        MODEL,
+        [{"prompt": "21=", "completion": "12"}, {"prompt": "31=", "completion": "13"}],
+        samples_per_step=2,
+        epochs=3,
+        learning_rate=1e-2,
+        lora=lora,
+        accelerator="cpu",
+        validation=dict(prompts=SortDigits(2, size=4, split="held_out")),
+        reward=rl.exact_match,
+        sampling=dict(max_tokens=4),
+        enable_progress_bar=False,
+    )
+    assert trainer.global_step == 3
+    assert {"val/pass@1", "train/loss", "train/tokens"} <= set(trainer.callback_metrics)
+    tuned = trainer.lightning_module
+    folder = tmp_path / "runs" / "version_0" / ("model" if lora is None else "adapter")
+    again = make_policy(model=str(folder), lora=None if lora is None else LoRA(continue_adapter=True))
+    ids = torch.randint(2, 20, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    with torch.no_grad():
+        expected = tuned.policy(ids, mask).logprobs
+        torch.testing.assert_close(again.policy(ids, mask).logprobs, expected, rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(make_policy().policy(ids, mask).logprobs, expected, atol=1e-2)
+    if lora is None:
+        module = rl.SFTModule.load_from_checkpoint(tmp_path / "runs/version_0/checkpoints/last.ckpt")
+        assert torch.equal(parameters(module), parameters(tuned))
+        with pytest.raises(ValueError, match="the checkpoint holds 0 states of a RolloutDataModule"):
+            rl.fit(MODEL, SortDigits(2), rl.exact_match, max_steps=4, ckpt_path="runs/version_0/checkpoints/last.ckpt")
