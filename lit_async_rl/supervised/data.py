@@ -51,6 +51,7 @@ class Rows(PromptSource):
         source: of the records.
         encode: makes a row of a record.
         max_tokens: of a row.
+        limit: name of that limit in messages.
         too_long: what becomes of longer ones: they are refused, cut at their end, or dropped.
 
     Attributes:
@@ -60,7 +61,9 @@ class Rows(PromptSource):
         ValueError: a record is bad, or too long and refused; names file and line. Or none is left.
     """
 
-    def __init__(self, source: PromptSource, encode: RowEncoder, max_tokens: int, too_long: TooLong) -> None:
+    def __init__(
+        self, source: PromptSource, encode: RowEncoder, max_tokens: int, *, limit: str, too_long: TooLong
+    ) -> None:
         self._rows: list[Row] = []
         self.left_out: dict[str, int] = {}
         num_cut = 0
@@ -69,7 +72,7 @@ class Rows(PromptSource):
                 row = encode(source[number])
                 length = len(row.ids)
                 if length > max_tokens and too_long == "refuse":
-                    raise ValueError(f"the record has {length} tokens, more than {max_tokens}: data.too_long=refuse")
+                    raise ValueError(f"the record has {length} tokens, more than {limit}: data.too_long=refuse")
             except ValueError as error:
                 where = source.where(number)
                 text = str(error) if where in str(error) else f"{where}: {error}"
@@ -280,7 +283,8 @@ class SFTDataModule(pl.LightningDataModule):
         encoder = RowEncoder(self.codec, self.loss_on)
         length = min(self.codec.context_length, self.max_tokens or self.codec.context_length)
         with announced("the records to be tokenised"):
-            make = partial(Rows, encode=encoder, max_tokens=length, too_long=self.too_long)
+            limit = f"data.max_tokens={length}" if length == self.max_tokens else f"the model's context of {length}"
+            make = partial(Rows, encode=encoder, max_tokens=length, limit=limit, too_long=self.too_long)
             self.rows = [make(source) for source in self._sources]
             self._held_out_rows = None if self._held_out_source is None else make(self._held_out_source)
         self._mixture = Mixture(self.rows, self.weights, seed=self.seed, shuffle=self.shuffle)

@@ -120,7 +120,9 @@ def test_a_mixture_keeps_its_shares_and_every_row_of_an_epoch_and_has_no_memory(
 
 
 def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
-    with pytest.raises(ValueError, match=r"data.records\[1\]: the record has 20 tokens, more than 12: data.too_long"):
+    with pytest.raises(
+        ValueError, match=r"data.records\[1\]: the record has 20 tokens, more than data.max_tokens=12: data.too_long"
+    ):
         make_data(records=RECORDS, max_tokens=12)
     with caplog.at_level(logging.WARNING):
         cut = make_data(records=RECORDS, max_tokens=12, too_long="truncate")
