@@ -1,8 +1,8 @@
 """Collates the groups of one optimizer step into padded micro-batches.
 
 B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches: the advantage of a
-branch is that of its rollout times its credit, and the token weight is that of its rollout, whose length counts the
-tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into contiguous runs, which
+token is that of its rollout, or of its turn, times the credit of its row, and the token weight is that of its rollout,
+whose length counts the tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into contiguous runs, which
 minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are shared, groups are, by
 the tokens of their trees (`lit_async_rl.data.tree_cuts`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +81,7 @@ def collate_step(
 
     Raises:
         ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the
-            remedy), or its tokens have different advantages.
+            remedy), or `advantage` does not give one value for each of its tokens.
     """
     whole = sorted(groups, key=lambda group: group.index)
     advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
@@ -101,11 +101,10 @@ def collate_step(
                     f"{needs_single_rows}, or an agent with one conversation: an agent's conversation has branches, so "
                     "that a rollout has several rows"
                 )
-            if rollout.branches and len(set(values)) > 1:
+            if len(values) != rollout.num_tokens:
                 raise ValueError(
-                    f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
-                    "but an agent's conversation has branches, whose tokens share one advantage of the rollout. Use an "
-                    "advantage of whole rollouts: GroupMeanStd"
+                    f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each of a "
+                    f"rollout's {rollout.num_tokens} tokens, those of branches behind its own, got {len(values)}"
                 )
     groups_of_rows = [
         [
@@ -114,17 +113,14 @@ def collate_step(
                 row,
                 reward=rollout.reward if row is rollout else math.nan,
                 num_policy_tokens=length,
-                # of a branch: that of the whole rollout, which all of its tokens have
-                advantages=[
-                    value * row.credit for value in (values if row is rollout else values[:1] * len(row.token_ids))
-                ],
+                advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
                 token_weight=token_weight,
                 group_index=group.index,
                 rollout_index=(group.index, number),
                 max_staleness=group.max_staleness,
             )
             for number, (rollout, values, token_weight, length) in enumerate(
-                zip(group.rollouts, rows, weights, num_policy_tokens, strict=False)
+                zip(group.rollouts, map(iter, rows), weights, num_policy_tokens, strict=False)
             )
             for row in (rollout, *rollout.branches)
         ]

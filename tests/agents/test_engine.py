@@ -117,6 +117,8 @@ def test_each_conversation_that_ends_is_a_row_and_side_calls_train_only_if_asked
     assert [len(row.prompt_ids or CODEC.encode(request().prompt)) for row in completion.rows] == [4, 8, 4]
     assert [sum(row.loss_mask) for row in completion.rows] == [2, 1, 1]
     assert completion.credit == 1.0
+    assert [[turn.call for turn in row.turns] for row in completion.rows] == [[0, 2], [1], [3]]
+    assert [[turn.reward for turn in row.turns] for row in completion.rows] == [[0, 0], [0], [completion.reward]]
     assert (engine.stats.num_calls, engine.stats.num_side_turns, engine.stats.num_rows) == (5, 1, 3)
     asked = []
 
