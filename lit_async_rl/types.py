@@ -463,7 +463,7 @@ class Completion(TokenRow):
         return tuple(version for row in self.rows for version in row.versions)
 
     def rewarded(self: Sample, amount: float) -> Sample:
-        """Copy with `amount` added to the reward of the turn that was sampled last, in whichever row; not to `reward`."""
+        """Copy with `amount` added to the reward of the turn that was sampled last, in whichever row."""
         ends = [(turns[-1].call or 0, -n) for n, row in enumerate(self.rows) if (turns := row.turns)]
         if not ends:
             return self
@@ -493,7 +493,10 @@ class Completion(TokenRow):
         """The completion with its reward, and the parts of a `Score`."""
         # float(): some rewards are numbers of numpy, and checkpoints hold none
         parts = reward.parts if isinstance(reward, Score) else self.reward_parts
-        plain = {"turns": _plain(self.turns), "branches": tuple(replace(b, turns=_plain(b.turns)) for b in self.branches)}
+        plain = {
+            "turns": _plain(self.turns),
+            "branches": tuple(replace(b, turns=_plain(b.turns)) for b in self.branches),
+        }
         return Rollout(**(vars(self) | plain | {"reward": float(reward), "reward_parts": parts}))
 
 
@@ -598,6 +601,9 @@ class RolloutBatch:
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         experts: `ExpertChoices` to replay for each token; None if not recorded.
+        as_rows: reason for which rows are computed separately, although `model.packing` is set; empty without one.
+        num_tokens: tokens that a pass computes, without padding, and `num_row_tokens` if it computes rows separately;
+            None without packing.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
     """
@@ -625,6 +631,9 @@ class RolloutBatch:
         head_logprobs: Float[Tensor, "B T k"] | None = None,
         behavior_entropy: Float[Tensor, "B T"] | None = None,
         experts: Int[Tensor, "B T n k"] | None = None,
+        as_rows: str = "",
+        num_tokens: int | None = None,
+        num_row_tokens: int | None = None,
         step: int | None = None,
         micro_batch: int = 0,
         num_micro_batches: int = 1,
@@ -649,12 +658,20 @@ class RolloutBatch:
         self.head_logprobs = head_logprobs
         self.behavior_entropy = behavior_entropy
         self.experts = experts
+        self.as_rows = as_rows
+        self.num_tokens = num_tokens
+        self.num_row_tokens = num_row_tokens
         self.step = step
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def tree_groups(self) -> Int[Tensor, " B"] | None:
+        """Group of each row, within which a policy may compute shared prefixes once; None for separate rows."""
+        return None if self.as_rows else self.group_index
 
     def replace(self, **changes: Any) -> RolloutBatch:
         """Copy of the batch with some fields changed."""

@@ -183,7 +183,9 @@ def gradient_difference(folder: Path, seed: int) -> float:
     return float((rows - trees).norm() / rows.norm())
 
 
-def summary(found: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+def summary(
+    found: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], options: argparse.Namespace
+) -> dict[str, Any]:
     """The measurement of finished pairs."""
     rows = []
     differences = []
@@ -192,9 +194,7 @@ def summary(found: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], option
         start = found[f"rows{seed}"]["held_out"]
         differences.append(ends["trees"] - ends["rows"])
         gradient = gradient_difference(options.out, seed)
-        rows.append(
-            [seed, round(min(start.values()), 3), *(round(end, 3) for end in ends.values()), f"{gradient:.1g}"]
-        )
+        rows.append([seed, round(min(start.values()), 3), *(round(end, 3) for end in ends.values()), f"{gradient:.1g}"])
     mean = statistics.fmean(differences)
     spread = 2.776 * statistics.stdev(differences) / math.sqrt(len(seeds))  # Student's t of five pairs
     return measurement(

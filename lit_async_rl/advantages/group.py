@@ -312,9 +312,9 @@ def _std(differences: Sequence[float], ddof: int) -> float:
 
 
 # -- Turn-level advantage estimators for multi-turn rollouts: each turn has its own advantage -------------------------
-# Turns of all rows of a rollout are ordered by the agent's calls: s_k numbers the calls of a rollout whose replies train,
-# and is the position of turn k where there are no branches. A rollout without `turns` is one turn. r_k is the reward of
-# turn k, and its return is what was rewarded from its call on, in whichever branch:
+# Turns of all rows of a rollout are ordered by the agent's calls: s_k is the number of turn k's call among those whose
+# replies train, which is its position where nothing branches. A rollout without `turns` is one turn. r_k is the reward
+# of turn k, and its return is what was rewarded from its call on, in whichever branch:
 #
 #     G_k = sum over j with s_j >= s_k of gamma^(s_j - s_k) r_j
 
@@ -380,7 +380,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class TurnReturns(TurnAdvantageEstimator):
-    """A_k = G_k - mean of the group's G_k at the same s_k, over the rollouts with such a turn; optionally / (std + eps).
+    """A_k = G_k - mean of the group's G_k with the same s_k; optionally / (std + eps).
 
     Reward-to-go with a baseline per turn; equal to `GroupMean` or `GroupMeanStd` for single-turn rollouts. Not from a
     paper. With gamma 1 and a reward in the last turn only, the baseline is the mean over the rollouts still running.

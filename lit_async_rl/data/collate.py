@@ -2,16 +2,18 @@
 
 B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches: the advantage of a
 token is that of its rollout, or of its turn, times the credit of its row, and the token weight is that of its rollout,
-whose length counts the tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into contiguous runs, which
-minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are shared, groups are, by
-the tokens of their trees (`lit_async_rl.data.tree_cuts`).
+whose length counts the tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into
+contiguous runs, which minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are
+shared, groups are, by the tokens of their trees (`lit_async_rl.data.tree_cuts`), unless separate rows would take less
+time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from lit_async_rl.advantages.group import AdvantageEstimator
 from lit_async_rl.data.tree_cuts import split_trees
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
+from lit_async_rl.models.packing import TreeCosts
 from lit_async_rl.types import (
     OWN_CHOICE,
     RolloutBatch,
@@ -71,13 +74,15 @@ def collate_step(
     truncated: bool = False,
     keep_groups_whole: bool = False,
     shares_prefixes: bool = False,
+    tree_costs: TreeCosts | None = None,
     needs_single_rows: str = "",
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
     Groups are sorted by admission first, so the result does not depend on the order in which they finished. With
     `keep_groups_whole` no group is split over micro-batches. With `shares_prefixes` micro-batches are balanced by the
-    tokens that `PrefixTreePacking` computes, and a group that is larger than a micro-batch is cut.
+    tokens that `PrefixTreePacking` computes, and a group that is larger than a micro-batch is cut; with `tree_costs`
+    they are, too, if that takes less time than separate rows.
 
     Raises:
         ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the
@@ -126,29 +131,50 @@ def collate_step(
         ]
         for group, rows in zip(groups, advantages, strict=True)
     ]
-    units = [_by_rollout(rows) for rows in groups_of_rows]
-    if shares_prefixes:
-        parts = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
-    else:
-        parts = split_units(
-            groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
-        )
     rollouts = [row for group in groups for rollout in group.rollouts for row in (rollout, *rollout.branches)]
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError("completions from truncated sampling do not record which tokens could be chosen")
-    return [
-        _pad(
-            part,
-            pad_token_id=pad_token_id,
-            temperature=temperature,
-            truncated=truncated,
-            head_width=head_width,
-            experts_shape=experts_shape,
-        )
-        for part in parts
-    ]
+    pad = partial(
+        _pad,
+        pad_token_id=pad_token_id,
+        temperature=temperature,
+        truncated=truncated,
+        head_width=head_width,
+        experts_shape=experts_shape,
+    )
+    units = [_by_rollout(rows) for rows in groups_of_rows]
+    separate = split_units(
+        groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
+    )
+    if not shares_prefixes and tree_costs is None:
+        return [pad(part) for part in separate]
+    trees = [pad(part) for part in split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)]
+    return trees if tree_costs is None else _cheapest(trees, separate, tree_costs, pad=pad)
+
+
+def _cheapest(
+    trees: Sequence[RolloutBatch],
+    separate: Sequence[Sequence[_Row]],
+    costs: TreeCosts,
+    pad: Callable[[Sequence[_Row]], RolloutBatch],
+) -> list[RolloutBatch]:
+    """The step's micro-batches as trees, or as separate rows if these cost less; with their numbers of tokens."""
+    counted, of_trees = zip(*map(costs.of_trees, trees), strict=True)
+    of_rows = sum(costs.of_rows(len(part), _longest(part)) for part in separate if part)
+    if sum(of_trees) <= of_rows:
+        return list(counted)
+    share = sum(batch.num_tokens for batch in counted) / sum(batch.num_row_tokens for batch in counted)
+    reason = (
+        f"trees would take longer, because rows have {1 - share:.0%} of their tokens in common"
+        if math.isfinite(sum(of_trees))
+        else f"the longest has {max(map(_longest, filter(None, separate)))} tokens, and the model's attention window "
+        f"{costs.window}"
+    )
+    batches = [pad(part).replace(as_rows=reason) for part in separate]
+    counts = [sum(row.length - 1 for row in part) for part in separate]
+    return [batch.replace(num_tokens=count, num_row_tokens=count) for batch, count in zip(batches, counts, strict=True)]
 
 
 def _by_rollout(rows: Sequence[_Row]) -> list[list[_Row]]:

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,13 +39,23 @@ from transformers import PreTrainedModel
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.routers import Replaying
-from lit_async_rl.models.tree_attention import Span, TreeMask, can_split, split_is_cheaper, tree_mask
+from lit_async_rl.models.tree_attention import (
+    Span,
+    TreeMask,
+    can_split,
+    rows_cost,
+    split_is_cheaper,
+    tree_cost,
+    tree_mask,
+)
+from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.device_memory import to_device
 
 # -- Layout: places of the tokens of rows in the packed rows ----------------------------------------------------------
 
 
+log = logging.getLogger(__name__)
 FLEX_BLOCK = 128  # of FlexAttention's masks; lengths that are multiples of it are compiled for less often
 
 
@@ -71,6 +83,11 @@ class PackedRows:
     def num_tokens(self) -> int:
         """Number of tokens without padding."""
         return int((self.uses > 0).sum())
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Number of tokens of the separate rows, without padding."""
+        return int(self.uses.sum())
 
     @property
     def num_pairs(self) -> int:
@@ -286,6 +303,39 @@ class PrefixTreePacking:
 
 
 @dataclass(frozen=True)
+class TreeCosts:
+    """Estimates what a policy's pass over a micro-batch costs, on trees and on separate rows.
+
+    Args:
+        packing: of the policy.
+        lm: its model.
+    """
+
+    packing: PrefixTreePacking
+    lm: PreTrainedModel
+
+    def of_trees(self, batch: RolloutBatch) -> tuple[RolloutBatch, float]:
+        """The micro-batch with its numbers of tokens, and the cost; infinite if a row exceeds the attention window."""
+        needed = batch.loss_mask[:, 1:]
+        if not needed.any():
+            return batch.replace(num_tokens=0, num_row_tokens=0), 0.0
+        tokens = batch.input_ids if batch.experts is None else _with_experts(batch.input_ids, batch.experts)
+        rows = self.packing.layout(self.lm, tokens[:, :-1], needed, batch.group_index.tolist())
+        fits = int(rows.position.max()) < self.window
+        cost = tree_cost(self.lm, rows.spans, rows.until.shape) if fits else math.inf
+        return batch.replace(num_tokens=rows.num_tokens, num_row_tokens=rows.num_row_tokens), cost
+
+    @property
+    def window(self) -> int:
+        """Largest number of tokens of a row that may be in a tree."""
+        return context_length(self.lm)
+
+    def of_rows(self, num_rows: int, length: int) -> float:
+        """The cost of rows that are padded to a length."""
+        return rows_cost(self.lm, num_rows, length)
+
+
+@dataclass(frozen=True)
 class SharedPromptPacking(PrefixTreePacking):
     """Former name of `PrefixTreePacking`, of when only the prompt of completions was shared."""
 
@@ -333,20 +383,28 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
     return compiled
 
 
-def check_packable(lm: PreTrainedModel) -> None:
-    """Checks that the model mixes tokens by attention with the given mask only, and takes position ids.
+def packing_for(lm: PreTrainedModel, packing: PrefixTreePacking) -> PrefixTreePacking | None:
+    """The packing if the model mixes tokens by attention with the given mask only, and takes position ids.
 
-    Raises:
-        ValueError: it has recurrent or convolutional layers, a mask of its own, or takes no position ids.
+    Otherwise None, and a warning says why: for recurrent or convolutional layers, a mask of its own, no position ids.
     """
+    reason = ""
     if kinds := other_layers(lm):
-        raise ValueError(
-            f"model.packing: {type(lm).__name__} has {kinds} layers, which take no mask; leave packing out"
-        )
-    if lm.config.model_type == "gpt_neo":
-        raise ValueError("model.packing: GPTNeoForCausalLM builds a mask of its own; leave packing out")
-    if "position_ids" not in inspect.signature(body(lm).forward).parameters:
-        raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave packing out")
+        reason = f"has {kinds} layers, which take no mask"
+    elif lm.config.model_type == "gpt_neo":
+        reason = "builds a mask of its own"
+    elif "position_ids" not in inspect.signature(body(lm).forward).parameters:
+        reason = "takes no position_ids"
+    if not reason:
+        return packing
+    _warn_once(f"model.packing: {type(lm).__name__} {reason}; rows are computed separately")
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Warns once: policy and reference are of one model."""
+    log.warning(message)
 
 
 def check_length(lm: PreTrainedModel, length: int) -> None:

@@ -56,12 +56,40 @@ def split_is_cheaper(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence
     In pairs of tokens: a pair costs about 4 H operations, a token 24 H^2 outside of attention, with the hidden size H.
     Split trees are in one row, and without padding.
     """
-    hidden = lm.config.get_text_config().hidden_size
-    num_rows, length = shape
+    return _split_cost(lm, spans) < _dense_cost(lm, shape)
+
+
+def tree_cost(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence[int]) -> float:
+    """Estimated cost of a layer on packed trees, see `split_is_cheaper`."""
+    if can_split(lm) and split_is_cheaper(lm, spans, shape):
+        return _split_cost(lm, spans)
+    if lm.config._attn_implementation == "flex_attention":  # skips what the mask forbids, but for whole blocks
+        num_rows, length = shape
+        return 6 * _hidden(lm) * num_rows * length + sum(span.num_pairs for span in spans)
+    return _dense_cost(lm, shape)
+
+
+def rows_cost(lm: PreTrainedModel, num_rows: int, length: int) -> float:
+    """Estimated cost of a layer on separate rows of one length; only `eager` computes pairs with later tokens."""
+    pairs = length if lm.config._attn_implementation == "eager" else (length + 1) / 2
+    return num_rows * length * (6 * _hidden(lm) + pairs)
+
+
+def _split_cost(lm: PreTrainedModel, spans: Sequence[Span]) -> float:
+    hidden = _hidden(lm)
     num_tokens = sum(span.end - span.begin for span in spans)
     num_calls = sum(1 + (span.until > span.end) for span in spans)
-    split = 6 * hidden * num_tokens + sum(span.num_pairs for span in spans) + num_calls * CALL_COST / hidden
-    return split < num_rows * length * (6 * hidden + length)
+    return 6 * hidden * num_tokens + sum(span.num_pairs for span in spans) + num_calls * CALL_COST / hidden
+
+
+def _dense_cost(lm: PreTrainedModel, shape: Sequence[int]) -> float:
+    num_rows, length = shape
+    return num_rows * length * (6 * _hidden(lm) + length)
+
+
+def _hidden(lm: PreTrainedModel) -> int:
+    size: int = lm.config.get_text_config().hidden_size
+    return size
 
 
 def tree_mask(until: Int[Tensor, "R L"]) -> Bool[Tensor, "R 1 L L"]:

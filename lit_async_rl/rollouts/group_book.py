@@ -427,8 +427,9 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
-    Rollouts of several turns have `turns`, see `pack_turns`. Recorded distributions are in `head_*`, chosen experts in `expert_*` and branches in `branch_*`, if there are any.
-    `part_<name>` [R] are the parts of the rewards, NaN where one does not apply.
+    Rollouts of several turns have `turns`, see `pack_turns`. Recorded distributions are in `head_*`, chosen experts in
+    `expert_*` and branches in `branch_*`, if there are any. `part_<name>` [R] are the parts of the rewards, NaN where
+    one does not apply.
     """
     rows = [completion for group in groups for completion in group.rollouts.values()]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]

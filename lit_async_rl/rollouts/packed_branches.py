@@ -47,7 +47,9 @@ def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
     branches = [branch for _, branch in owned]
     prompts = [c.prompt_ids or () for c in completions] + [branch.prompt_ids for branch in branches]
     rows = [[number, len(branch.prompt_ids), len(branch.token_ids)] for number, branch in owned]
-    recorded = pack_heads([b.head for b in branches]) | pack_choices([b.experts for b in branches]) | pack_turns(branches)
+    recorded = (
+        pack_heads([b.head for b in branches]) | pack_choices([b.experts for b in branches]) | pack_turns(branches)
+    )
     return {f"{PREFIX}{name}": values for name, values in recorded.items()} | {
         "branch_own": torch.tensor([-1 if c.prompt_ids is None else len(c.prompt_ids) for c in completions]),
         "branch_own_credit": torch.tensor([c.credit for c in completions], dtype=torch.float64),
@@ -101,7 +103,7 @@ def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
 
 
 def pack_turns(rows: Sequence[TokenRow]) -> dict[str, Tensor]:
-    """Turns of all rows: `turns` [K, 3], row, end and state of each, `turn_rewards` and `turn_calls` [K], -1 for None."""
+    """Turns of rows: `turns` [K, 3], row, end and state of each, `turn_rewards` and `turn_calls` [K], -1 for None."""
     turns = [(n, turn) for n, row in enumerate(rows) for turn in row.turns or ()]
     return {
         "turns": torch.tensor([[n, turn.end, turn.state] for n, turn in turns], dtype=torch.long).reshape(-1, 3),

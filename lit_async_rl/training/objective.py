@@ -270,7 +270,7 @@ def _token_stats(
         batch.loss_mask,
         batch.temperature,
         entropy_grad,
-        batch.group_index,
+        batch.tree_groups,
         head_ids=batch.head_ids,
         experts=experts,
     )

@@ -134,7 +134,9 @@ def slow_turn_advantages(group, gamma, omega):
     values = {}
     rewards = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
     for i, (n, k, begin, end, _, state, _) in enumerate(turns):
-        same = [led_to[j] for j, other in enumerate(turns) if (step[j] == step[i] if omega is None else other[5] == state)]
+        same = [
+            led_to[j] for j, other in enumerate(turns) if (step[j] == step[i] if omega is None else other[5] == state)
+        ]
         value = led_to[i] - sum(same) / len(same)
         if omega is not None:
             value = float(rewards[n] - rewards.mean()) + omega * value
@@ -336,7 +338,7 @@ def test_wrong_branches_of_an_engine_are_found():
         ({"prompt_ids": ()}, "branches[0] has prompt_ids=()"),
         ({"prompt_ids": (3,) * 64}, "more than max_model_len=64"),
         ({"credit": float("nan")}, "branches[0] has credit=nan"),
-        ({"turns": row.turns[:-1] + (replace(row.turns[-1], end=99),)}, "branches[0] has turns["),
+        ({"turns": (*row.turns[:-1], replace(row.turns[-1], end=99))}, "branches[0] has turns["),
         ({"turns": (replace(row.turns[-1], call=-1),)}, "branches[0] has turns[0].call=-1"),
     ):
         assert problem in faulty(change)
