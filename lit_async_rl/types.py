@@ -602,8 +602,6 @@ class RolloutBatch:
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         experts: `ExpertChoices` to replay for each token; None if not recorded.
         as_rows: reason for which rows are computed separately, although `model.packing` is set; empty without one.
-        num_tokens: tokens that a pass computes, without padding, and `num_row_tokens` if it computes rows separately;
-            None without packing.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
     """
@@ -632,8 +630,6 @@ class RolloutBatch:
         behavior_entropy: Float[Tensor, "B T"] | None = None,
         experts: Int[Tensor, "B T n k"] | None = None,
         as_rows: str = "",
-        num_tokens: int | None = None,
-        num_row_tokens: int | None = None,
         step: int | None = None,
         micro_batch: int = 0,
         num_micro_batches: int = 1,
@@ -659,8 +655,6 @@ class RolloutBatch:
         self.behavior_entropy = behavior_entropy
         self.experts = experts
         self.as_rows = as_rows
-        self.num_tokens = num_tokens
-        self.num_row_tokens = num_row_tokens
         self.step = step
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches

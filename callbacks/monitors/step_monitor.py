@@ -393,11 +393,16 @@ class ThroughputMonitor(StepMonitor):
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         self.tokens.update(batch.loss_mask.sum().cpu())
-        if batch.num_tokens is not None and batch.num_row_tokens is not None:
-            for metric in (self.computed, self.run_computed):
-                metric.update(float(batch.num_tokens))
-            for metric in (self.in_rows, self.run_in_rows):
-                metric.update(float(batch.num_row_tokens))
+        signals: Any = getattr(pl_module, "stabilizer_signals", {})
+        num_tokens = signals.get("num_tokens")
+        if batch.as_rows:
+            num_tokens = [int(batch.attention_mask.sum()) - len(batch)] * 2  # a row's last token is not computed
+        if num_tokens is not None:
+            computed, in_rows = map(float, num_tokens)
+            self.computed.update(computed)
+            self.run_computed.update(computed)
+            self.in_rows.update(in_rows)
+            self.run_in_rows.update(in_rows)
 
     def computed_share(self) -> float | None:
         """Tokens computed in the run so far, over those of separate rows; None without packing. A collective."""

@@ -11,7 +11,7 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice
@@ -22,7 +22,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
-from lit_async_rl.data.tree_cuts import split_trees
+from lit_async_rl.data.tree_cuts import TreePart, split_trees
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.models.packing import TreeCosts
@@ -150,31 +150,24 @@ def collate_step(
     )
     if not shares_prefixes and tree_costs is None:
         return [pad(part) for part in separate]
-    trees = [pad(part) for part in split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)]
-    return trees if tree_costs is None else _cheapest(trees, separate, tree_costs, pad=pad)
+    trees = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
+    reason = "" if tree_costs is None else _why_rows(trees, separate, tree_costs)
+    return [pad(part).replace(as_rows=reason) for part in (separate if reason else (part.rows for part in trees))]
 
 
-def _cheapest(
-    trees: Sequence[RolloutBatch],
-    separate: Sequence[Sequence[_Row]],
-    costs: TreeCosts,
-    pad: Callable[[Sequence[_Row]], RolloutBatch],
-) -> list[RolloutBatch]:
-    """The step's micro-batches as trees, or as separate rows if these cost less; with their numbers of tokens."""
-    counted, of_trees = zip(*map(costs.of_trees, trees), strict=True)
-    of_rows = sum(costs.of_rows(len(part), _longest(part)) for part in separate if part)
-    if sum(of_trees) <= of_rows:
-        return list(counted)
-    share = sum(batch.num_tokens for batch in counted) / sum(batch.num_row_tokens for batch in counted)
-    reason = (
-        f"trees would take longer, because rows have {1 - share:.0%} of their tokens in common"
-        if math.isfinite(sum(of_trees))
-        else f"the longest has {max(map(_longest, filter(None, separate)))} tokens, and the model's attention window "
-        f"{costs.window}"
-    )
-    batches = [pad(part).replace(as_rows=reason) for part in separate]
-    counts = [sum(row.length - 1 for row in part) for part in separate]
-    return [batch.replace(num_tokens=count, num_row_tokens=count) for batch, count in zip(batches, counts, strict=True)]
+def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]], costs: TreeCosts) -> str:
+    """Reason for separate rows, by estimate; empty if trees cost less."""
+    rows = [part for part in separate if part]
+    longest = max(map(_longest, rows), default=0)
+    if longest - 1 > costs.window:  # the last token is not computed
+        return f"the longest has {longest} tokens, and the model's attention window {costs.window}"
+    if sum(costs.of_trees(part.trees) for part in parts) <= sum(
+        costs.of_rows(len(part), _longest(part)) for part in rows
+    ):
+        return ""
+    computed = sum(tree.num_tokens for part in parts for tree in part.trees)
+    share = 1 - computed / sum(row.length for part in rows for row in part)
+    return f"trees would take longer, because rows have {share:.0%} of their tokens in common"
 
 
 def _by_rollout(rows: Sequence[_Row]) -> list[list[_Row]]:

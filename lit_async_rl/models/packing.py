@@ -25,9 +25,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,13 +41,13 @@ from lit_async_rl.models.routers import Replaying
 from lit_async_rl.models.tree_attention import (
     Span,
     TreeMask,
+    TreeWork,
     can_split,
     rows_cost,
     split_is_cheaper,
-    tree_cost,
     tree_mask,
+    trees_cost,
 )
-from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.device_memory import to_device
 
@@ -70,6 +69,8 @@ class PackedRows:
         uses: number of input rows that have the token; 0 is padding.
         target: index in the flattened [R, L] rows of each needed input position; 0 elsewhere.
         spans: runs of tokens without a branching between them.
+        num_tokens: number of tokens without padding.
+        num_row_tokens: number of tokens of the separate rows, without padding.
     """
 
     source: Int[Tensor, "R L"]
@@ -78,16 +79,8 @@ class PackedRows:
     uses: Int[Tensor, "R L"]
     target: Int[Tensor, "B T"]
     spans: tuple[Span, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens without padding."""
-        return int((self.uses > 0).sum())
-
-    @property
-    def num_row_tokens(self) -> int:
-        """Number of tokens of the separate rows, without padding."""
-        return int(self.uses.sum())
+    num_tokens: int
+    num_row_tokens: int
 
     @property
     def num_pairs(self) -> int:
@@ -97,7 +90,7 @@ class PackedRows:
     def to(self, device: torch.device) -> PackedRows:
         """Copy on another device; does not wait for work that is queued there."""
         tensors = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return PackedRows(**tensors, spans=self.spans)
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -166,7 +159,12 @@ def pack(
             spans += [Span(number, *(place + begin for place in places)) for places in tree.spans]
             begin += sizes[n]
     fields = dict(source=source, position=position, until=until, uses=uses, target=target)
-    return PackedRows(**{name: torch.from_numpy(value) for name, value in fields.items()}, spans=tuple(spans))
+    return PackedRows(
+        **{name: torch.from_numpy(value) for name, value in fields.items()},
+        spans=tuple(spans),
+        num_tokens=sum(sizes),
+        num_row_tokens=sum(lengths),
+    )
 
 
 def _tree(ids: np.ndarray, rows: Sequence[int], lengths: Sequence[int]) -> _Tree:
@@ -314,16 +312,12 @@ class TreeCosts:
     packing: PrefixTreePacking
     lm: PreTrainedModel
 
-    def of_trees(self, batch: RolloutBatch) -> tuple[RolloutBatch, float]:
-        """The micro-batch with its numbers of tokens, and the cost; infinite if a row exceeds the attention window."""
-        needed = batch.loss_mask[:, 1:]
-        if not needed.any():
-            return batch.replace(num_tokens=0, num_row_tokens=0), 0.0
-        tokens = batch.input_ids if batch.experts is None else _with_experts(batch.input_ids, batch.experts)
-        rows = self.packing.layout(self.lm, tokens[:, :-1], needed, batch.group_index.tolist())
-        fits = int(rows.position.max()) < self.window
-        cost = tree_cost(self.lm, rows.spans, rows.until.shape) if fits else math.inf
-        return batch.replace(num_tokens=rows.num_tokens, num_row_tokens=rows.num_row_tokens), cost
+    def of_trees(self, trees: Sequence[TreeWork]) -> float:
+        """The cost of a micro-batch."""
+        sizes = [tree.num_tokens for tree in trees]
+        capacity = max([self.packing.row_tokens, *sizes])
+        num_bins = -(-sum(sizes) // capacity) if self.packing.row_tokens else len(sizes)
+        return trees_cost(self.lm, trees, (num_bins, capacity))
 
     @property
     def window(self) -> int:

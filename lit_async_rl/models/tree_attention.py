@@ -43,6 +43,14 @@ class Span(NamedTuple):
         return size * (size + 1) // 2 + size * (self.until - self.end)
 
 
+class TreeWork(NamedTuple):
+    """Work of a tree: tokens that are computed, pairs of a token and one that it attends to, calls of the kernel."""
+
+    num_tokens: int
+    num_pairs: int
+    num_calls: int
+
+
 def can_split(lm: PreTrainedModel) -> bool:
     """Whether attention can be split: torch's kernel on a CPU, with heads of one size and the mask that it is given."""
     config = lm.config.get_text_config()
@@ -56,17 +64,20 @@ def split_is_cheaper(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence
     In pairs of tokens: a pair costs about 4 H operations, a token 24 H^2 outside of attention, with the hidden size H.
     Split trees are in one row, and without padding.
     """
-    return _split_cost(lm, spans) < _dense_cost(lm, shape)
+    work = TreeWork(
+        num_tokens=sum(span.end - span.begin for span in spans),
+        num_pairs=sum(span.num_pairs for span in spans),
+        num_calls=sum(1 + (span.until > span.end) for span in spans),
+    )
+    return _split_cost(lm, [work]) < _dense_cost(lm, shape)
 
 
-def tree_cost(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence[int]) -> float:
-    """Estimated cost of a layer on packed trees, see `split_is_cheaper`."""
-    if can_split(lm) and split_is_cheaper(lm, spans, shape):
-        return _split_cost(lm, spans)
-    if lm.config._attn_implementation == "flex_attention":  # skips what the mask forbids, but for whole blocks
-        num_rows, length = shape
-        return 6 * _hidden(lm) * num_rows * length + sum(span.num_pairs for span in spans)
-    return _dense_cost(lm, shape)
+def trees_cost(lm: PreTrainedModel, trees: Sequence[TreeWork], shape: Sequence[int]) -> float:
+    """Estimated cost of a layer on trees in R rows of L tokens, see `split_is_cheaper`."""
+    if lm.config._attn_implementation == "flex_attention":  # skips what the mask forbids, but for parts of blocks
+        return _split_cost(lm, [tree._replace(num_calls=0) for tree in trees])
+    dense = _dense_cost(lm, shape)
+    return min(dense, _split_cost(lm, trees)) if can_split(lm) else dense
 
 
 def rows_cost(lm: PreTrainedModel, num_rows: int, length: int) -> float:
@@ -75,11 +86,9 @@ def rows_cost(lm: PreTrainedModel, num_rows: int, length: int) -> float:
     return num_rows * length * (6 * _hidden(lm) + pairs)
 
 
-def _split_cost(lm: PreTrainedModel, spans: Sequence[Span]) -> float:
+def _split_cost(lm: PreTrainedModel, trees: Sequence[TreeWork]) -> float:
     hidden = _hidden(lm)
-    num_tokens = sum(span.end - span.begin for span in spans)
-    num_calls = sum(1 + (span.until > span.end) for span in spans)
-    return 6 * hidden * num_tokens + sum(span.num_pairs for span in spans) + num_calls * CALL_COST / hidden
+    return sum(6 * hidden * tree.num_tokens + tree.num_pairs + tree.num_calls * CALL_COST / hidden for tree in trees)
 
 
 def _dense_cost(lm: PreTrainedModel, shape: Sequence[int]) -> float:

@@ -138,6 +138,7 @@ class Objective:
             stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts)
         rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
         rows = batch
+        packed = stats.rows
         if rollouts is not None:
             batch = rollouts.of_batch(batch)
             stats = _of_rollouts(stats, rollouts)
@@ -176,6 +177,8 @@ class Objective:
             signals = {name: rollouts.to_rows(values) for name, values in signals.items()} | {"rollout": rows.rollout}
         signals["rewards"] = torch.where(rows.group_index >= 0, rows.rewards, torch.nan)  # NaN in padding rows
         signals["version"] = version
+        if packed is not None:
+            signals["num_tokens"] = packed.num_tokens, packed.num_row_tokens
         loss = loss + self._penalty(stats, reference_logprobs, batch)
         signals["loss"] = loss.detach()
         return loss, signals

@@ -399,7 +399,9 @@ def test_a_model_that_takes_no_tree_gets_rows_and_a_line(caplog):
         assert stats.rows is None
     torch.testing.assert_close(stats.logprobs, CausalPolicy(mamba)(*batch[:2]).logprobs, atol=0, rtol=0)
     (line,) = [record.getMessage() for record in caplog.records if "model.packing" in record.getMessage()]
-    assert line.endswith("MambaForCausalLM has linear_attention layers, which take no mask; rows are computed separately")
+    assert line.endswith(
+        "MambaForCausalLM has linear_attention layers, which take no mask; rows are computed separately"
+    )
 
 
 def test_what_cannot_be_packed_is_refused_by_name():
