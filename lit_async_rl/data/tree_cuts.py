@@ -146,6 +146,7 @@ def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_
     sizes = [tree.size for tree in trees]
     low = max((tree.size if keep_whole else _largest(tree) for tree in trees), default=0)
     high = sum(sizes)
+    low = max(low, -(-high // num_parts))
     while low < high:
         middle = (low + high) // 2
         if len(_fill(trees, sizes, middle, keep_whole=keep_whole)) <= num_parts:
@@ -176,12 +177,12 @@ def _fill(
         before = used
         begun: list[int] = []  # rollouts of the tree in the last part
         for piece in pieces:
-            enlarged = before + tree.of_part([*begun, *piece])
+            enlarged = before + (size if piece is whole else tree.of_part([*begun, *piece]))
             if enlarged > capacity:
                 parts.append([])
                 before = 0
                 begun = []
-                enlarged = tree.of_part(piece)
+                enlarged = size if piece is whole else tree.of_part(piece)
             begun += piece
             used = enlarged
             parts[-1] += [(tree, n) for n in piece]
