@@ -468,8 +468,8 @@ class Completion(TokenRow):
         if not ends:
             return self
         number = -max(ends)[1]
-        *turns, last = self.rows[number].turns or ()
-        changed = (*turns, replace(last, reward=last.reward + amount))
+        *earlier, last = self.rows[number].turns or ()
+        changed = (*earlier, replace(last, reward=last.reward + amount))
         if number == 0:
             return replace(self, turns=changed)
         branches = list(self.branches)

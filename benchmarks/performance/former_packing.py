@@ -134,7 +134,7 @@ def measure(name: str, repeats: int, former: Any) -> dict[str, Any]:
     policies = {way: CausalPolicy(lm, packing=rl.PrefixTreePacking()) for way in ("trees", "former")}
     policies["former"].packing = former
     vocab_size = policies["trees"].causal_lm.config.vocab_size
-    groups = make_groups(TextCodec(model()), prompts(), number, lengths, vocab_size=vocab_size)
+    groups = make_groups(TextCodec(model()), prompts(), number=number, lengths=lengths, vocab_size=vocab_size)
     seconds: dict[str, list[float]] = {way: [] for way in policies}
     for turn in range(repeats + 1):
         for way in sorted(policies, reverse=bool(turn % 2)):

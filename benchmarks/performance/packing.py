@@ -15,6 +15,7 @@ is that of rows, divided by the ratio of tokens, and 4 L^2 bytes in each layer f
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="results of trees, of which those that it has are skipped")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -172,9 +174,13 @@ def main() -> None:
         max_position_embeddings=2**16,
     )
     lm = LlamaForCausalLM(config)
-    trees = {}
+    trees = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else {}
     for name, levels in TREES.items():
+        if name in trees:
+            continue
         trees[name] = found = measure(lm, levels, args.repeats)
+        if args.out is not None:
+            args.out.write_text(json.dumps(trees))
         print(
             f"{name}: {found['tokens_of_tree']} tokens, {found['tokens']:.2f} times fewer; time "
             + ", ".join(f"{way} {found['time'][way]:.2f} ({found['share_of_tokens'][way]:.2f})" for way in WAYS[1:])
@@ -182,7 +188,7 @@ def main() -> None:
             flush=True,
         )
     if args.output is not None:
-        write_measurement(args.output, as_measurement(trees, args.hidden, args.layers))
+        write_measurement(args.output, as_measurement({name: trees[name] for name in TREES}, args.hidden, args.layers))
 
 
 def as_measurement(trees: dict[str, Any], hidden: int, layers: int) -> dict[str, Any]:

@@ -113,8 +113,8 @@ class RunSummary(pl.Callback):
                 if math.isnan(mean):  # no token was trained on
                     continue
                 table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")
-            if isinstance(monitor, ThroughputMonitor) and (share := monitor.computed_share()) is not None:
-                table.add_row("tokens computed", f"{share:.0%} of those of separate rows")
+            if isinstance(monitor, ThroughputMonitor) and (computed := monitor.computed_share()) is not None:
+                table.add_row("tokens computed", f"{computed:.0%} of those of separate rows")
         if self.stats is not None and self._is_replay:
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time, for the tape")
             table.add_row("tokens replayed", f"{self.stats.num_tokens:,}")

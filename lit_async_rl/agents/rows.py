@@ -93,7 +93,7 @@ def _row(leaf: SampledTurn, taken: set[int]) -> Row:
         loss_mask += (*[False] * num_given, *[True] * len(sampled.token_ids))
         if sampled.head is not None:
             heads += (blank_head(num_given, sampled.head.width), sampled.head)
-        turns.append(Turn(len(token_ids), 0.0, hash63(turn.given_text), turn.call))
+        turns.append(Turn(len(token_ids), 0.0, hash63(turn.given_text), call=turn.call))
     return Row(
         tokens=Branch(
             prompt_ids=prompt_ids,

@@ -26,7 +26,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,8 +90,10 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         """Copy on another device; does not wait for work that is queued there."""
-        tensors = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        fields: dict[str, Any] = vars(self)
+        return PackedRows(
+            **{name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+        )
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class CausalPolicy(nn.Module):
 
     @property
     def tree_costs(self) -> TreeCosts | None:
-        """What a pass costs on trees and on rows; None without packing."""
+        """Costs of a pass on trees and on rows; None without packing."""
         return None if self.packing is None else TreeCosts(self.packing, self.causal_lm)
 
     def forward(

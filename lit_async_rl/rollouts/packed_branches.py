@@ -120,5 +120,5 @@ def unpack_turns(packed: Mapping[str, Tensor]) -> dict[int, tuple[Turn, ...]]:
     calls = packed["turn_calls"].tolist() if "turn_calls" in packed else [-1] * len(places)
     turns: dict[int, list[Turn]] = {}
     for (row, end, state), reward, call in zip(places, packed["turn_rewards"].tolist(), calls, strict=True):
-        turns.setdefault(row, []).append(Turn(end, reward, state, None if call < 0 else call))
+        turns.setdefault(row, []).append(Turn(end, reward, state, call=None if call < 0 else call))
     return {row: tuple(own) for row, own in turns.items()}

@@ -71,7 +71,7 @@ def branch(chance: random.Random, versions=(0,), **changes) -> Branch:
             versions=tuple(chance.choice(versions) for _ in mask),
             loss_mask=mask,
             credit=chance.choice((1.0, 0.5, 0.25)),
-            turns=tuple(Turn(end, 0.0, token_ids[0] % 3, prompt_ids[0] % 5 + end) for end in ends),
+            turns=tuple(Turn(end, 0.0, token_ids[0] % 3, call=prompt_ids[0] % 5 + end) for end in ends),
         ),
         **changes,
     )
