@@ -89,8 +89,8 @@ def kept_bytes(policy: CausalPolicy, batch: Batch) -> int:
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()  # itself would refer to its graph, which would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy(batch[0], batch[1], group_index=batch[2])
