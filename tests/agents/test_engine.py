@@ -641,9 +641,12 @@ def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed(tmp_pa
         assert isinstance(trainer.lightning_module.objective.baseline, rl.OptimalBaseline)
     assert all(len(rollout.branches) == 2 for group in groups.seen for rollout in group.rollouts)
     with Path("runs/version_0/metrics.csv").open() as file:
-        shares = [float(row["importance/ess_ratio"]) for row in csv.DictReader(file) if row["importance/ess_ratio"]]
-    assert len(shares) == 4
-    assert all(0 < share <= 1 for share in shares)
+        rows = list(csv.DictReader(file))
+    for name in ("importance/ess_ratio", "perf/computed_share"):
+        shares = [float(row[name]) for row in rows if row[name]]
+        assert len(shares) == 4
+        assert all(0 < share <= 1 for share in shares)
+    assert max(shares) < 1, "computed as separate rows"
 
 
 def test_a_tape_of_branches_is_replayed_to_the_bit(tmp_path):
