@@ -96,7 +96,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=50)
     given = parser.parse_args()
-    for number, (where, sentence) in enumerate(random.Random(given.seed).sample(sentences(), given.num), 1):
+    known = sentences()
+    for number, (where, sentence) in enumerate(random.Random(given.seed).sample(known, min(given.num, len(known))), 1):
         print(f"{number}. ({where}) {sentence}")
 
 

@@ -304,45 +304,14 @@ STARTERS = {
 RUNTIME = ("lit_async_rl", "callbacks")  # packages that start and frame in one place
 RUNTIME_PLACE = "lit_async_rl.runtime"
 STARTING_MODULES = {  # what each of them starts all the same, and the reason
-    # in the process of somebody else
-    "lit_async_rl.agents.endpoint.player": ("thread", "an agent's process reads its trainer's messages"),
-    "lit_async_rl.engines.embedded.child": ("thread", "the engine's process executes its trainer's commands"),
-    "lit_async_rl.ray.rank": ("thread", "a rank ends with the actor that has started it"),
-    "lit_async_rl.ray.replica": ("thread", "an actor of Ray generates"),
-    "lit_async_rl.ray.reward_worker": ("thread", "an actor of Ray scores in threads"),
     "lit_async_rl.ray.supervise": ("process", "an actor of Ray starts a rank, whose output its event loop reads"),
+    "lit_async_rl.report.server": ("socket", "serves a page, with the standard library alone"),
+    # a sandbox: its warden imports nothing of the package
     "lit_async_rl.sandbox.kernel": ("frame", "structures of system calls"),
     "lit_async_rl.sandbox.processes": ("process socket", "a warden, started by the lasting thread, and its connection"),
     "lit_async_rl.sandbox.programs": ("socket", "a program of a sandbox answers its warden"),
     "lit_async_rl.sandbox.room": ("process socket", "a warden builds its room"),
     "lit_async_rl.sandbox.warden": ("process socket", "a warden forks for each program"),
-    "lit_async_rl.vllm.gpu_weight_transfer": ("thread", "both sides of a transfer begin at the same time"),
-    "lit_async_rl.vllm.worker": ("thread", "a worker of vLLM loads weights beside those in use"),
-    # a thread that owns one thing as long as that lives, or that may be left behind
-    "lit_async_rl.api.run": ("thread", "a signal handler must not write to the terminal itself"),
-    "lit_async_rl.distributed.liveness": ("thread", "ranks watch each other, whatever their main threads do"),
-    "lit_async_rl.environments.gymnasium": ("thread", "environments block"),
-    "lit_async_rl.judges.judge_models": ("thread", "owns a local judge's model"),
-    "lit_async_rl.judges.model": ("thread", "owns a reward model"),
-    "lit_async_rl.ray.actors": ("thread", "nobody waits for the log of a node that may be gone"),
-    "lit_async_rl.ray.engine": ("thread", "nobody waits for the end of a replica"),
-    "lit_async_rl.rewards.async_calls": ("thread", "files answers in the order of their questions"),
-    "lit_async_rl.rewards.references": ("thread", "checks reference answers beside the first steps"),
-    "lit_async_rl.rewards.scorer": ("thread", "rewards may block"),
-    "lit_async_rl.rollouts.engine_listener": ("thread", "owns the engine"),
-    "lit_async_rl.sandbox.python_tool": ("thread", "a run of a program blocks"),
-    "lit_async_rl.training.checkpoint_io": ("thread", "checkpoints are written beside the next steps"),
-    # to the world outside
-    "lit_async_rl.agents.endpoint.server": ("socket", "uvicorn takes a socket that listens"),
-    "lit_async_rl.cli.env": ("process", "asks nvidia-smi"),
-    "lit_async_rl.lab.fetch": ("process", "calls pip"),
-    "lit_async_rl.ray.runtime": ("socket", "looks whether a cluster of Ray listens"),
-    "lit_async_rl.report.server": ("socket", "serves a page, with the standard library alone"),
-    "lit_async_rl.training.wandb_runs": ("frame", "reads a file of W&B"),
-    "lit_async_rl.utils.hub": (
-        "thread socket",
-        "resolving a name has no time limit; in all of `utils` nothing is above",
-    ),
 }
 
 

@@ -184,14 +184,14 @@ def test_threads_processes_sockets_and_frames_are_made_in_one_folder(tmp_path: P
 
 
 def test_a_reason_that_holds_no_longer_is_a_problem(tmp_path: Path) -> None:
-    (tmp_path / "lit_async_rl/cli").mkdir(parents=True)
-    for folder in ("lit_async_rl", "lit_async_rl/cli"):
+    (tmp_path / "lit_async_rl/ray").mkdir(parents=True)
+    for folder in ("lit_async_rl", "lit_async_rl/ray"):
         (tmp_path / folder / "__init__.py").write_text("")
-    (tmp_path / "lit_async_rl/cli/env.py").write_text("import subprocess\nsubprocess.run(['true'])")
+    (tmp_path / "lit_async_rl/ray/supervise.py").write_text("import subprocess\nsubprocess.run(['true'])")
     assert lint_style.problems([tmp_path / "lit_async_rl"]) == []
-    (tmp_path / "lit_async_rl/cli/env.py").write_text("import threading\nthreading.Timer(1.0, print)")
+    (tmp_path / "lit_async_rl/ray/supervise.py").write_text("import threading\nthreading.Timer(1.0, print)")
     unused, new = sorted(lint_style.problems([tmp_path / "lit_async_rl"]))
-    assert "runtime: lit_async_rl.cli.env needs no reason in STARTING_MODULES for a process any more" in unused
+    assert "runtime: lit_async_rl.ray.supervise needs no reason in STARTING_MODULES for a process any more" in unused
     assert "runtime: use lit_async_rl.runtime, not threading.Timer(...)" in new
 
 

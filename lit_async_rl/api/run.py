@@ -43,6 +43,7 @@ from lit_async_rl.losses import PPOClip
 from lit_async_rl.models import loading
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.rewards.scorer import Reward
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.optimizer import DEFAULT_LEARNING_RATE, RateSchedule
@@ -578,7 +579,7 @@ class CtrlC:
             raise KeyboardInterrupt
         if os.environ.get("LOCAL_RANK", "0") == "0":
             if os.isatty(2):  # from a thread, and above what is drawn there
-                threading.Thread(target=_say_above, daemon=True).start()
+                start_thread(_say_above, name="ctrl-c")
             else:
                 os.write(2, _NOTICE)  # `print` may be what was interrupted
         signal.raise_signal(signal.SIGTERM)

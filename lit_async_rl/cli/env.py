@@ -13,11 +13,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lit_async_rl
+from lit_async_rl.runtime.commands import output_of
 from lit_async_rl.utils.checks import OneLineParser
 from lit_async_rl.utils.secrets import CREDENTIALS
 
@@ -77,9 +77,7 @@ def _commit() -> str:
     if not (root / ".git").exists():
         return ""
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = output_of(["git", "describe", "--always", "--dirty"], timeout_s=10, folder=root)
+    except OSError:
         return ""
-    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
+    return f" (commit {done.output.strip()})" if done.status == 0 else ""

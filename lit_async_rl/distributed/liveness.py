@@ -34,6 +34,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lit_async_rl.errors import RankError, StalledError
+from lit_async_rl.runtime.threads import new_thread, start_thread
 from lit_async_rl.runtime.waiting import MAX_GAP_S
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -255,7 +256,7 @@ class RankWatch:
         self._num_beats = 0
         self._last_beats: dict[int, tuple[bytes, float]] = {}  # by rank: last beat, and time of its change
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread = new_thread(self._run, name="rank-watch")
         self._store.set(_FAILED, "")
         self._store.set(_STOP, "")
         self._beat()
@@ -432,9 +433,11 @@ def _report(beat: bytes) -> Report:
 
 
 def _end_process_after(seconds: float) -> None:
-    timer = threading.Timer(seconds, os._exit, [1])
-    timer.daemon = True
-    timer.start()
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    start_thread(end, name="end-of-process")
 
 
 # -- Milestones of a rank's training thread: Lightning's hooks, which all ranks pass in the same order ----------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.runtime.guarded_calls import in_thread, without_exit
+from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
@@ -68,11 +69,11 @@ class GymnasiumEnvironment(Environment):
         check_range("GymnasiumEnvironment", "integer >= 1", max_threads=max_threads)
         self.make = make
         self.max_threads = max_threads
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: ThreadPool | None = None
 
     async def start(self, prompt: Prompt) -> GymnasiumEpisode:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self.max_threads, thread_name_prefix="gymnasium")
+            self._threads = ThreadPool(self.max_threads, name="gymnasium")
         making = self._threads.submit(without_exit, partial(self._make, prompt))
         try:
             env = await asyncio.wrap_future(making)
@@ -93,7 +94,7 @@ class GymnasiumEnvironment(Environment):
     async def close(self) -> None:
         """Ends the threads after their running calls, without waiting for them."""
         if self._threads is not None:
-            self._threads.shutdown(wait=False)
+            self._threads.shutdown()
             self._threads = None
 
 

@@ -30,6 +30,7 @@ from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.spans import unrecorded
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.secrets import check_address, key_of_variable
@@ -510,10 +511,7 @@ class LocalModel:
             self._loaded = concurrent.futures.Future()
             self._inbox = queue.SimpleQueue()
             self._problem = None
-            self._thread = threading.Thread(
-                target=self._work, args=(self._inbox, self._loaded), name="judge-model", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread(self._work, self._inbox, self._loaded, name="judge-model")
         await asyncio.shield(asyncio.wrap_future(self._loaded))
 
     async def close(self) -> None:

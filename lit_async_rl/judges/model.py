@@ -36,6 +36,7 @@ from lit_async_rl.models.loading import (
     load_tokenizer,
 )
 from lit_async_rl.models.run_clock import clock_options
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_choice, check_device, check_dtype, check_range
 from lit_async_rl.utils.device_memory import own_stream
@@ -165,10 +166,7 @@ class RewardModel(Rebuildable):
         with self._lock:
             if self._thread is None:
                 self._inbox = queue.SimpleQueue()
-                self._thread = threading.Thread(
-                    target=self._work, args=(self._inbox,), name="reward-model", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(self._work, self._inbox, name="reward-model")
             self._inbox.put(waiting)
         return await asyncio.wrap_future(waiting.future)
 

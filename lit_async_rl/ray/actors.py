@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from lit_async_rl.engines.embedded.own_process import from_json
 from lit_async_rl.errors import EngineError
 from lit_async_rl.ray.logs import tail
+from lit_async_rl.runtime.threads import start_thread
 
 LOG_LINES = 12
 RETRY_S = 0.3  # between two tries to start an actor that Ray is bringing back
@@ -97,7 +97,7 @@ def warn_with_log(ray: Any, text: str, place: Mapping[str, Any]) -> None:
     if not place or place["node"] == ray.get_runtime_context().get_node_id():
         warn()
     else:
-        threading.Thread(target=warn, name="log-of-replica", daemon=True).start()
+        start_thread(warn, name="log-of-replica")
 
 
 def _remote_log(ray: Any, node: str, paths: Sequence[str]) -> str:

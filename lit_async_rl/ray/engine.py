@@ -75,6 +75,7 @@ from lit_async_rl.ray.placement import Placement
 from lit_async_rl.ray.process import TakenOver, call_actor, stop_actors
 from lit_async_rl.ray.weights import Table, WeightStore, find_difference
 from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
@@ -959,7 +960,7 @@ class RayEngine(EngineWrapper):
         self._num_tokens_before += entry.num_tokens
         for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
             del self._calls[ref]
-        threading.Thread(target=self._stop, args=([entry],), name="stop-replica", daemon=True).start()
+        start_thread(self._stop, [entry], name="stop-replica")
 
     # -- faults -------------------------------------------------------------------------------------------------------
 

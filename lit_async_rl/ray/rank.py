@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from typing import Any
 
 from lit_async_rl.api.cluster import Place
 from lit_async_rl.errors import EngineError, RankError, StalledError
 from lit_async_rl.ray.supervise import ADDRESS, ANSWER_S, FINAL_STATUS, NAMESPACE_NAME, RESUME, RUN_ID
+from lit_async_rl.runtime.threads import start_thread
 
 PASSING_ERRORS = (RankError, StalledError, EngineError, ConnectionError)  # of other ranks and machines
 
@@ -18,8 +18,7 @@ PASSING_ERRORS = (RankError, StalledError, EngineError, ConnectionError)  # of o
 def main() -> None:
     """Entry point of `supervise.py`: everything else stands in the environment."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a local Ray blocks it in all that it starts
-    watch = threading.Thread(target=_end_with_the_worker, args=(os.dup(0),), name="worker", daemon=True)
-    watch.start()
+    start_thread(_end_with_the_worker, os.dup(0), name="worker")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

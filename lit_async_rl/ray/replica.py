@@ -41,6 +41,7 @@ from lit_async_rl.ray.identity import describe_model
 from lit_async_rl.ray.logs import where_it_is
 from lit_async_rl.ray.process import TakenOver
 from lit_async_rl.ray.weights import Place, WeightReader, checksum
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.runtime.waiting import FairLock
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
@@ -190,7 +191,7 @@ class Replica:
         self._reader = WeightReader(ray.get, engine.takes_changes)
         self._engine = engine
         self._model = model
-        threading.Thread(target=self._generate, name="generate", daemon=True).start()
+        start_thread(self._generate, name="generate")
         self._described = {
             **where_it_is(ray),
             "model": describe_model(model),

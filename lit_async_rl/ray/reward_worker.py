@@ -13,7 +13,6 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.runtime.guarded_calls import in_thread
+from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
 
@@ -41,7 +41,7 @@ class RewardWorker(PoolWorker):
     def __init__(self, parts: Mapping[str, Any], num_threads: int) -> None:
         super().__init__()
         self._parts = parts
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
+        self._threads = ThreadPool(num_threads, name="reward")
         self._num_running: Counter[str] = Counter()  # by part
         self._restored: Counter[str] = Counter()  # number of the last state, by part
         self._told: dict[str, float] = {}  # when metrics were last sent, by part

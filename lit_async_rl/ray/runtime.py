@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.ray.security import check_access, follow, is_loopback, use_token
+from lit_async_rl.runtime.ports import reach
 from lit_async_rl.runtime.waiting import announced
 
 NAMESPACE = "lit_async_rl"
@@ -166,7 +166,7 @@ def _listens_on_loopback_only(ray: Any, address: str) -> bool:
         return False
     port = address.rpartition(":")[2]
     try:
-        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=RETRY_S).close()
+        reach(ray.util.get_node_ip_address(), int(port), RETRY_S)
     except (OSError, ValueError):
         return True
     return False

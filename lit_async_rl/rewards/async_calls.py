@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from lit_async_rl.runtime.loop import LoopThread, ReplaceableLoop
+from lit_async_rl.runtime.threads import start_thread
 
 THREAD_NAME = "async-reward"  # of event loops
 J = TypeVar("J")
@@ -90,8 +91,7 @@ class AsyncCalls(Generic[J, R]):
         self._cpu: dict[LoopThread, float] = {}
         self._to_file: SimpleQueue[tuple[CallUnderWay[J, R], bool] | None] = SimpleQueue()  # and whether it has ended
         self._is_closed = False
-        self._filer = threading.Thread(target=self._file, name="reward-filing", daemon=True)
-        self._filer.start()
+        self._filer = start_thread(self._file, name="reward-filing")
 
     @property
     def cpu_s(self) -> float:

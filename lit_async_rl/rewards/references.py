@@ -21,6 +21,7 @@ from lit_async_rl.rewards.answers import read_answer
 from lit_async_rl.rewards.combined import named_parts
 from lit_async_rl.rewards.scorer import Awaiter, Reward, reward_name, score
 from lit_async_rl.runtime.loop import run_once
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.types import Prompt
 
 NUM_SAMPLES = 64  # prompts of each source
@@ -209,8 +210,7 @@ class ReferenceCheck:
         if not self._graders:
             return
         samples = [(name, list(prompts)) for name, prompts in sources]
-        self._thread = threading.Thread(target=self._run, args=(samples,), name="reference-check", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, samples, name="reference-check")
 
     def _run(self, sources: list[tuple[str, list[Prompt]]]) -> None:
         awaiter = Awaiter(self._timeout_s, self._reward)

@@ -26,6 +26,7 @@ from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.runtime.loop import ReplaceableLoop, run_once
 from lit_async_rl.runtime.retries import Retries, TryPolicy, Work
 from lit_async_rl.runtime.spans import recorder, reward_lane
+from lit_async_rl.runtime.threads import new_thread
 from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
@@ -386,9 +387,8 @@ class Scorer:
 
     def _add_worker(self) -> None:
         number = next(self._numbers)
-        worker = threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
-        self._workers[number] = worker
-        worker.start()
+        self._workers[number] = new_thread(self._work, number, name=f"reward-{number}")
+        self._workers[number].start()  # which looks for itself there
 
     def submit(
         self,

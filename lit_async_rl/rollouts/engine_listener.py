@@ -16,6 +16,7 @@ from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerErr
 from lit_async_rl.models.weights import lasts
 from lit_async_rl.runtime.guarded_calls import LastKnown, call, feed
 from lit_async_rl.runtime.spans import ENGINE, WEIGHTS, recorder
+from lit_async_rl.runtime.threads import new_thread
 from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.types import Completion, GenerationRequest
 
@@ -221,7 +222,7 @@ class EngineListener:
     def _new_thread(self) -> threading.Thread:
         # One for each engine: a thread that hangs in `poll` cannot be ended, only left behind. `engine is self.engine`
         # ends it if it returns after all, and has its completions ignored.
-        return threading.Thread(target=self._run, args=(self.engine,), name="producer", daemon=True)
+        return new_thread(self._run, self.engine, name="producer")
 
     # -- calls, from any thread ----------------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
-"""Commands that are run to their end in an event loop, and leave no process behind."""
+"""Commands that are run to their end, in an event loop or by a thread that waits."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,24 @@ class Finished:
     status: int | None
     output: str
     errors: str
+
+
+def output_of(command: Sequence[str], timeout_s: float, folder: str | os.PathLike[str] | None = None) -> Finished:
+    """Runs a command of this machine, such as git or pip, and waits for its end.
+
+    Args:
+        command: program and arguments; no shell reads it.
+        timeout_s: after which it is killed.
+        folder: in which it runs; None is the present one.
+
+    Raises:
+        OSError: it cannot be started, or was killed.
+    """
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} did not end within {timeout_s:g} s") from error
+    return Finished(done.returncode, done.stdout, done.stderr)
 
 
 async def run_to_end(command: Sequence[str], given: bytes, variables: Mapping[str, str]) -> Finished:

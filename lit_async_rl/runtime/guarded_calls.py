@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lit_async_rl.errors import EngineError
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.runtime.waiting import Wait
 
 MAX_ANSWER_S = 1.0  # longest wait for a value that may arrive late
@@ -35,7 +36,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
-        threading.Thread(target=self._run, name="guarded-call", daemon=True).start()
+        start_thread(self._run, name="guarded-call")
 
     def begin(self, function: Callable[[], Any], replies: SimpleQueue[Any]) -> None:
         self._calls.put((function, replies))

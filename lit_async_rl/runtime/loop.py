@@ -20,6 +20,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -27,6 +28,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, 
 from typing import Any, TypeVar
 
 from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.runtime.threads import ThreadPool, start_thread
 from lit_async_rl.runtime.waiting import CLOCK_INTERVAL_S, Wait, clock, use_awake_clock
 from lit_async_rl.utils.user_code import running_line
 
@@ -35,6 +37,7 @@ JOIN_S = 10.0
 CLEANUP_TIMEOUT_S = 6.0
 THREAD_JOIN_TIMEOUT_S = 3.0
 ANSWER_S = 1.0  # time limit for an empty coroutine; a loop that exceeds it is replaced
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # of `asyncio.to_thread` in a loop, as in asyncio itself
 BLOCKED_S = 5.0  # after which the log names who blocks a loop
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -100,11 +103,17 @@ class _Watchdog:
 # -- One loop in one thread -------------------------------------------------------------------------------------------
 
 
+def _prepared(loop: asyncio.AbstractEventLoop, name: str) -> asyncio.AbstractEventLoop:
+    """Has the timers of a loop follow `clock`, and no call of `asyncio.to_thread` keep the process from ending."""
+    loop.set_default_executor(ThreadPool(MAX_THREADS, name=f"{name}-call"))
+    return use_awake_clock(loop)
+
+
 def run_once(awaitable: Awaitable[T]) -> T:
     """Result of an awaitable, run in a separate event loop in this thread."""
 
     async def awake() -> T:
-        use_awake_clock(asyncio.get_running_loop())
+        _prepared(asyncio.get_running_loop(), "once")
         return await awaitable
 
     return asyncio.run(awake())
@@ -137,7 +146,7 @@ class LoopThread:
     def __init__(self, name: str, runs: str = "") -> None:
         self.name = name
         self._runs = runs
-        self._loop = use_awake_clock(asyncio.new_event_loop())
+        self._loop = _prepared(asyncio.new_event_loop(), name)
         self._has_ended = threading.Event()  # no new task starts
         self._is_closed = False
         self.resume()
@@ -145,8 +154,7 @@ class LoopThread:
     def resume(self) -> None:
         """Starts the thread, at first and after `pause`."""
         self._stopped = self._loop.create_future()
-        self._thread = threading.Thread(target=_run, args=(self._stopped, self._runs), name=self.name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(_run, self._stopped, self._runs, name=self.name)
 
     def pause(self, timeout_s: float) -> bool:
         """Ends the thread and keeps the loop with its tasks; False if a call has blocked it for `timeout_s`."""

@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_async_rl.runtime.lifetime import guarded, kill_group
+from lit_async_rl.runtime.threads import start_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -228,7 +229,7 @@ class _Starter:
         """
         with self._starting:
             if not self._is_there:
-                threading.Thread(target=self._work, name="process-starter", daemon=True).start()
+                start_thread(self._work, name="process-starter")
                 self._is_there = True
         replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._orders.put((make, replies))
@@ -341,7 +342,7 @@ class Child:
 
     def listen(self, take: Callable[[Message | None], None], thread: str) -> None:
         """Starts a thread of this name that gives each message to `take`, and None after the last."""
-        threading.Thread(target=_listen, args=(self._channel, take), name=thread, daemon=True).start()
+        start_thread(_listen, self._channel, take, name=thread)
 
     def status(self, timeout_s: float = 0.0) -> int | None:
         """Exit status, or the negative number of the signal that ended it; None if it runs after so many seconds."""

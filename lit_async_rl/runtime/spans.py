@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.runtime.files import append, tolerate_full_disk
+from lit_async_rl.runtime.threads import new_thread
 
 MERGE_WINDOW_S = 0.05  # minimum; proportional to the duration of a step
 MAX_IDLE_SHARE = 0.2  # of the window; it ends when an engine is idle for longer
@@ -386,7 +387,7 @@ class TraceWriter:
         self._flush_s = flush_s
         self.num_bytes = _remove_partial_line(path)
         self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+        self._thread = new_thread(self._run, name="timeline")
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:

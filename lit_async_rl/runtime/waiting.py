@@ -25,6 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from lit_async_rl.errors import StalledError
+from lit_async_rl.runtime.threads import start_thread
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class AwakeClock:
             if not self._is_started:  # by the first reading: nothing needs the clock of a process that only imports it
                 self._is_started = True
                 self._seen = time.monotonic()
-                threading.Thread(target=self._tick, name="clock", daemon=True).start()
+                start_thread(self._tick, name="clock")
             now = time.monotonic()
             gap = now - self._seen
             self._seen = now
@@ -219,7 +220,7 @@ class Repeating:
         self._function = function
         self._every_s = every_s
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        start_thread(self._run, name=name)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
@@ -247,8 +248,7 @@ def announced(what: str | Callable[[], str]) -> Iterator[None]:
         return
     is_over = threading.Event()
     began = time.monotonic()
-    thread = threading.Thread(target=_announce, args=(what, is_over, began), name="notices", daemon=True)
-    thread.start()
+    start_thread(_announce, what, is_over, began, name="notices")
     try:
         yield
     finally:

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
 from lit_async_rl.runtime.guarded_calls import in_thread
+from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, signal_name
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.types import Prompt
@@ -103,13 +103,13 @@ class PythonTool(Environment):
             preload=preload,
         )
         self._sandbox.announce("PythonTool")
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: ThreadPool | None = None
         self._awaiter = Awaiter(60.0, self.reward)
 
     async def start(self, prompt: Prompt) -> PythonEpisode:
         """Starts an episode for one prompt."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="python-tool")
+            self._threads = ThreadPool(self._max_concurrent, name="python-tool")
         return PythonEpisode(self, prompt)
 
     async def run(self, code: str) -> str:
@@ -133,7 +133,7 @@ class PythonTool(Environment):
         threads = self._threads
         self._threads = None
         if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._sandbox.close)
         finally:

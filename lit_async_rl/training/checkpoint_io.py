@@ -10,7 +10,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -32,6 +32,7 @@ from lit_async_rl.runtime.files import (
     remove_stale_parts,
     replacing,
 )
+from lit_async_rl.runtime.threads import OrderedTasks
 from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: OrderedTasks | None = None
         self._pending: list[Future[None]] = []  # tasks of the thread, in order
         self._copying: Future[None] | None = None
         self._step_hook: RemovableHandle | None = None  # on all optimizers, while their states are copied
@@ -293,8 +294,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             self._pending.remove(one)
             one.result()
         if self._thread is None:
-            # one worker, so that tasks run in the order of the calls
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+            self._thread = OrderedTasks(name="checkpoints")
         self._pending.append(self._thread.submit(task))
         return self._pending[-1]
 

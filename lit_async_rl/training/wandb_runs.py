@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -134,7 +133,8 @@ def read_records(file: Path) -> Iterator[Any]:
         if rest_of_block < FRAGMENT_HEADER_BYTES:  # padding
             position += rest_of_block
             continue
-        length, kind = struct.unpack_from("<HB", data, position + 4)
+        length = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
         position += FRAGMENT_HEADER_BYTES
         record += data[position : position + length]
         position += length

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor
 from lit_async_rl.engines.weight_files import chunks
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.runtime.ports import free_port
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.runtime.waiting import Wait
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
@@ -289,7 +289,7 @@ def run_together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None
             results.put(None)
 
     for call in calls:
-        threading.Thread(target=run, args=(call,), name=what, daemon=True).start()
+        start_thread(run, call, name=what)
     wait = Wait(timeout_s, f"{what} did not end within data.engine.update_timeout_s={timeout_s:g}")
     for _ in calls:
         if (error := wait.get(results)) is not None:

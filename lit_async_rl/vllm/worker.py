@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from lit_async_rl.engines.weight_deltas import IncomingWeights, LoadedWeights
 from lit_async_rl.runtime.lifetime import die_with_parent
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.utils.device_memory import PinnedArena
 
 # -- Double buffering of a vLLM model's layers: weights are loaded into a second set while the first generates --------
@@ -48,8 +48,7 @@ class LayerBuffer:
         self._before: dict[str, dict[tuple[str, str], Any]] = {}  # of each layer
         self._twin: nn.Module | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="weights")
 
     def _run(self) -> None:
         try:
@@ -83,7 +82,7 @@ class LayerBuffer:
             replaced += _copy_changes(layer, twins[name], self._before[name])
         self._twin = None
         self._before = {}
-        threading.Thread(target=_free, args=(replaced,), name="old weights", daemon=True).start()
+        start_thread(_free, replaced, name="old weights")
 
 
 def twin_of(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.Module:

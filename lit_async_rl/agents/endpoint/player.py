@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClient
 from lit_async_rl.agents.calls import result_of
 from lit_async_rl.runtime.loop import run_once, watched
 from lit_async_rl.runtime.process import Channel, Message
+from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.utils.user_code import user_line
 
 MAX_ERROR_CHARS = 2000
@@ -90,7 +90,7 @@ async def _serve(player: _Player) -> None:
             loop.call_soon_threadsafe(player.take, message)
         os._exit(0)  # the trainer has ended, or needs no more
 
-    threading.Thread(target=read, name="messages", daemon=True).start()
+    start_thread(read, name="messages")
     player.trainer.send({"ready": True})
     name = getattr(player.agent, "__qualname__", type(player.agent).__name__)
     with watched(loop, f"agent {name}"):

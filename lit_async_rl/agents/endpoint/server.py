@@ -26,20 +26,13 @@ from lit_async_rl.agents.api.service import CallService
 from lit_async_rl.errors import EngineError, describe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.loop import LoopThread
+from lit_async_rl.runtime.ports import listening
 from lit_async_rl.utils.checks import check_range
 
 START_TIMEOUT_S = 30.0
 START_POLL_S = 0.005
 STOP_TIMEOUT_S = 5.0
 CUT_OFF_TIMEOUT_S = 1.0
-BACKLOG = 2048
-# for connections, whose clients' machines may go without a word: after two minutes of silence
-KEEP_ALIVE = (
-    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 60),
-    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 15),
-    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
-)
 NAME = "agent endpoint"  # of the thread
 log = logging.getLogger(__name__)
 
@@ -131,22 +124,13 @@ class Endpoint:
 
     def _listen(self) -> socket.socket:
         settings = self.settings
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for level, name, value in KEEP_ALIVE:
-                if hasattr(socket, name):
-                    listening.setsockopt(level, getattr(socket, name), value)
-            listening.bind((settings.host, settings.port))
-            listening.listen(BACKLOG)
+            return listening(settings.host, settings.port)
         except OSError as error:
-            listening.close()
             raise OSError(
                 f"the agents' endpoint cannot listen on endpoint.host={settings.host!r}, "
                 f"endpoint.port={settings.port}: {error}"
             ) from error
-        return listening
 
     async def _start(self, server: Any, listening: socket.socket) -> None:
         self._serving = asyncio.ensure_future(self._serve(server, listening))

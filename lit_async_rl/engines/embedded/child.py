@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.runtime.process import Channel
 from lit_async_rl.runtime.spans import recorder, start_recording
+from lit_async_rl.runtime.threads import ThreadPool, start_thread
 from lit_async_rl.runtime.waiting import FairLock
 from lit_async_rl.types import Completion
 
@@ -74,13 +74,13 @@ class Child:
         # abort earlier than the answer to the abort.
         self._poll_lock = FairLock(limit_s, what)
         self._work = threading.Event()
-        self._updates = ThreadPoolExecutor(1)  # one thread, so that updates stay in order
+        self._updates = ThreadPool(1, name="updates")  # one thread, so that updates stay in order
         self._last_report = 0.0
         self._trainer = os.getppid()
 
     def serve(self) -> None:
         """Generates until the trainer ends the connection, which ends the process."""
-        threading.Thread(target=self._execute_commands, daemon=True).start()
+        start_thread(self._execute_commands, name="commands")
         try:
             while True:
                 self._work.wait(IDLE_INTERVAL_S)

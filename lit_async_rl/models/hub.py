@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import socket
 import sys
-import threading
 from urllib.parse import urlparse
 
 from huggingface_hub import constants
+
+from lit_async_rl.runtime.ports import reach
+from lit_async_rl.runtime.threads import start_thread
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
@@ -43,14 +44,12 @@ def _problem(host: str, port: int) -> str | None:
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+            reach(host, port, CONNECT_TIMEOUT_S)
         except OSError as error:
             outcome[0] = str(error)
         else:
             outcome.clear()
 
     # in a separate thread: resolving a name has no time limit
-    thread = threading.Thread(target=connect, name="hub", daemon=True)
-    thread.start()
-    thread.join(CONNECT_TIMEOUT_S)
+    start_thread(connect, name="hub").join(CONNECT_TIMEOUT_S)
     return outcome[0] if outcome else None
