@@ -381,21 +381,25 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
 
 
 def packing_for(lm: PreTrainedModel, packing: PrefixTreePacking) -> PrefixTreePacking | None:
-    """The packing if the model mixes tokens by attention with the given mask only, and takes position ids.
-
-    Otherwise None, and a warning says why: for recurrent or convolutional layers, a mask of its own, no position ids.
-    """
-    reason = ""
-    if kinds := other_layers(lm):
-        reason = f"has {kinds} layers, which take no mask"
-    elif lm.config.model_type == "gpt_neo":
-        reason = "builds a mask of its own"
-    elif "position_ids" not in inspect.signature(body(lm).forward).parameters:
-        reason = "takes no position_ids"
-    if not reason:
+    """The packing, or None for a model that cannot be packed, after a warning that says why."""
+    if not (reason := why_unpackable(lm)):
         return packing
     _warn_once(f"model.packing: {type(lm).__name__} {reason}; rows are computed separately")
     return None
+
+
+def why_unpackable(lm: PreTrainedModel) -> str:
+    """Reason for which a model's rows are computed separately; empty if it can be packed.
+
+    Packed models mix tokens by attention with the given mask only, and take position ids.
+    """
+    if kinds := other_layers(lm):
+        return f"has {kinds} layers, which take no mask"
+    if lm.config.model_type == "gpt_neo":
+        return "builds a mask of its own"
+    if "position_ids" not in inspect.signature(body(lm).forward).parameters:
+        return "takes no position_ids"
+    return ""
 
 
 @functools.cache
