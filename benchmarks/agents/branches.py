@@ -7,7 +7,7 @@
 The agent has a system prompt of 512 tokens, asks the policy for the successors of four digits in one conversation, and
 then for one more in each of four branches of it. Its reward is the share of correct answers. Groups are of eight
 episodes, so a group is a tree of three levels with 32 leaves. The policy has two layers, and is made first: it imitates
-answers of which half are predecessors.
+answers of which three in ten are predecessors.
 
 `first gradient` is the norm of the difference of both ways' gradients in the first step, in which they train on the
 same tokens, divided by the norm of one of them.
@@ -49,6 +49,7 @@ SYSTEM = "".join(random.Random(0).choices(string.ascii_lowercase + " ", k=512))
 NUM_SHARED = 4
 NUM_BRANCHES = 4
 MICRO_BATCHES = 2
+RIGHT = 0.7  # of the answers that the policy imitates
 WAYS: Mapping[str, Any] = {"rows": None, "trees": rl.PrefixTreePacking()}
 LAST = 3  # validations whose mean is the accuracy at the end
 
@@ -96,7 +97,7 @@ def make_policy(folder: Path, steps: int) -> None:
             for _ in range(12):
                 digit = chance.randrange(10)
                 given = tokenizer.encode(question(digit), add_special_tokens=False)
-                text = str((digit + chance.choice((1, -1))) % 10)
+                text = str((digit + (1 if chance.random() < RIGHT else -1)) % 10)
                 answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
                 row += given + answer
                 label += [-100] * len(given) + answer
@@ -215,9 +216,9 @@ def main() -> None:
     """Runs the pairs that have no result, one process each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--held_out", type=int, default=48, help="held-out episodes")
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--imitation", type=int, default=200, help="steps in which the policy is made")
     parser.add_argument("--out", type=Path, default=Path("results/agent_branches"))
     parser.add_argument("--output", type=Path, help="file of the measurement")
