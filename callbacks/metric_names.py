@@ -36,6 +36,7 @@ METRICS: dict[str, list[Metric]] = {
         policy/entropy | nats | mean entropy of the policy over the trained tokens
         policy/loss | loss | of the step, with penalties; only its gradient means something
         policy/reference_kl | nats | KL(policy, reference) per token, where there is a reference
+        policy/teacher_divergence | nats | divergence from the teacher per token, under distillation
         sample/dropped_share | share | groups scored since the last step that filters dropped
         sample/dropped_token_share | share | tokens dropped since the last step, of those dropped or trained on
     """),
@@ -205,9 +206,9 @@ METRICS: dict[str, list[Metric]] = {
         staleness/smoothed_kl | nats | KL, smoothed, where that is the target
     """),
     "JudgeReward": _metrics("""
-        judge/num_verdicts | completions | that it was asked about so far; its `name` stands in place of `judge`
-        judge/num_cached | answers | so far that were known already, or asked for at that moment
-        judge/num_retries | requests | so far that were made again
+        judge/num_verdicts | completions | that it was asked about so far; its `name` replaces `judge`
+        judge/num_cached | answers | so far that were cached or already being requested
+        judge/num_retries | requests | so far that were repeated
         judge/num_unreadable | answers | so far without a verdict
         judge/num_failed | questions | so far without an answer
         judge/num_substituted | completions | so far with the reward of `on_unreadable`, `on_failure` or `on_budget`
@@ -219,7 +220,7 @@ METRICS: dict[str, list[Metric]] = {
         judge/latency_p95_s | s | their 95th percentile
     """),
     "RewardModel": _metrics("""
-        reward_model/num_scored | completions | so far; its `name` stands in place of `reward_model`
+        reward_model/num_scored | completions | so far; its `name` replaces `reward_model`
         reward_model/num_too_long | completions | so far
         reward_model/batch_size | completions | of a forward pass, mean
         reward_model/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
@@ -236,7 +237,7 @@ METRICS: dict[str, list[Metric]] = {
         agent/drift_other | calls | so far that had changed a turn of the policy
     """),
     "CodeReward": _metrics("""
-        code/num_right | completions | so far that passed all cases; its `name` stands in place of `code`
+        code/num_right | completions | so far that passed all cases; its `name` replaces `code`
         code/num_wrong | completions | so far that failed a case, and ended by themselves
         code/num_no_code | completions | so far without a code block
         code/num_time | completions | so far that a limit of time ended
@@ -249,7 +250,7 @@ METRICS: dict[str, list[Metric]] = {
         code/latency_s | s | from the end of a completion to its reward, mean of the last 1,000
     """),
     "AnnealBeta": _metrics("""
-        loss/beta | factor | present beta of the loss
+        loss/beta | factor | current beta of the loss
     """),
 }
 

@@ -130,6 +130,7 @@ from .judges.judge import JudgeBudget as JudgeBudget
 from .judges.judge import JudgeReward as JudgeReward
 from .judges.judge_models import JudgeLimits as JudgeLimits
 from .judges.model import RewardModel as RewardModel
+from .judges.server_teacher import ServerTeacher as ServerTeacher
 from .lab.lm_eval_validation import LMEvalValidation as LMEvalValidation
 from .losses import ASPO as ASPO
 from .losses import BAPO as BAPO
@@ -206,6 +207,7 @@ from .rewards.functions import IsolatedReward as IsolatedReward
 from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
+from .rewards.functions import no_reward as no_reward
 from .rewards.functions import share_correct as share_correct
 from .rewards.json_answers import json_match as json_match
 from .rewards.references import grades as grades
@@ -260,6 +262,11 @@ from .tasks import ReasoningGymReward as ReasoningGymReward
 from .tasks import SortDigits as SortDigits
 from .training.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from .training.checkpoint_io import BackgroundCheckpointIO as BackgroundCheckpointIO
+from .training.distillation import Distillation as Distillation
+from .training.distillation import EngineTeacher as EngineTeacher
+from .training.distillation import LocalTeacher as LocalTeacher
+from .training.distillation import SourceTeachers as SourceTeachers
+from .training.distillation import Teacher as Teacher
 from .training.module import PolicyModule as PolicyModule
 from .training.optimizer import ConstantRate as ConstantRate
 from .training.optimizer import Cosine as Cosine

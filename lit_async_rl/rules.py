@@ -135,6 +135,33 @@ def of_objective(
         )
 
 
+def of_distillation(distillation: Any, baseline: OptimalBaseline | None) -> Iterator[str]:
+    """Distillation without rewards in the loss, and what only rewards need."""
+    if distillation is not None and not distillation.with_reward and baseline is not None:
+        yield (
+            "model.baseline=OptimalBaseline with model.distillation.with_reward=false: rewards do not train, so the "
+            "baseline has no effect. Leave it out, or set with_reward: true"
+        )
+
+
+def of_teacher(distillation: Any, sampling: SamplingParams) -> Iterator[str]:
+    """Distributions of a teacher that is asked from outside, at temperature 1 and over all tokens."""
+    if distillation is None or distillation.source.any_temperature:
+        return
+    name = f"model.distillation.teacher={_name(distillation.source)}"
+    if sampling.temperature not in (0, 1):
+        yield (
+            f"{name} with data.sampling.temperature={sampling.temperature:g}: it gives log-probabilities at "
+            "temperature 1. Use that, or a LocalTeacher"
+        )
+    truncation = {"top_p": sampling.top_p != 1, "top_k": sampling.top_k != 0, "min_p": sampling.min_p != 0}
+    for setting in (setting for setting, is_set in truncation.items() if is_set and distillation.gradient == "sampled"):
+        yield (
+            f"{name} with data.sampling.{setting}={getattr(sampling, setting):g} and gradient=sampled: it cannot know "
+            "which tokens truncation left out. Sample from all tokens, or use a LocalTeacher"
+        )
+
+
 def of_weights(model: str, on_meta_device: bool, random_init: bool, lora: LoRA | None) -> Iterator[str]:
     """Weights that are made here, not loaded, and would have to be on the meta device."""
     if on_meta_device and (random_init or lora):
@@ -239,13 +266,13 @@ def of_rewards(
         # instead of a reward of 0, or a failed try with its reason, the run would see a reward that hangs
         yield (
             f"data.reward.timeout_s={call_timeout_s:g} must be less than data.scoring.timeout_s={scoring_timeout_s:g}: "
-            f"{_name(reward)} could not end its call any more. Raise data.scoring.timeout_s."
+            f"{_name(reward)} could no longer end its call. Raise data.scoring.timeout_s."
         )
     if has_held_out and hooks.wants_policy(reward):
         yield (
             "JudgeReward.engine=policy with data.validation.prompts: the engine of the policy runs during training "
             "only, and validations come before and after it, too. Leave the prompts out, and use the Evaluation "
-            "callback, which samples held-out prompts while training goes on"
+            "callback, which samples held-out prompts during training"
         )
     if isinstance(advantage, GDPO) and not isinstance(reward, CombinedReward):
         yield (
@@ -483,7 +510,8 @@ def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
     yield from of_estimates(
         objective.loss, data.advantage, data.aggregation, head=data.sampling.head, engine=data.engine
     )
-    if data.tape is None:
+    yield from of_teacher(objective.distillation, data.sampling)
+    if data.tape is None and objective.trains_rewards:
         advantage = data.advantage if objective.baseline is None else None  # which the baseline replaces
         is_sampled = not isinstance(data.engine, MultiRequestEngine)
         yield from of_signal(advantage, data.group_size, data.sampling.temperature, is_sampled=is_sampled)

@@ -143,7 +143,7 @@ def _joined_parts(content: Any, number: int) -> Any:
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"message {number} has a part of the type {kind}; only parts of text can be read")
+            raise ValueError(f"message {number} has a part of type {kind}; only text parts can be read")
     return "".join(part["text"] for part in content)
 
 
@@ -602,6 +602,7 @@ class RolloutBatch:
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         experts: `ExpertChoices` to replay for each token; None if not recorded.
         as_rows: reason for which rows are computed separately, although `model.packing` is set; empty without one.
+        source: number of the source of each row's prompt, for `SourceTeachers`; None without them.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
     """
@@ -630,6 +631,7 @@ class RolloutBatch:
         behavior_entropy: Float[Tensor, "B T"] | None = None,
         experts: Int[Tensor, "B T n k"] | None = None,
         as_rows: str = "",
+        source: Int[Tensor, " B"] | None = None,
         step: int | None = None,
         micro_batch: int = 0,
         num_micro_batches: int = 1,
@@ -655,6 +657,7 @@ class RolloutBatch:
         self.behavior_entropy = behavior_entropy
         self.experts = experts
         self.as_rows = as_rows
+        self.source = source
         self.step = step
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches

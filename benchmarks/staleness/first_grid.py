@@ -184,4 +184,4 @@ def gac_before() -> str:
 
 def warning() -> str:
     """How often the effective sample size falls first, and how often it falls without a loss that follows."""
-    return f"First grid: {warning_time(old()[old()['lag'] > 0])}"
+    return f"In the first grid of runs, {warning_time(old()[old()['lag'] > 0])}"

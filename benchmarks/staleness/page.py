@@ -203,8 +203,11 @@ def hard() -> str:
         rows.append([str(regime), str(method).split("+")[0], str(lag), *_shares(counts)])
     low, high = binomtest(total[1], total[0]).proportion_ci(method="exact") if total[0] else (math.nan, math.nan)
     rows.append(["all", "", "", *_shares(total)])
-    table = markdown(["regime", "loss", "lag", "new ladder", "old ladder", f"`{CORRECTED}` from the start"], rows)
-    return f"{table}\n\nNew ladder: {total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})."
+    table = markdown(
+        ["regime", "loss", "lag", "present version", "earlier version", f"`{CORRECTED}` from the start"], rows
+    )
+    share = f"{total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})"
+    return f"{table}\n\nShare of these runs that keep half of the gain with the present version: {share}."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:

@@ -473,7 +473,8 @@ class BottleneckVerdict(pl.Callback):
         self._stale_data.observe(metrics)
         ess = float(metrics[ESS]) if ESS in metrics else None
         self._staleness.observe(rollout_data(trainer, "BottleneckVerdict"), ess)
-        if NO_SIGNAL in metrics:
+        objective = getattr(trainer.lightning_module, "objective", None)
+        if NO_SIGNAL in metrics and getattr(objective, "trains_rewards", True):
             self._without_signal = self._without_signal + 1 if float(metrics[NO_SIGNAL]) == 1 else 0
         if ESS in metrics and REWARD in metrics:  # logged by monitors before this one in the list
             self.collapse = self._trend.observe(float(metrics[ESS]), float(metrics[REWARD]))

@@ -18,8 +18,8 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.importance import sum_over_ranks
 from lit_async_rl.models.weights import copy_weights, is_wrapped, num_bytes, with_weights
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.training.objective import on_support
 from lit_async_rl.training.probe import can_be_called, compute_dtype
+from lit_async_rl.training.token_stats import on_support
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer

@@ -111,7 +111,9 @@ class RolloutMonitor(StepMonitor):
       defined by their gradients; the value means little.
     * `policy/reference_kl`: KL(policy || reference) per token, unbiased on stale tokens, too: the mean of
       pi / mu (ref / pi - 1 - log(ref / pi)).
-    * `rollout/no_signal_share`: share of rollouts with advantage 0, which cost time without any gradient.
+    * `policy/teacher_divergence`: the divergence of `model.distillation`; with its sampled gradient an estimate of
+      KL(policy || teacher).
+    * `rollout/no_signal_share`: share of rollouts with advantage 0, which cost time without any gradient from rewards.
     """
 
     prog_bar = ("reward/mean",)
@@ -126,6 +128,7 @@ class RolloutMonitor(StepMonitor):
         self.entropy = MeanMetric()
         self.loss = SumMetric()
         self.reference_kl = MeanMetric()
+        self.divergence = MeanMetric()
         self._previous_stats = ProducerStats.zero()
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
         self._gradient_scale = 1.0
@@ -147,12 +150,15 @@ class RolloutMonitor(StepMonitor):
         if (reference_log_ratio := signals.get("ref_log_ratio")) is not None:
             kl = safe_exp(signals["log_ratio"]) * kl_k3(-reference_log_ratio)
             self.reference_kl.update(kl[batch.loss_mask].cpu())
+        if (divergence := signals.get("divergence")) is not None:
+            self.divergence.update(divergence[batch.loss_mask].cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         mean, square, length, no_signal, entropy = (metric.compute() for metric in self._metrics)
         loss = self.loss.compute() * self._gradient_scale
         reference_kl = self.reference_kl.compute() if self.reference_kl.update_called else None
-        for metric in (*self._metrics, self.loss, self.reference_kl):
+        divergence = self.divergence.compute() if self.divergence.update_called else None
+        for metric in (*self._metrics, self.loss, self.reference_kl, self.divergence):
             metric.reset()
         if length.isnan():  # no rollout in the whole step
             return {}
@@ -171,6 +177,8 @@ class RolloutMonitor(StepMonitor):
             values |= {"policy/entropy": entropy, "policy/loss": loss}
         if reference_kl is not None and not reference_kl.isnan():
             values["policy/reference_kl"] = reference_kl
+        if divergence is not None and not divergence.isnan():
+            values["policy/teacher_divergence"] = divergence
         return values
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

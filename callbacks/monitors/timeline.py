@@ -129,7 +129,7 @@ class Timeline(pl.Callback):
         if self._recorder is not None:
             stop_recording(self._recorder)
             if self._recorder.num_lost:
-                log.warning("%d events of the timeline were lost: its disk was too slow", self._recorder.num_lost)
+                log.warning("%d timeline events were lost, because the disk was too slow", self._recorder.num_lost)
         for hook in self._hooks:
             hook.remove()
         self._writer = None

@@ -181,11 +181,15 @@ class Evaluation(pl.Callback):
             metrics = self._finish(trainer)
             pl_module.log_dict(metrics, logger=False, rank_zero_only=True)
         elif self._run.is_lost:
-            log.warning("the evaluation of version %d was lost with its engine: it starts again", self._run.version)
+            log.warning("the evaluation of version %d was lost with its engine and will be repeated", self._run.version)
             self._run = None
             self._next_step = trainer.global_step
         elif self._run.age_s > self.timeout_s:
-            log.warning("evaluation of version %d given up: Evaluation.timeout_s=%g", self._run.version, self.timeout_s)
+            log.warning(
+                "the evaluation of version %d was abandoned after Evaluation.timeout_s=%g",
+                self._run.version,
+                self.timeout_s,
+            )
             self._run.abandon()
             self._run = None
 
@@ -199,7 +203,7 @@ class Evaluation(pl.Callback):
         if is_done:
             self._finish(trainer)
         else:
-            log.warning("the evaluation of version %d had not ended when training did", self._run.version)
+            log.warning("the evaluation of version %d had not finished when training ended", self._run.version)
             self._run.abandon()
         self._run = None
 

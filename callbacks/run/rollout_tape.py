@@ -49,8 +49,8 @@ class RolloutTape(pl.Callback):
         folder = self.folder or f"{log_dir}/tape"
         if source is not None and Path(folder).resolve() == source.folder.resolve():
             raise ValueError(
-                f"RolloutTape.folder={folder!r} is the tape that data.admission=FromTape trains from, and would be set "
-                "aside: leave RolloutTape out, or give it another folder"
+                f"RolloutTape.folder={folder!r} is the tape that data.admission=FromTape trains from, and recording "
+                "would rename its files: leave RolloutTape out, or give it another folder"
             )
         if not trainer.is_global_zero:
             return

@@ -50,7 +50,9 @@ class WeightSync(pl.Callback):
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("trainer.callbacks holds several WeightSync: each would start the engine; keep one")
+            raise ValueError(
+                "trainer.callbacks holds several WeightSync callbacks, and each would start the engine: keep one"
+            )
         module = policy_module(pl_module, "WeightSync")
         data = rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)
@@ -67,6 +69,8 @@ class WeightSync(pl.Callback):
         """
         data.use_model(module.model)
         rules.refuse(rules.of_run(trainer, module, data))
+        if module.objective.distiller is not None:
+            module.objective.distiller.check(module.policy, module.model)
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         if data.sampling.experts:
@@ -74,6 +78,7 @@ class WeightSync(pl.Callback):
         data.keep_groups_whole = module.wants_whole_groups
         data.tree_costs = module.policy.tree_costs
         data.needs_single_rows = module.objective.needs_single_rows
+        data.source_of = module.objective.source_of
         trainer.accumulate_grad_batches = data.micro_batches_per_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

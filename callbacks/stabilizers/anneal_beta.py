@@ -60,7 +60,7 @@ class AnnealBeta(pl.Callback):
     ) -> None:
         """Sets beta for this step."""
         if self._initial_beta is None:
-            raise SetupError("AnnealBeta needs on_fit_start before training batches")
+            raise SetupError("AnnealBeta.on_fit_start must run before the first training batch")
         module, first = self._initial_beta
         beta = first + min(1.0, trainer.global_step / self.steps) * (self.final - first)
         module.objective.loss = dataclasses.replace(_loss(module), beta=beta)

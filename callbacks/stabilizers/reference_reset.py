@@ -75,7 +75,7 @@ def _reference(pl_module: AnyModule) -> CausalPolicy:
     reference = policy_module(pl_module, "ReferenceReset").reference
     if reference is None:
         raise ValueError(
-            "ReferenceReset needs a reference policy: set model.kl_coefficient, or a loss that needs a reference; "
-            "model.lora without modules_to_save has none, because its reference is the policy without adapters"
+            "ReferenceReset needs a reference policy: set model.kl_coefficient, or a loss that needs a reference. With "
+            "model.lora and no modules_to_save, the reference is the policy without adapters, which cannot be reset"
         )
     return reference

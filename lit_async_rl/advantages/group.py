@@ -471,7 +471,7 @@ def _spread(rows: Sequence[tuple[Sequence[Turn], int]], values: Sequence[float])
         for turn in turns:
             row += [next(rest)] * (turn.end - len(row))
         if len(row) != length:
-            raise InvariantError("the last turn must end with the rollout")
+            raise InvariantError("the last turn must end at the last token of the rollout")
         tokens += row
     return tokens
 

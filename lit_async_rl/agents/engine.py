@@ -185,8 +185,8 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(
-                "data.engine.forks=false with the chat template of %r: with tools, %s. Calls after such a point are "
-                "trained on as separate rows (agent/drift_template)",
+                "data.engine.forks=false with the chat template of %r: with tools, %s. Calls that cannot continue the "
+                "conversation are trained on as separate rows (agent/drift_template)",
                 codec.model,
                 renderer.tool_problem,
             )
@@ -244,7 +244,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         self, opened: OpenRequest[AgentEpisode], sample: int, *, num_failed: int = 0, pause_s: float = 0.0
     ) -> None:
         if self._rules is None:
-            raise SetupError("AgentEngine is used before it was set up")
+            raise SetupError("AgentEngine was used before it was set up")
         session = TokenSession(
             opened.request,
             sample,
@@ -305,7 +305,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
             try:
                 await self.agent.aclose()
             except (Exception, asyncio.CancelledError) as error:
-                self._warnings.warning("an agent: aclose raised %s: %s", type(error).__name__, error)
+                self._warnings.warning("closing an agent raised %s: %s", type(error).__name__, error)
         try:
             await self.clients.end()
         except (Exception, asyncio.CancelledError) as error:
@@ -371,7 +371,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         try:
             await self.clients.close(client, episode)
         except Exception as error:
-            self._warnings.warning("client of an agent: close raised %s: %s", type(error).__name__, error)
+            self._warnings.warning("closing an agent's client raised %s: %s", type(error).__name__, error)
 
     def _failure(self, episode: AgentEpisode, what: str) -> EnvironmentFailure:
         where = f"on prompt {episode.prompt.text[:200]!r}"
@@ -393,8 +393,8 @@ def _check_address(agent: Agent, clients: ClientFactory) -> None:
     own = _own_clients(agent)
     if own is not None and own.has_address and not clients.has_address:
         raise ValueError(
-            f"data.engine.clients={type(clients).__name__} gives no address for {type(agent).__name__}: its agent runs "
-            "in another process, and needs one. Leave clients out, or use EndpointClients"
+            f"data.engine.clients={type(clients).__name__} gives no address for {type(agent).__name__}, whose agent "
+            "runs in another process and needs an address. Leave clients out, or use EndpointClients"
         )
 
 

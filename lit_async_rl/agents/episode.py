@@ -304,7 +304,7 @@ class AgentEpisode(PlayedSample):
         """The next try of a call; the same one for all that wait for the call.
 
         Raises:
-            AgentCallError: the episode is over, or has made all of its calls.
+            AgentCallError: the episode has ended, or has made all of its calls.
         """
         with self._beginning, self._lock:
             if call.again is None:
@@ -349,7 +349,7 @@ class AgentEpisode(PlayedSample):
 
     def _check_open(self) -> None:
         if self.is_over:
-            raise AgentCallError("the episode of this key is over", "episode_over", status=401)
+            raise AgentCallError("the episode that this API key belongs to has ended", "episode_over", status=401)
 
     def _check_num_calls(self) -> None:
         if self.num_calls >= self._rules.max_calls:
@@ -535,7 +535,8 @@ class AgentEpisode(PlayedSample):
         for name, value in sampling.asked.items():
             if value != own[name]:
                 self._rules.warnings.warning(
-                    "an agent asked for %s=%g, but gets data.sampling.%s=%g, the distribution that is trained on",
+                    "an agent asked for %s=%g, but gets data.sampling.%s=%g: calls sample from the distribution being "
+                    "trained",
                     name,
                     value,
                     name,
@@ -605,7 +606,7 @@ class AgentEpisode(PlayedSample):
         super().end()
         for call in self._calls:
             if not call.replies.done():
-                call.replies.set_exception(AgentCallError("the episode is over", "episode_over", status=401))
+                call.replies.set_exception(AgentCallError("the episode has ended", "episode_over", status=401))
 
     def completion(self) -> Completion:
         """The sample without its reward.
@@ -637,7 +638,9 @@ def _checked_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
     checked = tuple(ids)
     if not all(type(token) is int and 0 <= token < vocab_size for token in checked):
         raise AgentCallError(
-            f"a prompt of tokens must be numbers from 0 to {vocab_size - 1}", "invalid_prompt", param="prompt"
+            f"a prompt of token ids must contain only integers from 0 to {vocab_size - 1}",
+            "invalid_prompt",
+            param="prompt",
         )
     return checked
 

@@ -154,7 +154,7 @@ class McpTools:
         except Exception as error:
             if _is_answer(error):
                 return f"error: {error}"
-            raise self._failure(f"did not answer a call of {name}", error) from error
+            raise self._failure(f"did not answer a call to {name}", error) from error
         return "\n".join(_text(part) for part in result.content)
 
     def _failure(self, what: str, error: BaseException) -> McpServerError:

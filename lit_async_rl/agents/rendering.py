@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 MAX_KINDS = 256  # of tools and arguments of the template that are remembered: an agent may change them in each call
 UNSTABLE = "unstable_template"  # code of the error of a template whose turns cannot be found again
-REWRITES = "its chat template writes earlier messages differently when a conversation goes on"
+REWRITES = "its chat template writes earlier messages differently when a conversation continues"
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id"}
 )  # others are of clients, not of chat
@@ -209,7 +209,7 @@ class ChatRenderer:
         """
         if not self._template:
             raise AgentCallError(
-                f"{self.codec.model!r} has no chat template, so it cannot be called with messages: call it with texts, "
+                f"{self.codec.model!r} has no chat template, so it cannot be called with messages: call it with text, "
                 "or set data.engine.chat_template",
                 "no_template",
             )
@@ -217,7 +217,7 @@ class ChatRenderer:
         if any(message["role"] == "tool" for message in messages):
             form = self._form_of_calls(kind_of(tools, options))
         if form == "lost":
-            raise _invalid(f"the chat template of {self.codec.model!r} leaves out what tools return")
+            raise _invalid(f"the chat template of {self.codec.model!r} leaves out the results of tools")
         calls = frozenset(place for place in sampled if messages[place].get("tool_calls"))
         if calls and form == "unclear":
             raise AgentCallError("it is unclear what the chat template writes after a tool call", UNSTABLE)

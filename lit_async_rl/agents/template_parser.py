@@ -99,7 +99,7 @@ class TemplateParser(ReplyParser):
                 return ReplyMessage(content=text)
             message = _message(found, new_id)
         except Exception as error:  # of a template that may be anybody's; what it cannot read is content
-            self._warnings.warning("a reply cannot be parsed, and is taken as text: %s", str(error)[:200])
+            self._warnings.warning("a reply could not be parsed and is treated as text: %s", str(error)[:200])
             return ReplyMessage(content=text)
         return message if tools or not message.tool_calls else ReplyMessage(content=text)
 

@@ -61,7 +61,7 @@ class VerifiersPrompts(PromptSource):
         loaders = _loaders()
         loaded = loaders.load_taskset(loaders.resolve_env_config({"taskset": self.taskset}).taskset)
         if size is None and not loaded.bounded:
-            raise ValueError(f"VerifiersPrompts.size must be set: the taskset {loaded.config.id!r} has no end")
+            raise ValueError(f"VerifiersPrompts.size must be set: the taskset {loaded.config.id!r} is infinite")
         self._prompts = [_prompt(index, task) for index, task in _numbered(loaded, first, last)]
         if len(self._prompts) < (size or 1):
             raise ValueError(

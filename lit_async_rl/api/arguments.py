@@ -99,8 +99,8 @@ def _as_lora(config: Any) -> LoRA:
     if others:
         why = " (with dropout, ratios would not be 1 on fresh data)" if "lora_dropout" in own else ""
         raise ValueError(
-            f"lora: {', '.join(others)} of peft.LoraConfig cannot be used{why}: leave it out, adapters here have "
-            f"{', '.join(PEFT_SETTINGS)}"
+            f"lora: {', '.join(others)} of peft.LoraConfig cannot be used{why}: leave it out, because LoRA here "
+            f"supports only {', '.join(PEFT_SETTINGS)}"
         )
     targets = config.target_modules
     return LoRA(

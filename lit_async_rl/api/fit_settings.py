@@ -38,6 +38,7 @@ from lit_async_rl.prompts.sources import Records
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.scheduling.admission import AdmissionPolicy
+from lit_async_rl.training.distillation import Distillation
 from lit_async_rl.training.optimizer import RateSchedule
 from lit_async_rl.types import SamplingParams
 
@@ -140,3 +141,4 @@ class FitSettings(DataSettings, total=False):
     random_init: bool
     packing: PrefixTreePacking | SharedPromptPacking | None
     self_check: bool
+    distillation: Distillation | None

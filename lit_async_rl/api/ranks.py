@@ -52,7 +52,7 @@ def load_trained(module: pl.LightningModule, folder: str | None) -> None:
     """Loads the last checkpoint of a run, where there is one as a single file, into a module of this process."""
     path = None if folder is None else Path(folder) / "last.ckpt"
     if path is None or not path.is_file():
-        log.warning("no last.ckpt as a single file: the module that `fit` returns keeps its initial weights")
+        log.warning("there is no single-file last.ckpt, so the module that `fit` returns keeps its initial weights")
         return
     check_checkpoint(str(path))
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -42,9 +42,11 @@ from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.models import loading
 from lit_async_rl.prompts.sources import Records
+from lit_async_rl.rewards.functions import no_reward
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.training.checkpoint_io import check_checkpoint
+from lit_async_rl.training.distillation import Distillation
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.optimizer import DEFAULT_LEARNING_RATE, RateSchedule
 from lit_async_rl.training.rate_by_bound import handling, rate_factor
@@ -109,7 +111,8 @@ def fit(
             trained in place), or a `PolicyModule`.
         prompts: list of texts or dictionaries, `datasets.Dataset`, path of a file, name of a dataset, or source; see
             `InMemoryPrompts` and `lit_async_rl.prompts.sources.source_class`.
-        reward: `reward(prompt, completion) -> float`, plain or `async`.
+        reward: `reward(prompt, completion) -> float`, plain or `async`. Needed unless an environment scores, or a
+            `distillation` alone trains.
         max_steps: optimizer steps.
         recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
             proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
@@ -197,6 +200,11 @@ def _fit(
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
     check_model(model, tokenizer)
     settings = as_groups(settings)
+    distillation = settings.get("distillation")
+    if isinstance(distillation, Distillation) and not distillation.with_reward:
+        recipe = None  # its parts weigh rewards
+        if reward is None and not getattr(settings.get("engine"), "scores", False):
+            reward = no_reward
     if not is_module:
         settings = with_recipe(recipe, settings)
     own = {name: value for name, value in settings.items() if name in MODULE_SETTINGS}
@@ -225,7 +233,8 @@ def _fit(
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError(
-                "model: an object in memory cannot be used if cluster places the ranks: give a name or folder"
+                "model: a model or tokenizer in memory cannot be used when `cluster` places the ranks; give a name or "
+                "folder"
             )
         return _fit_in_ranks(given, cluster)
     with nullcontext() if cluster is None else cluster.actors_connected():
@@ -341,7 +350,7 @@ def _fit_in_ranks(given: Given, cluster: Cluster) -> Trainer:
     if outcome.status > 128:
         raise SystemExit(outcome.status)
     if outcome.status:
-        raise RankError(f"the run's ranks ended with status {outcome.status}; the error stands above")
+        raise RankError(f"the run's ranks exited with status {outcome.status}; see the error above")
     module = given.make_module()
     load_trained(module, outcome.folder)
     trainer = Trainer(max_steps=given.max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")

@@ -11,7 +11,7 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice
@@ -28,6 +28,7 @@ from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.models.packing import TreeCosts
 from lit_async_rl.types import (
     OWN_CHOICE,
+    Prompt,
     RolloutBatch,
     RolloutGroup,
     SamplerHead,
@@ -76,6 +77,7 @@ def collate_step(
     shares_prefixes: bool = False,
     tree_costs: TreeCosts | None = None,
     needs_single_rows: str = "",
+    source_of: Callable[[Prompt], int] | None = None,
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
@@ -103,8 +105,8 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    f"{needs_single_rows}, or an agent with one conversation: an agent's conversation has branches, so "
-                    "that a rollout has several rows"
+                    f"{needs_single_rows}, or an agent with an unbranched conversation: this agent's conversation has "
+                    "branches, so a rollout has several rows"
                 )
             if len(values) != rollout.num_tokens:
                 raise ValueError(
@@ -145,14 +147,16 @@ def collate_step(
         experts_shape=experts_shape,
     )
     units = [_by_rollout(rows) for rows in groups_of_rows]
-    separate = split_units(
+    parts: Sequence[list[_Row]] = split_units(
         groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
     )
-    if not shares_prefixes and tree_costs is None:
-        return [pad(part) for part in separate]
-    trees = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
-    reason = "" if tree_costs is None else _why_rows(trees, separate, tree_costs)
-    return [pad(part).replace(as_rows=reason) for part in (separate if reason else (part.rows for part in trees))]
+    reason = ""
+    if shares_prefixes or tree_costs is not None:
+        trees = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
+        reason = "" if tree_costs is None else _why_rows(trees, parts, tree_costs)
+        parts = parts if reason else [part.rows for part in trees]
+    batches = [pad(part).replace(as_rows=reason) for part in parts]
+    return batches if source_of is None else _with_sources(batches, groups, source_of)
 
 
 def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]], costs: TreeCosts) -> str:
@@ -168,6 +172,17 @@ def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]
     computed = sum(tree.num_tokens for part in parts for tree in part.trees)
     share = 1 - computed / sum(row.length for part in rows for row in part)
     return f"trees would take longer, because rows have {share:.0%} of their tokens in common"
+
+
+def _with_sources(
+    batches: Sequence[RolloutBatch], groups: Sequence[RolloutGroup], source_of: Callable[[Prompt], int]
+) -> list[RolloutBatch]:
+    """Batches whose rows have the numbers of their prompts' sources; those of padding have the first."""
+    sources = {group.index: source_of(group.prompt) for group in groups}
+    return [
+        batch.replace(source=torch.tensor([sources.get(index, 0) for index in batch.group_index.tolist()]))
+        for batch in batches
+    ]
 
 
 def _by_rollout(rows: Sequence[_Row]) -> list[list[_Row]]:
@@ -361,7 +376,7 @@ class StreamedStep:
     def add(self, groups: Sequence[RolloutGroup]) -> PartWeights:
         """Adds the next part; returns its token weights."""
         if len(groups) != self.next_size:
-            raise InvariantError(f"a streamed micro-batch is of {self.next_size} groups, got {len(groups)}")
+            raise InvariantError(f"a streamed micro-batch must have {self.next_size} groups, got {len(groups)}")
         lengths = [rollout.num_trained_tokens for group in groups for rollout in group.rollouts]
         divisor = self.aggregation.divisor(lengths, [len(group.rollouts) for group in groups])
         if divisor is not None:

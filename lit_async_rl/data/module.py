@@ -108,6 +108,7 @@ class RolloutDataModule(pl.LightningDataModule):
         keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
         tree_costs: of a policy that computes prefixes once, so that micro-batches are cut along trees; likewise.
         needs_single_rows: setting that a rollout of several rows is refused with, and its remedy; likewise.
+        source_of: number of the source of a prompt, where each has a teacher; likewise.
         configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
         arrived_rewards: what `take_rewards` returned last, for the tape; None if nobody asked.
 
@@ -189,6 +190,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.tree_costs: TreeCosts | None = None
         self._has_said_rows = False
         self.needs_single_rows = ""
+        self.source_of: Callable[[Prompt], int] | None = None
         rules.refuse(
             rules.of_engine(engine, reward, self.admission, sampling=sampling),
             rules.of_rewards(
@@ -303,6 +305,7 @@ class RolloutDataModule(pl.LightningDataModule):
             keep_groups_whole=self.keep_groups_whole,
             tree_costs=self.tree_costs,
             needs_single_rows=self.needs_single_rows,
+            source_of=self.source_of,
             **settings,
         )
         if (reason := batches[0].as_rows) and not self._has_said_rows:

@@ -106,7 +106,7 @@ class RolloutFeed:
                         except ProbeWanted:
                             made = PROBE
                         except StopIteration as error:  # of an estimator, say: Lightning would end the run in silence
-                            raise ProducerError("a step could not be made: StopIteration was raised") from error
+                            raise ProducerError("a step could not be assembled: StopIteration was raised") from error
                 # The first collective of the step: only here the other ranks learn what the leading one has made.
                 received = ranks.exchange(made)
                 if received == RELOAD:
@@ -325,7 +325,9 @@ class RolloutSource:
         stream.usable = usable
         rules.check_ends(codec, sampling, stream.source)
         if codec.special_tokens == "tags" and (tags := codec.tags):
-            log.info("rewards read the special tokens %s; data.scoring.special_tokens: none leaves them out", tags)
+            log.info(
+                "rewards read the special tokens %s; to leave them out, set data.scoring.special_tokens: none", tags
+            )
         if codec.ends.are_disputed and sampling.end_token_ids is None:
             log.warning("model.model=%r: %s", codec.model, codec.ends.describe(codec.tokenizer))
 
@@ -476,7 +478,7 @@ class RolloutSource:
         producer = self._started()
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
         if not isinstance(producer, Producer) or error is None:
-            raise InvariantError("only a failed engine can be restarted, and this one works")
+            raise InvariantError("only a failed engine can be restarted, and this one has not failed")
         self._holder.restart(producer, error, weights)
 
     @property

@@ -369,7 +369,7 @@ def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
             problem = str(error).partition("\n")[0]
             raise RankError(
                 f"rank {other} did not arrive within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, "
-                f"or does it do something else than rank {dist.get_rank()}? ({problem})"
+                f"or is it running something different from rank {dist.get_rank()}? ({problem})"
             ) from error
 
 

@@ -430,8 +430,8 @@ def check_request(request: GenerationRequest, max_model_len: int, vocab_size: in
         )
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(
-            f"a prompt holds the tokens {min(ids)} to {max(ids)}, but the model's vocabulary has only {vocab_size}: "
-            "tokenizer and model do not match"
+            f"a prompt contains token ids from {min(ids)} to {max(ids)}, but the model's vocabulary has only "
+            f"{vocab_size}: tokenizer and model do not match"
         )
 
 

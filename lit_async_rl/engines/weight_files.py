@@ -41,8 +41,9 @@ def folder_with_room(num_bytes: int, copies: int = 1) -> str:
     if free >= copies * num_bytes:
         return SHARED_MEMORY
     log.warning(
-        "%s has %.2f GiB free, and one copy of the weights takes %.2f: they go through files in %s, which is slower. "
-        "For containers there is --shm-size=%dg (docker run), or a volume of medium Memory (Kubernetes)",
+        "%s has %.2f GiB free, but one copy of the weights takes %.2f GiB, so weights are passed through files in %s, "
+        "which is slower. In a container, set --shm-size=%dg (docker run) or mount an emptyDir with medium: Memory "
+        "(Kubernetes)",
         *(SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder, math.ceil(2 * num_bytes / 2**30)),
     )
     return folder
@@ -171,7 +172,7 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
         raise FileNotFoundError(f"no *.safetensors in {folder!r}: can this machine see the trainer's folder?")
     for file in files:
         if file.is_symlink() or not file.is_file():
-            raise PermissionError(f"{str(file)!r} is a link or a device, not a file of a trainer")
+            raise PermissionError(f"{str(file)!r} is a link or a device, not a file that a trainer wrote")
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):  # an index comes before its values
                 yield name, tensors.get_tensor(name)

@@ -177,13 +177,13 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
     @property
     def _open_ledger(self) -> RequestLedger:
         if self._ledger is None:
-            raise SetupError(f"{type(self).__name__} is used before it was set up")
+            raise SetupError(f"{type(self).__name__} was used before it was set up")
         return self._ledger
 
     @property
     def _tokenizer(self) -> TextCodec:
         if self._codec is None:
-            raise SetupError(f"{type(self).__name__} is used before it was set up")
+            raise SetupError(f"{type(self).__name__} was used before it was set up")
         return self._codec
 
     def poll(self, timeout_s: float) -> list[Completion]:

@@ -343,14 +343,14 @@ class JudgeReward(Rebuildable):
             raise ValueError(f"JudgeReward.engine must be an engine or {POLICY}, got {engine!r}")
         if (model is None) != (engine == POLICY):
             raise ValueError(
-                f"JudgeReward.model={model!r} with engine={engine!r}: an endpoint or a separate engine needs "
-                f"`model`, and the policy in training (engine: {POLICY}) takes none"
+                f"JudgeReward.model={model!r} with engine={engine!r}: `model` is required with an endpoint or a "
+                f"separate engine, and must be left out with engine: {POLICY}"
             )
         check_choice("JudgeReward", ("rubric", "reference", "pairwise"), mode=self.mode)
         check_choice("JudgeReward", ("mean", "median"), aggregate=self.aggregate)
         check_range("JudgeReward", "finite", low=self.scale[0], high=self.scale[1])
         if self.scale[0] >= self.scale[1]:
-            raise ValueError(f"JudgeReward.scale must be a lower and a higher number, got {list(self.scale)}")
+            raise ValueError(f"JudgeReward.scale must be two numbers, the lower one first, got {list(self.scale)}")
         check_range("JudgeReward", "integer positive", num_samples=self.num_samples, max_tokens=self.max_tokens)
         check_range("JudgeReward", "integer >= 2", max_opponents=self.max_opponents)
         check_range("JudgeReward", ">= 0 and finite", temperature=self.temperature)
@@ -358,7 +358,7 @@ class JudgeReward(Rebuildable):
             raise ValueError(f"JudgeReward.max_opponents must be even, got {self.max_opponents}")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"JudgeReward.num_samples={self.num_samples} with temperature=0: the samples would be equal. Use a "
+                f"JudgeReward.num_samples={self.num_samples} with temperature=0: the samples would be identical. Use a "
                 "temperature > 0"
             )
         for name in ("on_unreadable", "on_failure", "on_budget"):
@@ -373,8 +373,8 @@ class JudgeReward(Rebuildable):
     def _check_cache(engine: RolloutEngine | str | None, cache: str | None) -> None:
         if engine == POLICY and cache not in (None, IN_RUN):
             raise ValueError(
-                f"JudgeReward.cache={cache!r} with engine={POLICY}: the policy's verdicts are those of one version of "
-                "its weights, and are not kept; leave cache out"
+                f"JudgeReward.cache={cache!r} with engine={POLICY}: the policy's verdicts change with its weights and "
+                "are not cached; leave cache out"
             )
 
     # -- called by scorer, data module and monitors, from any thread --------------------------------------------------

@@ -348,7 +348,7 @@ class Endpoint:
         except TransientError as error:
             raise FinalRewardError(
                 f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
-                f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last: {error}"
+                f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last error: {error}"
             ) from None
 
     def _note_failure(self, error: TransientError, permit: Permit) -> None:
@@ -587,9 +587,8 @@ class LocalModel:
         if room < 1:
             length = len(asked.token_ids)
             longest = engine.max_model_len
-            _resolve(
-                asked.future, FinalRewardError(f"a question of {length} tokens is longer than the judge's {longest}")
-            )
+            problem = f"a question to the judge has {length} tokens, which is more than its context of {longest}"
+            _resolve(asked.future, FinalRewardError(problem))
             return
         sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
         request = GenerationRequest(id=number, prompt_ids=asked.token_ids, num_samples=1, sampling=sampling)

@@ -153,7 +153,7 @@ class PolicyQuestions:
         length = self._listener.engine.max_model_len
         if (room := length - len(ids)) < 1:
             raise FinalRewardError(
-                f"a question of {len(ids)} tokens is longer than the engine's max_model_len={length}"
+                f"a question to the judge has {len(ids)} tokens, which is more than the engine's max_model_len={length}"
             )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         return GenerationRequest(

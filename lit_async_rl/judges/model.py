@@ -158,8 +158,8 @@ class RewardModel(Rebuildable):
             self._num_too_long += 1
             if self.on_too_long == "error":
                 raise FinalRewardError(
-                    f"{len(token_ids)} tokens exceed RewardModel.max_length={self.max_length} "
-                    "(RewardModel.on_too_long sets the reward of such texts)"
+                    f"{len(token_ids)} tokens exceed RewardModel.max_length={self.max_length} (RewardModel.on_too_long "
+                    "sets the reward in this case)"
                 )
             return None if isinstance(self.on_too_long, str) else self.on_too_long
         waiting = _Waiting(token_ids, concurrent.futures.Future(), begun=begun, since=time.monotonic())

@@ -69,7 +69,7 @@ def fetch(out: Path) -> None:
     missing = {folder: dtype for folder, dtype in folders.items() if not (folder / "config.json").exists()}
     for folder in missing:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"--out={str(folder)!r} is not empty and holds no model: nothing was written")
+            raise ValueError(f"--out={str(folder)!r} exists and is not a model folder: nothing was written")
     if missing:
         with tempfile.TemporaryDirectory() as scratch:
             lm, tokenizer = read_gguf(find_gguf(Path(scratch)))

@@ -127,7 +127,8 @@ def load_reward(path: str) -> Any:
         ]
         if missing:
             raise ValueError(
-                f"--reward {path} needs {', '.join(missing)}: write a module with `reward = {name}(...)`, and name that"
+                f"--reward {path} needs {', '.join(missing)}: write a module with `reward = {name}(...)`, and pass the "
+                "path of that `reward`"
             )
         reward = reward()
     try:
@@ -177,7 +178,7 @@ def _fields(records: Mapping[int, Mapping[str, Any]], given: argparse.Namespace)
         found.append(name or next((one for one in usual if one in first), None))
     if found == [None, None]:
         raise ValueError(
-            f"{given.file} has {', '.join(map(str, first))}: name the fields by --reference and --completion"
+            f"{given.file} has {', '.join(map(str, first))}: name the fields with --reference and --completion"
         )
     return found[0], found[1]
 

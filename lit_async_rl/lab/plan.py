@@ -137,7 +137,7 @@ def measured_cost(
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if all(row.get(name) for name in COLUMNS)]
     if len(rows) < 4:
-        raise ValueError(f"{folder}: {len(rows)} steps with {', '.join(COLUMNS)} are too few, at least 4 are needed")
+        raise ValueError(f"{folder}: {len(rows)} steps with {', '.join(COLUMNS)} are too few; at least 4 are needed")
     half = rows[len(rows) // 2 :]
     median = {name: statistics.median(float(row[name]) for row in half) for name in COLUMNS}
     step_s = median["perf/step_s"]
@@ -250,7 +250,9 @@ def _num_slots(settings: Mapping[str, Any]) -> int:
     for slots in SLOTS:
         if slots in parameters:
             return int(_of(engine, f"init_args.{slots}", parameters[slots].default))
-    raise ValueError(f"data.engine={name}: it has none of {', '.join(SLOTS)}, so its slots are not known")
+    raise ValueError(
+        f"data.engine={name}: the engine has none of {', '.join(SLOTS)}, so its number of slots is unknown"
+    )
 
 
 def _num_ranks(settings: Mapping[str, Any]) -> int:

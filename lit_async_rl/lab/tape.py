@@ -40,7 +40,7 @@ def show(arguments: argparse.Namespace) -> None:
     num_rollouts = sum(len(g.rollouts) for g in groups)
     num_tokens = sum(g.num_tokens for g in groups)
     print(f"{len(steps)} steps, {len(groups)} groups, {num_rollouts} rollouts, {num_tokens:,} tokens")
-    print(f"in {tape.num_files} files, whose checksums are right")
+    print(f"in {tape.num_files} files with valid checksums")
     print(f"{'step':>8} {'version':>8} {'groups':>7} {'reward':>8} {'staleness max':>14} {'sampling s':>11}")
     for step in steps[:: max(1, len(steps) // 20)]:
         rewards = np.mean([mean_reward(group) for group in step.groups])

@@ -42,8 +42,8 @@ class Aggregation(ABC):
             ValueError: the aggregation has no additive normaliser.
         """
         raise ValueError(
-            f"data.stream_groups does not work with data.aggregation={type(self).__name__}, whose `divisor` is no sum "
-            "over the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
+            f"data.stream_groups does not work with data.aggregation={type(self).__name__}, because its `divisor` is "
+            "not a sum over the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
         )
 
 
@@ -181,7 +181,10 @@ class TokenBudget(Aggregation):
             ValueError: `fill` needs all groups of the step before it selects tokens.
         """
         if self.fill:
-            raise ValueError("data.stream_groups with TokenBudget.fill=true: the budget applies to whole steps")
+            raise ValueError(
+                "data.stream_groups cannot be combined with TokenBudget.fill=true, because the budget applies to whole "
+                "steps"
+            )
 
 
 @dataclass(frozen=True)

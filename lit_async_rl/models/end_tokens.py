@@ -127,8 +127,8 @@ def _ids(config: Any) -> tuple[int, ...] | None:
 def _ids_or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
     if not ends.ids and not ends.named:  # not if a configuration has an empty list on purpose
         log.warning(
-            "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends "
-            "a text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
+            "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names an end token, so "
+            "completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
             model,
         )
     return ends.ids

@@ -174,7 +174,7 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
         ValueError: the model does not support `attn_implementation`.
     """
     if not model:
-        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
+        raise FileNotFoundError(f"model.model must name a model on the hub or a folder, got {model!r}")
     model = located(model)
     is_folder = Path(model).is_dir()
     if not is_folder and not is_hub_name(model):
@@ -195,8 +195,8 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"model.model={model!r} needs Python code of its own (trust_remote_code), which is not executed here: "
-                "trainer, engines and exports compute the families that transformers has. Use a version of the model "
-                "without custom code (no auto_map in its config.json)"
+                "trainer, engines and exports support only the model families of transformers. Use a version of the "
+                "model without custom code (no auto_map in its config.json)"
             ) from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error

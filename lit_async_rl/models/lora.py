@@ -110,9 +110,9 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
                 )
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
-                    f"model.lora.target_modules={lora.target_modules!r} adapts one of {' and '.join(names)}, which "
-                    "share a weight: the engine's model stores it once, so it cannot hold a change of only one. Leave "
-                    "them out"
+                    f"model.lora.target_modules={lora.target_modules!r} adapts only one of {' and '.join(names)}, "
+                    "which share a weight. The engine's model stores this weight once, so it cannot change for one "
+                    "layer only. Leave these layers out"
                 )
     for name, paths in trained.items():
         _train_in_place(name, [lm.get_submodule(path) for path in paths])
@@ -128,7 +128,7 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
         raise SetupError(f"{setting}: the folder of model.model has no adapter (adapter_config.json)")
     config = peft.PeftConfig.from_pretrained(folder)
     if not isinstance(config, peft.LoraConfig):
-        raise SetupError(f"{setting}: the adapter is of the type {config.peft_type}, and only LoRA can be continued")
+        raise SetupError(f"{setting}: the adapter is of type {config.peft_type}, but only LoRA can be continued")
     # engines receive the weight of a layer plus the product of two factors, so an adapter must be no more than that
     plain = peft.LoraConfig()
     others = [name for name in SETTINGS_AT_DEFAULT if getattr(config, name, None) != getattr(plain, name, None)]
@@ -147,10 +147,13 @@ def _train_in_place(name: str, layers: list[nn.Module]) -> None:
     """Sets the weights of these layers to train in place, where PEFT's `modules_to_save` would copy them."""
     setting = f"model.lora.modules_to_save: {name!r}"
     if not any([*layer.parameters()] for layer in layers):
-        raise ValueError(f"{setting}: the model has no weights of this name")
+        raise ValueError(f"{setting}: the model has no weights with this name")
     for layer in layers:
         if any(hasattr(part, "get_delta_weight") for part in layer.modules()):
-            raise ValueError(f"{setting} also has adapters: leave it out of model.lora.target_modules or of this")
+            raise ValueError(
+                f"{setting} also has adapters: remove it from model.lora.target_modules or from "
+                "model.lora.modules_to_save"
+            )
         layer.requires_grad_(True)
 
 

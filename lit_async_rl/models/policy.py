@@ -5,6 +5,7 @@ B rows, T positions, N = tokens that train, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,21 @@ class TokenStats:
         logprobs: log-probability of the token.
         entropy: entropy of its distribution, in nats.
         head: log-probabilities of the k tokens in `head_ids` at its position (k = 0 by default).
+        compared: what `compare` made of its distribution; None without it.
+        more: as `head`, of further tokens; None without any.
         rows: layout of the forward pass if it was packed.
     """
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     head: Float[Tensor, "B T k"]
+    compared: Float[Tensor, "B T"] | None = None
+    more: Float[Tensor, "B T q"] | None = None
     rows: PackedRows | None = None
+
+
+# A value of each distribution [n, V] of log-probabilities, of the tokens with the numbers [n] among those that train
+Compare = Callable[[Tensor, Tensor], Tensor]
 
 
 class CausalPolicy(nn.Module):
@@ -87,6 +96,7 @@ class CausalPolicy(nn.Module):
         group_index: Int[Tensor, " B"] | None = None,
         head_ids: Int[Tensor, "B T k"] | None = None,
         experts: Int[Tensor, "B T n e"] | None = None,
+        compare: Compare | None = None,
     ) -> TokenStats:
         """Statistics of the tokens where `mask` is True, given all tokens before them.
 
@@ -100,9 +110,31 @@ class CausalPolicy(nn.Module):
             group_index: group of each row, for packing; None does not pack.
             head_ids: k further tokens to evaluate at each position.
             experts: e experts of each of n routers to replay for each token, see `Replaying`.
+            compare: compares whole distributions, chunk by chunk.
 
         Raises:
             ValueError: rows are too long for the model, see `rotary_length` and `check_length`.
+        """
+        features, predicts, rows = self.features(input_ids, mask, group_index, experts=experts)
+        targets = input_ids[:, 1:][predicts]  # [N]
+        head = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
+        stats = self._chunked_stats(
+            features, targets, head, temperature=temperature, entropy_grad=entropy_grad, compare=compare
+        )
+        logprobs, entropy, head, *others = (scatter(values, predicts, mask) for values in stats)
+        compared = others[0] if others else None
+        return TokenStats(logprobs=logprobs, entropy=entropy, head=head, compared=compared, rows=rows)
+
+    def features(
+        self,
+        input_ids: Int[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+        group_index: Int[Tensor, " B"] | None = None,
+        experts: Int[Tensor, "B T n e"] | None = None,
+    ) -> tuple[Float[Tensor, "N H"], Bool[Tensor, "B T1"], PackedRows | None]:
+        """Last hidden states from which the tokens of `mask` are predicted, their places, and the layout if packed.
+
+        Arguments and errors as of `forward`.
         """
         self._check_length(input_ids.shape[1])
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
@@ -122,11 +154,7 @@ class CausalPolicy(nn.Module):
             with Replaying(None if experts is None else experts.flatten(0, 1)):
                 hidden = body(self.causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
             features = hidden[:, :-1][predicts]
-        targets = input_ids[:, 1:][predicts]  # [N]
-        head = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
-        stats = self._chunked_stats(features, targets, head, temperature=temperature, entropy_grad=entropy_grad)
-        logprobs, entropy, head = (_scatter(values, predicts, mask) for values in stats)
-        return TokenStats(logprobs=logprobs, entropy=entropy, head=head, rows=rows)
+        return features, predicts, rows
 
     def _check_length(self, num_tokens: int) -> None:
         """Checks that no row changes the rotary embedding of shorter ones, see `rotary_length`.
@@ -137,17 +165,27 @@ class CausalPolicy(nn.Module):
         if self._rotary_length is not None and num_tokens > self._rotary_length:
             raise ValueError(
                 f"model type {self.causal_lm.config.model_type!r}: a prompt and its completion have {num_tokens} "
-                f"tokens; beyond {self._rotary_length} the model's rotary embedding depends on the longest row; "
-                "choose a smaller data.sampling.max_tokens or max_prompt_tokens of data.prompts"
+                f"tokens; beyond {self._rotary_length} tokens, the model's rotary embedding depends on the longest "
+                "row; choose a smaller data.sampling.max_tokens or max_prompt_tokens of data.prompts"
             )
 
     def _chunked_stats(
-        self, features: Tensor, targets: Tensor, head_ids: Tensor, temperature: float, entropy_grad: bool
+        self,
+        features: Tensor,
+        targets: Tensor,
+        head_ids: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        compare: Compare | None,
     ) -> tuple[Tensor, ...]:
+        numbers = torch.arange(len(targets), device=targets.device)
+        whole = (features, targets, head_ids, numbers)
         if len(targets) <= self.chunk_tokens:
-            return self._stats(features, targets, head_ids, temperature=temperature, entropy_grad=entropy_grad)
-        parts = zip(*(values.split(self.chunk_tokens) for values in (features, targets, head_ids)), strict=True)
-        chunks = [checkpoint(self._stats, *part, temperature, entropy_grad, use_reentrant=False) for part in parts]
+            return self._stats(*whole, temperature=temperature, entropy_grad=entropy_grad, compare=compare)
+        parts = zip(*(values.split(self.chunk_tokens) for values in whole), strict=True)
+        chunks = [
+            checkpoint(self._stats, *part, temperature, entropy_grad, compare, use_reentrant=False) for part in parts
+        ]
         return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
 
     def _stats(
@@ -155,18 +193,27 @@ class CausalPolicy(nn.Module):
         features: Float[Tensor, "N H"],
         targets: Int[Tensor, " N"],
         head_ids: Int[Tensor, "N k"],
+        numbers: Int[Tensor, " N"],
         temperature: float,
         entropy_grad: bool,
-    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "N k"]]:
-        logits = self.logits(features).float()  # the 8 bits of bfloat16 are too few for log-probabilities
-        if temperature not in (0, 1):  # a division makes another copy of the logits, the largest tensor of the pass
-            logits = logits / temperature
-        log_p = torch.log_softmax(logits, dim=-1)
+        compare: Compare | None,
+    ) -> tuple[Tensor, ...]:
+        log_p = self.log_distribution(features, temperature)
         if entropy_grad and torch.is_grad_enabled():
             entropy = -(log_p.exp() * log_p).sum(-1)
         else:
             entropy = -log_p.detach().exp().mul_(log_p.detach()).sum(-1)
-        return log_p.gather(-1, targets[:, None])[:, 0], entropy, log_p.gather(-1, head_ids)
+        stats = log_p.gather(-1, targets[:, None])[:, 0], entropy, log_p.gather(-1, head_ids)
+        return stats if compare is None else (*stats, compare(log_p, numbers))
+
+    def log_distribution(self, features: Float[Tensor, "N H"], temperature: float) -> Float[Tensor, "N V"]:
+        """Log-probabilities of the whole vocabulary."""
+        logits = self.logits(features)
+        # the 8 bits of bfloat16 are too few for log-probabilities
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature not in (0, 1):  # a division makes another copy of the logits, the largest tensor of the pass
+            logits = logits / temperature
+        return torch.log_softmax(logits, dim=-1)
 
     def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
         """Applies the output head, with the model family's scaling and soft cap of logits."""
@@ -185,7 +232,7 @@ class CausalPolicy(nn.Module):
         return logits
 
 
-def _scatter(values: Tensor, predicts: Bool[Tensor, "B T1"], mask: Bool[Tensor, "B T"]) -> Tensor:
+def scatter(values: Tensor, predicts: Bool[Tensor, "B T1"], mask: Bool[Tensor, "B T"]) -> Tensor:
     """Puts values [N] or [N, k] predicted at t - 1 in position t; 0, also in the gradient, where `mask` is False."""
     trailing = [1] * (values.dim() - 1)
     predicts = predicts.reshape(*predicts.shape, *trailing)

@@ -154,11 +154,13 @@ def check_folder(folder: Path, where: str, is_of_policy: bool = True) -> None:
         candidates = (folder / "last.ckpt", folder / "checkpoints" / "last.ckpt")
         inside = next((one for one in candidates if one.exists()), None)
         hint = "" if inside is None else f"; did you mean {inside}?"
-        raise ValueError(f"{where} is not a sharded checkpoint, whose folder has the files .metadata and meta.pt{hint}")
+        raise ValueError(f"{where} is not a sharded checkpoint: such a folder contains .metadata and meta.pt{hint}")
     if (folder / MANIFEST).is_file():
         _check_manifest(folder, where)
     else:
-        log.warning("%s has no %s (saved elsewhere, or by an earlier version): damage goes unnoticed", where, MANIFEST)
+        log.warning(
+            "%s has no %s (saved elsewhere, or by an earlier version), so damage would not be noticed", where, MANIFEST
+        )
     try:
         _MetadataReader(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except Exception as error:
@@ -179,9 +181,9 @@ def _check_manifest(folder: Path, where: str) -> None:
         if Path(name).name != name or not file.is_file():
             raise ValueError(f"{where} is damaged: its file {name} is missing")
         if file.stat().st_size != size or _digest(file) != digest:
-            raise ValueError(f"{where} is damaged: its file {name} does not have the digest of {MANIFEST}")
+            raise ValueError(f"{where} is damaged: its file {name} does not match the digest in {MANIFEST}")
     if more := {file.name for file in folder.iterdir()} - expected.keys() - {MANIFEST}:
-        raise ValueError(f"{where} is damaged: {MANIFEST} does not list its file {min(more)}")
+        raise ValueError(f"{where} is damaged: it contains {min(more)}, which {MANIFEST} does not list")
 
 
 def _digest(file: Path) -> str:

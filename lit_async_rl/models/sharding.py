@@ -200,15 +200,15 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
 def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
     if policy.has_adapters:
         raise ValueError(
-            f"trainer.strategy.tensor_parallel_size={mesh.size()} does not go with model.lora, whose layers have no "
-            "plan; use 1"
+            f"trainer.strategy.tensor_parallel_size={mesh.size()} cannot be combined with model.lora, whose layers "
+            "have no tensor-parallel plan; set it to 1"
         )
     body = policy.causal_lm.base_model
     styles: dict[str, str] = policy.causal_lm.config.get_text_config().base_model_tp_plan or {}
     if not styles:
         raise ValueError(
-            f"trainer.strategy.tensor_parallel_size={mesh.size()}: transformers has no plan for {type(body).__name__}; "
-            "use 1"
+            f"trainer.strategy.tensor_parallel_size={mesh.size()}: transformers has no tensor-parallel plan for "
+            f"{type(body).__name__}; set it to 1"
         )
     heads = policy.causal_lm.config.get_text_config().num_key_value_heads
     if heads % mesh.size():
@@ -217,7 +217,7 @@ def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
     for pattern, style in styles.items():
         if style not in _STYLES:
             raise ValueError(
-                f"trainer.strategy.tensor_parallel_size={mesh.size()}: {pattern} needs style {style!r}, which is not "
-                f"among {sorted(_STYLES)}; use 1"
+                f"trainer.strategy.tensor_parallel_size={mesh.size()}: {pattern} needs the tensor-parallel style "
+                f"{style!r}, which is not one of {sorted(_STYLES)}; set it to 1"
             )
     parallelize_module(body, mesh, {pattern: _STYLES[style]() for pattern, style in styles.items()})

@@ -240,8 +240,8 @@ class TextCodec:
             ) from error
         if (lost := self._left_out(messages, options)) is not None:
             raise ValueError(
-                f"the chat template of {self.model!r} leaves out message {lost}, of the role {messages[lost]['role']}, "
-                "in a conversation like this: the policy would never read it"
+                f"the chat template of {self.model!r} leaves out message {lost} (role {messages[lost]['role']}) in a "
+                "conversation like this: the policy would never read it"
             )
         return tuple(ids)
 
@@ -430,12 +430,12 @@ class TextCodec:
         """
         if unknown := [token for token in token_ids if token >= self.vocab_size]:
             raise ValueError(
-                f"sampling.stop_token_ids: {self.model!r} has the tokens 0 to {self.vocab_size - 1}, and not {unknown}"
+                f"sampling.stop_token_ids: {self.model!r} has token ids from 0 to {self.vocab_size - 1}, got {unknown}"
             )
         for text in stop:
             if text in self.tokenizer.all_special_tokens:
                 token = self.tokenizer.convert_tokens_to_ids(text)
                 raise ValueError(
-                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which decoded text never has: "
-                    f"use sampling.stop_token_ids: [{token}]"
+                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which never appears in decoded "
+                    f"text: use sampling.stop_token_ids: [{token}]"
                 )

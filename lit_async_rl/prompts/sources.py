@@ -103,14 +103,14 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
             return prompt
         if name == hidden:
             raise ValueError(
-                f"template={template!r}: {{{name}}} is the reference answer, which would stand in the prompt; "
-                f"{{{{{name}}}}} is the literal text {{{name}}}"
+                f"template={template!r}: {{{name}}} is the reference answer, which would then appear in the prompt; "
+                f"for the literal text {{{name}}}, write {{{{{name}}}}}"
             )
         if name not in others:
             known = ", ".join(["prompt", *sorted(str(field) for field in others if field not in ("prompt", hidden))])
             raise ValueError(
-                f"template={template!r}: there is no field {{{name}}}, only {known}; "
-                f"{{{{{name}}}}} is the literal text {{{name}}}"
+                f"template={template!r}: there is no field {{{name}}}, only {known}; for the literal text {{{name}}}, "
+                f"write {{{{{name}}}}}"
             )
         found = others[name]
         if isinstance(found, list) and found and all(isinstance(one, str) for one in found):
@@ -213,7 +213,7 @@ def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} {_not_utf8(error)}") from None
     except csv.Error as error:
-        raise ValueError(f"{file}, behind line {line}, is not valid CSV: {error}") from None
+        raise ValueError(f"{file}, after line {line}, is not valid CSV: {error}") from None
     return records
 
 
@@ -398,7 +398,7 @@ class RecordPrompts(PromptSource):
     def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
         where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
         if self.template != "{prompt}":
-            raise ValueError(f"{where}: it holds messages, but template={self.template!r} is for prompts that are text")
+            raise ValueError(f"{where}: it holds messages, but template={self.template!r} is for text prompts")
         try:
             return checked_messages(_field(record, self.prompt_field))
         except ValueError as error:
@@ -692,7 +692,7 @@ def check_template(template: str) -> None:
 # -- Prompts from Python objects: a list of texts or dictionaries, a `datasets.Dataset`, or a `PromptSource` ----------
 
 
-WANTED = "a list of texts or dictionaries, a datasets.Dataset, or a PromptSource"
+WANTED = "a list of strings or dictionaries, a datasets.Dataset, or a PromptSource"
 FILE_SOURCES: dict[str, type[RecordPrompts]] = {
     ".jsonl": JsonlPrompts,
     ".ndjson": JsonlPrompts,
@@ -765,13 +765,15 @@ class InMemoryPrompts(RecordPrompts):
             record = self._records[index]
         except KeyError:  # raised by a pandas DataFrame, which is indexed by its columns
             given = f"got a {type(self._records).__name__} without record {index}"
-            raise ValueError(f"{self.origin} must be {WANTED}, {given}; prompts.to_dict('records') is a list") from None
+            raise ValueError(
+                f"{self.origin} must be {WANTED}, {given}. For a DataFrame, pass prompts.to_dict('records')"
+            ) from None
         if isinstance(record, Prompt):
             return record
         if isinstance(record, str):
             return self._from_mapping({"prompt": record}, index)
         if not isinstance(record, Mapping):
-            raise ValueError(f"{self.where(index)} must be a text or a dictionary, got {str(record)[:80]!r}")
+            raise ValueError(f"{self.where(index)} must be a string or a dictionary, got {str(record)[:80]!r}")
         return self._from_mapping(record, index)
 
     def _from_mapping(self, record: Mapping[str, Any], index: int) -> Prompt:
@@ -785,7 +787,7 @@ class InMemoryPrompts(RecordPrompts):
         try:
             answers = (None,) if is_missing(record.get("answer")) else answer_texts(record["answer"])
         except ValueError as error:
-            wanted = "a text, a number or a list of them"
+            wanted = "a string, a number or a list of them"
             raise ValueError(f"{self.where(index)}['answer'] must be {wanted}, got {error}") from None
         metadata = with_template_kwargs(fields, self.chat_template_kwargs)
         given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
@@ -794,7 +796,7 @@ class InMemoryPrompts(RecordPrompts):
             as_messages = dict(messages=[{"role": "user", "content": content}])
             return Prompt(**(as_messages if self.as_chat else dict(text=content)), **given)
         if isinstance(content, Mapping) or not isinstance(content, Sequence) or isinstance(content, str):
-            wanted = "a text or a list of messages" if found == ["prompt"] else "a list of messages"
+            wanted = "a string or a list of messages" if found == ["prompt"] else "a list of messages"
             raise ValueError(f"{where} must be {wanted}, got {str(content)[:80]!r}")
         try:
             return Prompt(messages=content, **given)
@@ -823,8 +825,8 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
         name = os.fspath(prompts)
         if (source := source_class(name)) is None:
             endings = ", ".join(FILE_SOURCES)
-            files = f"the name of a file ({endings}) or of a dataset of the hub (org/name)"
-            raise ValueError(f"{setting} must be {WANTED}, or {files}, got the text {name[:80]!r}")
+            files = f"the name of a file ({endings}) or of a dataset on the hub (org/name)"
+            raise ValueError(f"{setting} must be {WANTED}, or {files}, got the string {name[:80]!r}")
         try:
             return source(name)  # type: ignore[call-arg]
         except FileNotFoundError as error:
@@ -833,7 +835,10 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
             raise ValueError(f"{setting}: {error}") from None
     if isinstance(prompts, Mapping):  # also a `datasets.DatasetDict`
         keys = ", ".join(map(str, list(prompts)[:5]))
-        raise ValueError(f"{setting} must be {WANTED}, got a {type(prompts).__name__} with the keys {keys}: choose one")
+        raise ValueError(
+            f"{setting} must be {WANTED}, got a {type(prompts).__name__} with the keys {keys}: pass the value of one "
+            "key"
+        )
     if prompts is None:
         raise ValueError(f"{setting} is not set")
     if not isinstance(prompts, Records):

@@ -99,14 +99,16 @@ class UsablePrompts:
 
     def _leave_out(self, number: int, problem: str) -> None:
         if self._source.on_bad_prompt == "error":
-            raise ValueError(f"{problem} (set on_bad_prompt: skip to leave such prompts out)")
+            raise ValueError(f"{problem} (to leave such prompts out, set on_bad_prompt: skip)")
         self.left_out.add(number)
         count = len(self.left_out)
         total = len(self._source)
         if count == total:
             raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
         if count & (count - 1) == 0:  # powers of two, so that a large source has few lines
-            log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; the latest: %s", count, total, problem)
+            log.warning(
+                "prompts left out so far (on_bad_prompt=skip): %d of %d; the latest problem: %s", count, total, problem
+            )
 
 
 def rewarded_by(prompt: Prompt, of_object: Callable[[Any], str] = lambda value: type(value).__qualname__) -> str:

@@ -179,8 +179,8 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
         on_each = {node.held[role.setting] for node in nodes if node.held[role.setting]}
         if role.is_packed and len(on_each) > 1:
             raise SetupError(
-                f"{role.setting}={role.number} with {role.each} each would be {_where(role, nodes)}, but every node "
-                "must have the same number: set cluster.trainer_resources accordingly"
+                f"{role.setting}={role.number} with {role.each} each would be placed as {_where(role, nodes)}, but "
+                "every node must have the same number: set cluster.trainer_resources accordingly"
             )
 
 
@@ -229,7 +229,7 @@ def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     for line in described(cluster, roles, nodes):
         print(line)
     if used:
-        print(f"of this, {_listed(used)} is in use now; whatever needs it starts later")
+        print(f"of this, {_listed(used)} is in use now; processes that need it start when it is free")
 
 
 def _used(ray: Any) -> dict[str, float]:

@@ -261,7 +261,7 @@ class RayEngine(EngineWrapper):
     def starting(self) -> str:
         with self._lock:
             num = sum(entry.state in (State.LOADING, State.READY) for entry in self._entries)
-        return f"{num} of {self.min_replicas} replicas are there; each loads the model, and {self._room()}"
+        return f"{num} of {self.min_replicas} replicas have started; each loads the model, and {self._room()}"
 
     def _room(self) -> str:
         """Needs of a replica, and what the cluster has of that, for messages."""
@@ -300,7 +300,7 @@ class RayEngine(EngineWrapper):
 
         Raises:
             SetupError: Ray is not installed, or not to be reached.
-            StalledError: too few replicas were there within `startup_timeout_s`.
+            StalledError: too few replicas had started within `startup_timeout_s`.
             EngineError: a replica's process ended. Errors of an engine are raised as they are.
         """
         self._ray = runtime.connect(self.address, self.replicas * self.num_cpus, user=self)
@@ -319,7 +319,7 @@ class RayEngine(EngineWrapper):
             self._check()
             if clock.now() > deadline:
                 raise StalledError(
-                    f"only {num} of data.engine.min_replicas={self.min_replicas} replicas were there within "
+                    f"only {num} of data.engine.min_replicas={self.min_replicas} replicas had started within "
                     f"startup_timeout_s={self.startup_timeout_s:g}: each {self._room()}"
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if "dtype" in entry.place)
@@ -445,7 +445,7 @@ class RayEngine(EngineWrapper):
                 deadline = clock.now() + OTHERS_S
                 is_first = False
         if not self.num_ready:
-            raise StalledError(f"no replica had the first weights within update_timeout_s={self._hang_s:g}")
+            raise StalledError(f"no replica received the first weights within update_timeout_s={self._hang_s:g}")
 
     def random_state(self) -> Tensor | None:
         """Of all replicas [replicas, bytes], of one alone as its engine has it; None unless all of them are there."""
@@ -793,7 +793,7 @@ class RayEngine(EngineWrapper):
         self._call(entry, self._accepted, "load", table.version, [self._table_ref], buckets, after, has_them)
         if entry.was_there and is_first:
             what = f"the weights of version {table.version}" if has_them else "its process, and reads new weights"
-            log.warning("%s was there already: it keeps %s", entry.where, what)
+            log.warning("%s was already running: it keeps %s", entry.where, what)
         if entry.may_prove and (self._probe is not None or not self._can_probe):
             self._ask_for_proof(entry)
 
@@ -869,7 +869,7 @@ class RayEngine(EngineWrapper):
         entry.answered = now
         if has_progress and entry.is_silent:
             entry.is_silent = False
-            self._warnings.warning("%s goes on", entry.where)
+            self._warnings.warning("%s responds again", entry.where)
             if entry.state is State.READY and not entry.is_draining and entry.number not in self._placement.load:
                 self._let_in(entry)
         if has_progress and entry.state is State.READY and not entry.is_stalled:
@@ -1009,7 +1009,7 @@ class RayEngine(EngineWrapper):
             entry.is_silent = True
             entry.is_stalled = is_idle
             self._warnings.warning(
-                "%s has given no %s for %.0f s, and the run may wait for it: has its process or machine stopped? "
+                "%s has sent no %s for %.0f s, and the run may be waiting for it: has its process or machine stopped? "
                 "It is replaced after data.engine.engine.update_timeout_s=%g",
                 entry.where,
                 "token" if is_idle else "answer",
@@ -1067,7 +1067,9 @@ class RayEngine(EngineWrapper):
         if is_over:
             message += log_of(self._ray, entry.place)
             entry.state = State.GIVEN_UP
-            log.warning("%s; it is given up after %d failures", message, max(entry.num_failures, entry.num_wrong))
+            log.warning(
+                "%s; it is not restarted again after %d failures", message, max(entry.num_failures, entry.num_wrong)
+            )
             if entry.is_draining:
                 self._entries.remove(entry)
         else:

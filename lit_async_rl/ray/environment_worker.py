@@ -93,7 +93,7 @@ def _packed(observation: Observation) -> dict[str, Any]:
     state = observation.state
     for name, value in (("text", text), ("state", state)):
         if not isinstance(value, str) and not (name == "state" and value is None):
-            raise TypeError(f"Observation.{name} must be a text, got {value!r:.100}")
+            raise TypeError(f"Observation.{name} must be a string, got {value!r:.100}")
     reward = as_reward(observation.reward)
     return {
         "text": str(text),

@@ -425,7 +425,7 @@ class ActorPool(ABC):
             cause = str(said or "its start was not answered")[:2000]
         self._num_given_up += 1
         self._why = f"{where}: {cause}"
-        log.warning("%s: an actor is given up, %s", self.settings.name, self._why)
+        log.warning("%s: an actor is not restarted again: %s", self.settings.name, self._why)
         kill_actor(self._ray, actor, is_for_good=True)
         return None
 
@@ -474,9 +474,9 @@ class ActorPool(ABC):
         if self._none_since is None or time.monotonic() - self._none_since <= settings.start_timeout_s:
             return ""
         return (
-            f"{settings.name}: none of {settings.actors} actors was there within "
+            f"{settings.name}: none of {settings.actors} actors had started within "
             f"cluster.start_timeout_s={settings.start_timeout_s:g}; each needs {settings.resources}, and the cluster "
-            f"must have room for it (--cluster.dry_run true shows what it has)"
+            "must have room for it (--cluster.dry_run true shows what it has)"
         )
 
 

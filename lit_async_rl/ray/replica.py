@@ -341,7 +341,7 @@ class Replica:
         with self._changed:
             if not self._wait(lambda: self._submitted >= after):
                 raise StalledError(
-                    f"requests that precede weights {version} did not reach the engine within {self._limit_s:g} s"
+                    f"requests sent before weights {version} did not reach the engine within {self._limit_s:g} s"
                 )
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}

@@ -78,8 +78,9 @@ def follow(address: str) -> None:
         _set_mode("token" if is_on else "disabled")
     elif mode is not None and asks is not None and (mode.lower() == "token") != asks:
         raise SetupError(
-            f"cluster: {AUTH_MODE}={mode} here, but the Ray at {address} requires {'a' if asks else 'no'} token: set "
-            f"it to {'token' if asks else 'disabled'}, or start that Ray with {AUTH_MODE}={mode}"
+            f"cluster: {AUTH_MODE}={mode} here, but the Ray cluster at {address} requires {'a' if asks else 'no'} "
+            f"token: set {AUTH_MODE}={'token' if asks else 'disabled'} here, or start the cluster with "
+            f"{AUTH_MODE}={mode}"
         )
 
 
@@ -98,8 +99,8 @@ def _asks_once_there(address: str) -> bool | None:
                 limit_s = BUSY_S if isinstance(error, _Busy) else RETRY_S
                 if time.monotonic() - began >= limit_s:
                     raise SetupError(
-                        f"no head of a Ray cluster answers at {address}: {error}. Is it the address that "
-                        "`ray start --head` has named, and does Ray run there?"
+                        f"no head of a Ray cluster answers at {address}: {error}. Is this the address that `ray start "
+                        "--head` printed, and is Ray running there?"
                     ) from None
             time.sleep(RETRY_S)
 
@@ -162,7 +163,7 @@ def check_access(ray: Any) -> None:
     try:
         modes = ray.get([ask.options(scheduling_strategy=place).remote() for place in places], timeout=ANSWER_S)
     except ray.exceptions.RayError as error:
-        raise SetupError(f"cluster: not every node has said whether it requires a token: {error}") from error
+        raise SetupError(f"cluster: not every node has reported whether it requires a token: {error}") from error
     for node, mode in zip(reachable, modes, strict=True):
         if mode != "token":
             raise SetupError(refusal(node["NodeManagerAddress"], mode))

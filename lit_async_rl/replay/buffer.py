@@ -252,7 +252,7 @@ class ReplayBuffer:
 
     def clear(self) -> None:
         """Removes the completions of a checkpoint, because they were scored or recorded with other settings."""
-        log.warning("resume: the checkpoint's replay buffer (%d completions) is left out", len(self))
+        log.warning("resume: the checkpoint's replay buffer (%d completions) is discarded", len(self))
         self._prompts = {}
         self._order = {}
 

@@ -85,7 +85,7 @@ def tape_files(folder: Path) -> list[TapeFile]:
         _check_order(there)
         if there:
             log.warning(
-                "%s has no %s (written by an earlier version): a missing file would go unnoticed", folder, MANIFEST
+                "%s has no %s (written by an earlier version), so a missing file would not be noticed", folder, MANIFEST
             )
         return there
     files = [file for file in listed if not _is_set_aside(file)]
@@ -478,8 +478,8 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     data = file.path.read_bytes()
     if checksum(data) != file.checksum:
         raise ValueError(
-            f"{file.path} was damaged: its {len(data)} bytes do not have the checksum in its name. Restore it "
-            f"from a copy, or move it away to go on without steps {file.first} to {file.last}"
+            f"{file.path} was damaged: its {len(data)} bytes do not match the checksum in its name. Restore it from a "
+            f"copy, or move it away to continue without steps {file.first} to {file.last}"
         )
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
@@ -536,7 +536,9 @@ class TapeWriter:
                 files += self._keep_before(first_step, file, files)
             file.path.replace(file.path.with_suffix(".undone"))
         if undone:
-            log.warning("tape %s: %d files of step %d and later were set aside", self.folder, len(undone), first_step)
+            log.warning(
+                "tape %s: %d files of step %d and later were renamed to *.undone", self.folder, len(undone), first_step
+            )
         with tolerate_full_disk(f"the manifest of tape {self.folder}"):
             write_manifest(self.folder, files)
 

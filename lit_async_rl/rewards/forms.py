@@ -51,8 +51,8 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
             return reward
         if not inspect.isroutine(reward):
             raise ValueError(
-                f"{type(reward).__name__} has the parameters {inspect.signature(reward)}, but is called with the "
-                "prompt first, reward(prompt, completion): swap the two parameters"
+                f"{type(reward).__name__} has the parameters {inspect.signature(reward)}, but a reward is called with "
+                "the prompt first, as reward(prompt, completion): swap the two parameters"
             )
         return _ByKeyword(reward)
     takes_columns = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -79,6 +79,11 @@ def exact_match(prompt: Prompt, completion: str) -> float:
     return float(completion.strip() == reference_answer(prompt).strip())
 
 
+def no_reward(prompt: Prompt, completion: str) -> float:
+    """0 for every completion: for distillation alone, where nothing is to be measured either."""
+    return 0.0
+
+
 @explained(lambda prompt, completion: (completion, "characters at the same position"))
 @grades(lambda prompt: prompt.answer, partial_credit=True)
 @any_accepted

@@ -122,7 +122,7 @@ def check_reward(reward: Any) -> None:
     if names == ["completion", "prompt"] and inspect.isroutine(reward):
         return  # called by keyword, see `as_reward_function`
     if len(names) == 2 and names[0].startswith(("completion", "response")) and names[1].startswith("prompt"):
-        raise ValueError(f"{shown}, but is called with the prompt first, {form}: swap the two parameters")
+        raise ValueError(f"{shown}, but a reward is called with the prompt first, as {form}: swap the two parameters")
 
 
 def _misfit(signature: inspect.Signature, error: TypeError) -> str:
@@ -627,7 +627,8 @@ class Scorer:
         if number >= MAX_ABANDONED:
             raise RewardError(
                 f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and still run, "
-                "each in a thread that cannot be ended. Use IsolatedReward, whose process is killed at its time limit"
+                "each in a thread that cannot be stopped. Use IsolatedReward, whose process is killed at its time "
+                "limit"
             )
 
     def work(self) -> Work | None:

@@ -106,14 +106,15 @@ class SuccessWatch:
         limit = f"{self._setting}={threshold:g}" + (" (the default)" if self._is_default else "")
         if self._highest < threshold:
             log.warning(
-                "no reward reaches %s, so %s are 0: %s. Set it to the reward of a correct answer",
+                "no reward reaches %s, so %s are 0: %s. Set this threshold to the reward of a correct answer",
                 limit,
                 self._rates,
                 seen,
             )
         else:
             log.warning(
-                "%s count a reward of at least %s as correct: %s. Change it if a correct answer has another reward",
+                "%s count a reward of at least %s as correct: %s. Change this threshold if correct answers get a "
+                "different reward",
                 self._rates,
                 limit,
                 seen,
@@ -140,7 +141,7 @@ class CutWatch:
         self._has_warned = True
         is_default = max_tokens == SamplingParams.max_tokens
         log.warning(
-            "%.0f %% of the completions are cut at %s=%d%s, and not ended by the policy (%s), so rewards are for "
+            "%.0f %% of the completions are truncated at %s=%d%s, and not ended by the policy (%s), so rewards are for "
             "incomplete answers",
             100 * share,
             self._setting,

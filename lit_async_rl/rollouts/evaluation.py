@@ -279,7 +279,7 @@ class EvaluationRun:
             ks: k of each pass@k, estimated without bias (Chen et al. 2021, arXiv:2107.03374).
         """
         if not self.is_done:
-            raise InvariantError("an evaluation was read before it was done")
+            raise InvariantError("an evaluation was read before it had finished")
         sums: dict[str, list[float]] = {}
         scored = [item for item in self._open.values() if None not in item.rewards]
         for item in scored:

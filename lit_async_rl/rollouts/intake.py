@@ -79,7 +79,8 @@ class DynamicSampling(GroupFilter):
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "DynamicSampling: max_in_a_row=%d groups had no signal; further ones are kept", self.max_in_a_row
+                "DynamicSampling: max_in_a_row=%d groups in a row had no signal; such groups are now kept",
+                self.max_in_a_row,
             )
         return group
 

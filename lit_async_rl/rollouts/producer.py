@@ -393,7 +393,7 @@ class Producer:
         self.listener.abort(running)
         self.intake.forget_rewards(self.last_valid)
         log.warning(
-            "rollback: %d groups (%d tokens) that versions after %d sampled are discarded",
+            "rollback: discarded %d groups (%d tokens) sampled by versions after %d",
             len(lost),
             num_tokens,
             self.last_valid,

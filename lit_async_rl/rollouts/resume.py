@@ -163,14 +163,16 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     again = [group.position for group in saved if group.index not in kept]
     if again:
         why = "; ".join(changed) or "data.max_staleness and data.admission allow less than in the checkpoint"
-        log.warning("resume: %s, so %d groups of the checkpoint are sampled anew", why, len(again))
+        log.warning("resume: %s, so %d groups of the checkpoint are sampled again", why, len(again))
     num_finished = sum(group.state is GroupState.FINISHED for group in saved if group.index in kept)
-    log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
+    log.warning(
+        "resumed: %d finished groups are kept, %d unfinished groups continue", num_finished, len(kept) - num_finished
+    )
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
     threshold = producer.intake.success.threshold
     if has_new_rewards or state.get("success_reward", threshold) != threshold:
-        log.warning("resume: the pass rates of prompts are measured anew")
+        log.warning("resume: the pass rates of prompts are measured again")
     else:
         producer.intake.restore(state["pass_rates"], state.get("successes", {}))
     if producer.intake.arrived is not None and not has_new_rewards:

@@ -394,7 +394,7 @@ def check_file(file: Path, where: str, is_of_policy: bool = True) -> None:
 
 
 def _check_digest(file: BinaryIO, where: str) -> None:
-    damaged = f"{where} is damaged: its bytes do not have the digest that was saved with them. Use another checkpoint"
+    damaged = f"{where} is damaged: its bytes do not match the digest that was saved with them. Use another checkpoint"
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - COMMENT_BYTES - 22))
     tail = file.read()
@@ -403,7 +403,9 @@ def _check_digest(file: BinaryIO, where: str) -> None:
         is_cut = end >= 0 and int.from_bytes(tail[end + 20 : end + 22], "little") != len(tail) - end - 22
         if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
-        log.warning("%s has no digest (saved elsewhere, or by an earlier version): damage would not be noticed", where)
+        log.warning(
+            "%s has no digest (saved elsewhere, or by an earlier version), so damage would not be noticed", where
+        )
         return
     length = struct.pack("<H", COMMENT_BYTES)
     if not tail.startswith(END_OF_ARCHIVE) or tail[20:22] != length or not tail[22:].startswith(DIGEST_PREFIX):

@@ -141,10 +141,10 @@ class Retries:
             return False
         if len(self._left_out) >= MAX_CONSECUTIVE_FAILURES:
             raise type(error)(
-                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done} in {setting}={tries} "
-                f"tries each, with no success in between; the last: {error}"
+                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done} within {setting}={tries} "
+                f"tries each; the last error: {error}"
             ) from error
-        after = "a failure that no other try mends" if is_final else f"{setting}={tries}"
+        after = "a failure that another try would not fix" if is_final else f"{setting}={tries}"
         self._log.warning("a prompt is left out after %s: %s", after, error)
         return False
 
@@ -153,6 +153,11 @@ class Retries:
         owner = self.policy.owner
         number = len(self._left_out)
         if number < MAX_CONSECUTIVE_FAILURES:
-            self._log.warning("%s: a call has failed, and is left out: %s", owner, error)
+            self._log.warning("%s: a call failed and is skipped: %s", owner, error)
         elif number == MAX_CONSECUTIVE_FAILURES and is_new:
-            log.warning("%s: %d in a row have failed, further ones are not logged; the last: %s", owner, number, error)
+            log.warning(
+                "%s: %d calls in a row failed, and further failures are not logged; the last error: %s",
+                owner,
+                number,
+                error,
+            )

@@ -176,11 +176,11 @@ class CodeReward(Rebuildable):
                 raise ValueError(f"CodeReward.language={language!r} is not known{meant(language, known)}")
             command = self._commands[language]
             if "main." not in command:
-                raise ValueError(f"CodeReward.languages.{language}={command!r} must name the file, main.SUFFIX")
+                raise ValueError(f"CodeReward.languages.{language}={command!r} must contain the file name main.SUFFIX")
             if not self._sandbox.has_command(program := command.split()[0]):
                 raise ValueError(
-                    f"CodeReward: {language} needs {program}, which is not in the folders that programs see; "
-                    "CodeReward.readable names further ones"
+                    f"CodeReward: {language} needs {program}, which is not in a folder that programs can read: add its "
+                    "folder to CodeReward.readable"
                 )
 
     @property

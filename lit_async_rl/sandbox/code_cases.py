@@ -188,7 +188,7 @@ def _paired(inputs: Any, outputs: Any, function: Any) -> Cases:
 
 def _named(function: Any) -> str:
     if not isinstance(function, str) or not function.isidentifier():
-        raise ValueError(f"calls need the name of a function in fn_name, got {function!r}")
+        raise ValueError(f"test cases that call a function need its name in fn_name, got {function!r}")
     return function
 
 

@@ -127,11 +127,11 @@ class WardenProcess:
             try:
                 part = self.socket.recv(MAX_ANSWER_BYTES)
             except TimeoutError:
-                raise SandboxError("the process that guards programs does not answer") from None
+                raise SandboxError("the process that supervises sandboxed programs does not respond") from None
             except OSError as error:
-                raise SandboxError(f"the process that guards programs has ended: {error}") from None
+                raise SandboxError(f"the process that supervises sandboxed programs has ended: {error}") from None
             if not part or len(data) > MAX_ANSWER_BYTES:
-                raise SandboxError("the process that guards programs has ended")
+                raise SandboxError("the process that supervises sandboxed programs has ended")
             data += part
         found: dict[str, Any] = json.loads(data)
         return found
@@ -256,7 +256,7 @@ class Run:
             if (
                 not (ready := poll.poll(1000 * max(0.0, left_s))) and left_s <= 0
             ):  # polls at least once, even after this process was stopped
-                raise SandboxError("the process that guards programs does not answer")
+                raise SandboxError("the process that supervises sandboxed programs does not respond")
             for file, _ in ready:
                 if file == warden:
                     answer = self._warden.answer(self._deadline)

@@ -280,7 +280,7 @@ def _run_method(case: Any, method: str) -> None:
     for _, problem in [*result.errors, *result.failures, *result.skipped]:
         raise AssertionError(problem.strip().rpartition("\n")[2])
     if result.unexpectedSuccesses or not result.testsRun:
-        raise AssertionError("an expected failure has passed, or no test has run")
+        raise AssertionError("a test marked as an expected failure passed, or no test ran")
 
 
 def _holds(name: str, test: Callable[[], Any], fails: Callable[[BaseException, str], None]) -> bool:

@@ -28,7 +28,7 @@ def encode(value: Any, depth: int = 0) -> Any:
         NotPlain: it is no plain value, or nested too deeply.
     """
     if depth > MAX_DEPTH:
-        raise NotPlain(f"a value is nested deeper than {MAX_DEPTH}")
+        raise NotPlain(f"a value is nested more than {MAX_DEPTH} levels deep")
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):

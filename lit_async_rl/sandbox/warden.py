@@ -234,7 +234,7 @@ class Warden:
             except ChildProcessError:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError("a killed process does not end")
+                raise TimeoutError("a killed process did not end")
             time.sleep(0.0005)
 
     # -- in the fork --------------------------------------------------------------------------------------------------

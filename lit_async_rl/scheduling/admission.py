@@ -42,8 +42,8 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         oldest = min((v for row in rows for v in row.versions), default=version)
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
-                f"group {group.index} is trained on at version {version} but has a token sampled by version {oldest}: "
-                f"staler than max_staleness={group.max_staleness}"
+                f"group {group.index} has a token sampled by version {oldest} and would be trained on at version "
+                f"{version}: staler than max_staleness={group.max_staleness}"
             )
 
 
@@ -200,7 +200,7 @@ class Admission:
     def advance(self) -> None:
         """Ends the round: the weights trained on its groups are published (or the update was skipped)."""
         if self.num_left_in_round:
-            raise InvariantError(f"{self.num_left_in_round} groups of round {self.round} were never taken")
+            raise InvariantError(f"{self.num_left_in_round} groups of round {self.round} were never taken for training")
         self.bounds = {index: self.bounds[index] for index in self._deadlines}
         self.round += 1
         self.num_taken = 0
@@ -229,7 +229,8 @@ class Admission:
         if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
             raise ValueError(
                 f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, but was "
-                f"{state['groups_per_round']} when the checkpoint was saved, between two publications: keep that value"
+                f"{state['groups_per_round']} when the checkpoint was saved between two publications: keep it at "
+                f"{state['groups_per_round']}"
             )
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:

@@ -97,7 +97,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if not is_disk_full(error):
                 raise
             self.unwritten = written
-            log.warning("checkpoint %s was not written: the disk is full. Older ones stay", path)
+            log.warning("checkpoint %s was not written: the disk is full. Older checkpoints are kept", path)
             return
         self.unwritten = None
         self.newest = written
@@ -182,7 +182,8 @@ def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> 
         if here != there:
             raise ValueError(
                 f"the checkpoint belongs to another model: {name} has the shape {there} in the checkpoint and {here} "
-                "in model.model (None: there is no such weight); model.model and model.lora must be the checkpoint's"
+                "in model.model (None means no such weight). Use the model.model and model.lora of the run that saved "
+                "the checkpoint"
             )
 
 

@@ -40,8 +40,9 @@ from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, 
 from lit_async_rl.runtime.files import OF_POLICY, check_content
 from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
+from lit_async_rl.training.distillation import Distillation, Distiller
 from lit_async_rl.training.end_check import check_end
-from lit_async_rl.training.objective import Objective, Reference
+from lit_async_rl.training.objective import Objective
 from lit_async_rl.training.optimizer import (
     ConstantRate,
     RateSchedule,
@@ -56,6 +57,7 @@ from lit_async_rl.training.optimizer import (
     scheduled_rate,
     warn_of_lost_updates,
 )
+from lit_async_rl.training.token_stats import Reference
 from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Prediction, Validator
 from lit_async_rl.training.whole_steps import WholeSteps
@@ -207,8 +209,8 @@ def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float)
         )
     if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
         raise ValueError(
-            f"model.lora.alpha is {alpha:g}, and was {saved['alpha']:g} when the checkpoint was saved: its adapters "
-            "would have another effect than they were trained to have"
+            f"model.lora.alpha is {alpha:g}, but was {saved['alpha']:g} when the checkpoint was saved: its adapters "
+            "would be scaled differently than in training"
         )
 
 
@@ -257,6 +259,7 @@ class PolicyModule(pl.LightningModule):
         packing: compute the prefixes that rows of a group share only once, `PrefixTreePacking()`.
         self_check: refuse an unsharded model of which a few tokens differ from plain (eager) forward passes, before
             training.
+        distillation: train on the divergence from a teacher, alone or beside the reward.
 
     Attributes:
         objective: loss, proximal policy, correction, baseline and penalties.
@@ -291,6 +294,7 @@ class PolicyModule(pl.LightningModule):
         random_init: bool = False,
         packing: PrefixTreePacking | SharedPromptPacking | None = None,  # a parser takes no other subclass
         self_check: bool = True,
+        distillation: Distillation | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -309,6 +313,7 @@ class PolicyModule(pl.LightningModule):
             kl_coefficient=kl_coefficient,
             entropy_coefficient=entropy_coefficient,
             kl_estimator=kl_estimator,
+            distiller=None if distillation is None else Distiller(distillation),
         )
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.learning_rate = learning_rate
@@ -394,6 +399,8 @@ class PolicyModule(pl.LightningModule):
         return self.objective.baseline is not None and self.objective.baseline.reads_weights
 
     def on_fit_start(self) -> None:
+        if (distiller := self.objective.distiller) is not None:
+            distiller.open(self.policy, self.device)
         if self.self_check and not is_sharded(self.trainer.strategy.model or self):
             with self.trainer.precision_plugin.train_step_context():
                 check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))
@@ -420,6 +427,8 @@ class PolicyModule(pl.LightningModule):
             LastCheckpointError: a full disk did not take the last checkpoint.
         """
         self.steps.end_fit()
+        if self.objective.distiller is not None:
+            self.objective.distiller.close()
         if stage == "fit":
             check_last_is_saved(self.trainer)
 

@@ -21,35 +21,11 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
+from lit_async_rl.training.distillation import Distillation, Distiller, SourceTeachers, TeacherView
+from lit_async_rl.training.token_stats import Reference, token_stats
 from lit_async_rl.training.whole_rollouts import WholeRollouts
-from lit_async_rl.types import RolloutBatch, known_support, log_mass
+from lit_async_rl.types import Prompt, RolloutBatch
 from lit_async_rl.utils.checks import check_token_shape
-
-# -- Replay of the sampler's truncated support (top-k, top-p, min-p) in the trainer's log-probabilities ---------------
-
-
-def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
-    """Log-probabilities renormalised over the tokens that the sampler could choose from.
-
-    A truncated sampler draws from pi restricted to a support S. At equal weights the ratio is 1 only if the trainer's
-    log-probability is log pi - log pi(S), too, with pi(S) the sum of pi over S. The engine records the likeliest tokens
-    H of S (`data.sampling.head`) with their probabilities q, which sum to 1 over S:
-
-        log pi(S) = log pi(H) - log q(H)
-
-    This is exact if all of S is recorded, because q(H) is then 1. Otherwise it is exact for the sampling policy (its q
-    is pi / pi(S)), so that fresh data have ratios of 1 with a head of any size. For another policy it assumes that the
-    tokens of S outside of H have kept their share of S. Without truncation nothing changes. The entropy is that of the
-    whole distribution.
-    """
-    if batch.head_logprobs is None or stats.head.shape[-1] == 0:
-        return stats
-    known = known_support(batch.head_logprobs, batch.loss_mask, batch.truncated)
-    total = log_mass(stats.head, known) - log_mass(batch.head_logprobs, known)
-    return dataclasses.replace(stats, logprobs=stats.logprobs - total, head=stats.head - total[..., None])
-
-
-Reference = Callable[..., TokenStats]  # has the signature of `CausalPolicy`, and frozen weights
 
 
 @dataclass(frozen=True)
@@ -73,6 +49,7 @@ class Objective:
         kl_coefficient: weight of the KL penalty to the reference policy.
         entropy_coefficient: weight of the entropy bonus.
         kl_estimator: estimator of the KL penalty, see `reference_kl`.
+        distiller: adds the divergence from a teacher, or puts it in the place of the policy loss; None is neither.
 
     Raises:
         ValueError: parts are incompatible, see `lit_async_rl.rules.of_objective`.
@@ -85,9 +62,27 @@ class Objective:
     kl_coefficient: float
     entropy_coefficient: float
     kl_estimator: KLEstimator = "token"
+    distiller: Distiller | None = None
 
     def __post_init__(self) -> None:
         rules.refuse(rules.of_objective(self.loss, self.proximal, self.correction, baseline=self.baseline))
+        rules.refuse(rules.of_distillation(self.distillation, self.baseline))
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """Settings of the distillation; None without it."""
+        return None if self.distiller is None else self.distiller.settings
+
+    @property
+    def source_of(self) -> Callable[[Prompt], int] | None:
+        """Number of the teacher for a prompt; None if all have one."""
+        teacher = None if self.distillation is None else self.distillation.source
+        return teacher.number_of if isinstance(teacher, SourceTeachers) else None
+
+    @property
+    def trains_rewards(self) -> bool:
+        """Whether the policy loss is part of the loss; else rewards are measured only."""
+        return self.distillation is None or self.distillation.with_reward
 
     @property
     def needs_reference(self) -> bool:
@@ -131,11 +126,21 @@ class Objective:
         reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
-                reference_logprobs = _token_stats(reference, batch).logprobs
+                reference_logprobs = token_stats(reference, batch).logprobs
+        distiller = self.distiller
+        view = TeacherView() if distiller is None else distiller.look(batch)
         estimators = self._estimators()
         baseline = estimators[0].baseline  # no other one has any
         with baseline.record(policy) if baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts)
+            stats = token_stats(
+                policy,
+                batch,
+                self.entropy_coefficient != 0,
+                experts=batch.experts,
+                more_ids=view.head_ids,
+                compare=view.compare,
+            )
+        divergence = None if distiller is None else _divergence(distiller, view, stats, batch=batch)
         rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
         rows = batch
         packed = stats.rows
@@ -143,6 +148,7 @@ class Objective:
             batch = rollouts.of_batch(batch)
             stats = _of_rollouts(stats, rollouts)
             reference_logprobs = None if reference_logprobs is None else rollouts.of_tokens(reference_logprobs)
+            divergence = None if divergence is None else rollouts.of_tokens(divergence)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch=batch)
@@ -173,12 +179,18 @@ class Objective:
         }
         if reference_logprobs is not None:
             signals["ref_log_ratio"] = detached - reference_logprobs
+        if divergence is not None:
+            signals["divergence"] = divergence.detach()
         if rollouts is not None:
             signals = {name: rollouts.to_rows(values) for name, values in signals.items()} | {"rollout": rows.rollout}
         signals["rewards"] = torch.where(rows.group_index >= 0, rows.rewards, torch.nan)  # NaN in padding rows
         signals["version"] = version
         if packed is not None:
             signals["num_tokens"] = packed.num_tokens, packed.num_row_tokens
+        if not self.trains_rewards:
+            loss = torch.zeros_like(loss)  # not 0 times it, which may be infinite
+        if divergence is not None and self.distillation is not None:
+            loss = loss + self.distillation.coefficient * (batch.token_weights * divergence).sum()
         loss = loss + self._penalty(stats, reference_logprobs, batch)
         signals["loss"] = loss.detach()
         return loss, signals
@@ -265,16 +277,12 @@ def _loss_inputs(
     )
 
 
-def _token_stats(
-    policy: Reference, batch: RolloutBatch, entropy_grad: bool = False, experts: Tensor | None = None
-) -> TokenStats:
-    stats = policy(
-        batch.input_ids,
-        batch.loss_mask,
-        batch.temperature,
-        entropy_grad,
-        batch.tree_groups,
-        head_ids=batch.head_ids,
-        experts=experts,
-    )
-    return on_support(stats, batch)
+def _divergence(
+    distiller: Distiller, view: TeacherView, stats: TokenStats, batch: RolloutBatch
+) -> Float[Tensor, "B T"]:
+    """Divergence from the teacher at each token that trains, with gradient."""
+    if stats.compared is not None:
+        return stats.compared
+    if stats.more is not None:
+        return torch.where(batch.loss_mask, distiller.of_head(stats.more, view), 0.0)
+    return distiller.of_tokens(stats.logprobs, distiller.ready.sampled(batch), batch)

@@ -335,8 +335,9 @@ def check_constants(optimizer: Optimizer) -> None:
             for setting, value in _numbers(group, DECAY_FACTORS.__contains__):
                 if 0 < value < 1 and torch.tensor(value, dtype=dtype) == 1:
                     warnings[
-                        f"model.optimizer: {setting}={value:g} rounds to 1 in {name}, so that what it multiplies never "
-                        f"decays. Use model.dtype: float32 with trainer.precision: bf16-mixed, or a smaller {setting}"
+                        f"model.optimizer: {setting}={value:g} rounds to 1 in {name}, so the average that it "
+                        "multiplies never decays. Use model.dtype: float32 with trainer.precision: bf16-mixed, or a "
+                        f"smaller {setting}"
                     ] = None
             decay = float(optimizer.defaults.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
             if group.get("decoupled_weight_decay") and decay and torch.tensor(1 - decay, dtype=dtype) == 1:

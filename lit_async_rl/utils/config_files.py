@@ -115,7 +115,7 @@ def _measure(text: str) -> bool:
             sizes |= {} if anchor is None else {anchor: size}
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in open_nodes):
-                raise ValueError(f"*{event.anchor} stands within &{event.anchor}")
+                raise ValueError(f"*{event.anchor} is used inside &{event.anchor}")
             size = sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -149,6 +149,6 @@ def _check_keys(root: yaml.Node | None) -> None:
                 name = str(key.value)
                 line = key.start_mark.line + 1
                 if name in lines and name != "<<":
-                    raise ValueError(f"{name} is there twice, in lines {lines[name]} and {line}")
+                    raise ValueError(f"{name} appears twice, in lines {lines[name]} and {line}")
                 lines[name] = line
                 nodes.append(value)

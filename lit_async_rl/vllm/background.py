@@ -282,8 +282,8 @@ def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
     check_range("data.engine", "integer in [0, 2]", sleep_level=level)
     if level == 2 and isinstance(transfer, FileTransfer) and transfer.delta:
         raise ValueError(
-            "data.engine.sleep_level=2 drops the weights, which updates with data.engine.transfer.delta=true need: "
-            "use sleep_level=1, or delta=false"
+            "data.engine.sleep_level=2 discards the weights, but data.engine.transfer.delta=true needs them for its "
+            "updates: use sleep_level=1, or delta=false"
         )
     return level
 

@@ -131,8 +131,8 @@ def check_vllm() -> None:
         raise SetupError("vllm can be imported, but no installed distribution provides it")
     if Version(version).release < Version(MIN_VLLM_VERSION).release:
         raise ValueError(
-            f"vLLM {version} is installed, but data.engine=VLLMEngine needs {MIN_VLLM_VERSION} or newer: older ones do "
-            "not say which weights sampled which token"
+            f"vLLM {version} is installed, but data.engine=VLLMEngine needs {MIN_VLLM_VERSION} or newer: older "
+            "versions do not report which weights sampled which token"
         )
 
 

@@ -75,7 +75,7 @@ class FileTransfer(WeightTransfer):
     def staged(self) -> str:
         """Folder of the newest weights, or of their changes since the previous update."""
         if self._staged is None:
-            raise SetupError("weights are applied before they were staged")
+            raise SetupError("weights were applied before they were staged")
         return str(self._staged)
 
     def whole(self) -> str:
@@ -142,7 +142,8 @@ class FileTransfer(WeightTransfer):
             self._is_prepared = True
         except RuntimeError as error:
             log.warning(
-                "vLLM's workers could not load weights while they generate, so generation pauses for it: %s", error
+                "vLLM's workers could not load weights during generation, so generation pauses during each load: %s",
+                error,
             )
             self._needs_whole = True
 

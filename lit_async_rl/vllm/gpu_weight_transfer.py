@@ -55,8 +55,8 @@ class _VLLMBackend(WeightTransfer):
         """
         if not torch.cuda.is_available():
             raise ValueError(
-                f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, but the trainer sees none: "
-                "use SharedMemoryTransfer, the default"
+                f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, but the trainer has no "
+                "GPU: use SharedMemoryTransfer, the default"
             )
         return {"weight_transfer_config": {"backend": self.backend}, "worker_extension_cls": EXTENSION}
 

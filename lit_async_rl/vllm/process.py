@@ -181,7 +181,7 @@ def check_head_size(model: str) -> None:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in supported:
         raise ValueError(
-            f"model.model={model!r} has attention heads of size {size}; on a CPU vLLM has only "
+            f"model.model={model!r} has attention heads of size {size}, but on a CPU vLLM supports only "
             f"{', '.join(map(str, supported))}. Use another model, or EmbeddedEngine."
         )
 

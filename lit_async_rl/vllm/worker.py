@@ -271,7 +271,7 @@ class WorkerExtension:
         if loaded is None or self.model_config.quantization is not None:
             return
         if missing := expected - loaded:
-            raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
+            raise RuntimeError(f"the policy's weights lack {min(missing)!r}, which vLLM's model has")
 
     # -- loading weights in one step
 
@@ -341,7 +341,7 @@ class WorkerExtension:
     def swap_policy_weights(self) -> None:
         """Takes the weights loaded by `begin_policy_weights` into use. No generation may run meanwhile."""
         if self._buffer is None or not self._buffer.is_loaded():
-            raise RuntimeError("no weights are loaded that could be swapped in")
+            raise RuntimeError("no weights have been loaded, so there are none to swap in")
         buffer = self._buffer
         self._buffer = None
         if self._is_in_host_memory:

@@ -217,5 +217,5 @@ def test_settings_are_named():
 def test_turns_that_do_not_end_with_the_rollout_are_refused_and_not_spread_over_other_tokens(end):
     whole = group([[(0, 3.0)], [(0, 1.0)]])
     cut = replace(whole.rollouts[0], turns=(Turn(end=end, reward=3.0, state=0),))
-    with pytest.raises(InvariantError, match="last turn must end with the rollout"):
+    with pytest.raises(InvariantError, match="last turn must end at the last token of the rollout"):
         TurnReturns().per_token([replace(whole, rollouts=(cut, whole.rollouts[1]))])

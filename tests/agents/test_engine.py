@@ -349,7 +349,7 @@ def test_calls_are_limited_and_refused_when_the_episode_is_over():
     (episode,) = episodes
     assert episode.key not in repr(episode)
     assert engine.episode(episode.key) is None
-    with pytest.raises(AgentCallError, match="is over") as raised:
+    with pytest.raises(AgentCallError, match="has ended") as raised:
         asyncio.run(episode.complete([user("1")]))
     assert raised.value.status == 401
 

@@ -276,7 +276,7 @@ def test_what_another_process_cannot_make_is_refused(module, tmp_path, monkeypat
     (tmp_path / f"{module}.py").write_text("raise RuntimeError('broken meanwhile')")
     with playing(agent, tmp_path, PROMPT, 1) as episodes:
         wait_for(lambda: episodes.errors)
-    assert "cannot be made in its process: RuntimeError: broken meanwhile" in str(episodes.errors[0])
+    assert "cannot be created in its process: RuntimeError: broken meanwhile" in str(episodes.errors[0])
 
 
 def test_clients_without_an_address_are_refused(module):

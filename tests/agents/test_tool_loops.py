@@ -240,7 +240,9 @@ def test_a_tool_loop_is_one_row_that_extends_what_was_sampled(codec_of, name, ca
         assert whole.endswith(new)
         assert messages[-1]["content"].replace('"', "") in new.replace("\\", "").replace('"', "")
         known = (*prompt_ids, *ids)
-    assert ("Calls after such a point are trained on as separate rows" in caplog.text) is not case.goes_on
+    assert (
+        "Calls that cannot continue the conversation are trained on as separate rows" in caplog.text
+    ) is not case.goes_on
 
 
 def test_a_template_that_moves_tools_begins_a_row_with_the_next_question(codec_of, caplog):
@@ -250,7 +252,7 @@ def test_a_template_that_moves_tools_begins_a_row_with_the_next_question(codec_o
     assert len(completion.rows) == 2
     assert engine.stats.drift.template == 1
     assert (
-        "with tools, its chat template writes earlier messages differently when a conversation goes on" in caplog.text
+        "with tools, its chat template writes earlier messages differently when a conversation continues" in caplog.text
     )
     with caplog.at_level(logging.WARNING):
         caplog.clear()
@@ -285,5 +287,5 @@ def test_a_template_that_leaves_out_answers_of_tools_is_refused(tmp_path, name):
     assert renderer.problem is None
     assert renderer.tool_problem is None
     answer = {"role": "tool", "content": "3", "tool_call_id": "call00000"}
-    with pytest.raises(AgentCallError, match="leaves out what tools return"):
+    with pytest.raises(AgentCallError, match="leaves out the results of tools"):
         renderer.segments(checked_call_messages([user("q"), {"role": "assistant", "content": "a"}, answer]))

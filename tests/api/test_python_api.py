@@ -237,7 +237,7 @@ def test_a_mismatch_is_refused_by_name(changes, settings, message):
         (lambda: rl.fit(MODEL, ROWS, reward, max_steps=1, max_stalenes=1), TypeError, "mean max_staleness"),
         (lambda: rl.fit(MODEL, ROWS, max_steps=1, **CPU), ValueError, "reward"),
         (lambda: data(prompts=None), ValueError, "data.prompts is not set"),
-        (lambda: data(prompts=["a", 1]), ValueError, r"data.prompts\[1\] must be a text"),
+        (lambda: data(prompts=["a", 1]), ValueError, r"data.prompts\[1\] must be a string"),
     ],
 )
 def test_a_mistake_is_named(make, error, message):

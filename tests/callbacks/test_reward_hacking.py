@@ -246,8 +246,8 @@ class Settled(pl.Callback):
 @pytest.mark.parametrize(
     ("check", "line"),
     [
-        (broken, "RewardHackingMonitor.check: 10 in a row have failed, further ones are not logged"),
-        (refused, "RewardHackingMonitor.check is not called any more in this run: reward "),
+        (broken, "RewardHackingMonitor.check: 10 calls in a row failed, and further failures are not logged"),
+        (refused, "RewardHackingMonitor.check will not be called again in this run: reward "),
     ],
 )
 def test_a_second_grader_that_fails_ends_nothing(check, line, caplog):

@@ -18,7 +18,7 @@ from lit_async_rl.data.tree_cuts import split_trees, tree_size
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.training.objective import _token_stats
+from lit_async_rl.training.token_stats import token_stats
 from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
@@ -148,7 +148,7 @@ def test_where_much_is_shared_trees_are_computed(attention):
         assert not batch.as_rows
         assert torch.equal(batch.input_ids, other.input_ids)
     if attention != "flex_attention":  # which has no backward pass on a CPU, and compiles for minutes
-        assert _token_stats(policy, batches[0]).rows is not None
+        assert token_stats(policy, batches[0]).rows is not None
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -163,7 +163,7 @@ def test_where_a_tree_would_lose_rows_are_computed_and_say_why(attention):
         assert batch.as_rows == "trees would take longer, because rows have 1% of their tokens in common"
         for name in ("input_ids", "token_weights", "advantages", "group_index"):
             assert torch.equal(getattr(batch, name), getattr(other, name))
-        assert _token_stats(policy, batch).rows is None
+        assert token_stats(policy, batch).rows is None
 
 
 def test_rows_longer_than_a_sliding_window_are_computed_separately():
@@ -173,8 +173,8 @@ def test_rows_longer_than_a_sliding_window_are_computed_separately():
     batches = collated(groups := made_groups(60, (9, 9, 9)), policy)
     assert {batch.as_rows for batch in batches} == {"the longest has 69 tokens, and the model's attention window 50"}
     for batch, other in zip(batches, collated(groups), strict=True):
-        found = _token_stats(policy, batch).logprobs
-        assert torch.equal(found, _token_stats(CausalPolicy(lm), other).logprobs)
+        found = token_stats(policy, batch).logprobs
+        assert torch.equal(found, token_stats(CausalPolicy(lm), other).logprobs)
 
 
 @pytest.mark.parametrize("is_tree", [True, False])

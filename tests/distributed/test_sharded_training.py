@@ -55,7 +55,7 @@ def test_a_rank_timeout_must_be_positive():
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     path = tmp_path_factory.mktemp("single") / "single.json"
-    launch(SCRIPT, ["single:0x1,2x2,0x2s", str(path)], 1, timeout_s=200)
+    launch(SCRIPT, ["single:0x1,2x2,0x2s,2x2d", str(path)], 1, timeout_s=200)
     return json.loads(path.read_text())
 
 
@@ -69,9 +69,9 @@ def single(tmp_path_factory):
 )
 def test_two_processes_reach_the_losses_of_one(strategy, single, tmp_path):
     """Ten steps: synchronous; two versions stale with two micro-batches (the two processes with checkpointed blocks);
-    and synchronous with streamed groups.
+    synchronous with streamed groups; and two versions stale with a teacher beside the reward.
     """
-    launch(SCRIPT, [f"{strategy}:0x1,2x2,0x2s", str(tmp_path / "two.json")], 2, timeout_s=200)
+    launch(SCRIPT, [f"{strategy}:0x1,2x2,0x2s,2x2d", str(tmp_path / "two.json")], 2, timeout_s=200)
     two = json.loads((tmp_path / "two.json").read_text())
     assert two.keys() == single.keys()
     for setting, one in single.items():

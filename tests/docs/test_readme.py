@@ -105,7 +105,7 @@ def is_told(one: dict[str, Any], value: str, item: str) -> bool:
     on_both = {algorithm for algorithm in trained if trained == [algorithm] * 2}
     return (
         all(algorithm in item for algorithm in trained)
-        and all(f"{algorithm} on both sides" in item for algorithm in on_both)
+        and all(f"{algorithm} in both runs" in item for algorithm in on_both)
         and ("both the synchronous and the asynchronous runs sample spare prompts" in " ".join(item.split())) == all(spared)
         and ("spare prompts" in item or not any(spared))
         and (
@@ -171,7 +171,7 @@ def test_the_first_screen_says_what_it_is_for_whom_and_the_first_command():
     assert re.search(r"\bGRPO\b", sentence)
     assert re.search(r"\bPyTorch Lightning\b", sentence)
     assert "**lit-async-rl is for people who**" in first
-    assert "**Take something else**" in first
+    assert "**Use another trainer**" in first
     assert "*version*" in first and "*staleness*" in first, "the two words that everything else rests on"
     commands = [line for block in FENCE.finditer(first + "\n") for line in block["code"].splitlines()]
     assert commands[0].startswith("git clone https://github.com/")

@@ -17,7 +17,7 @@ def test_settings_that_cannot_work_are_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match=r"data\.engine\.sleep_level must be in \[0, 2\], got 3"):
         VLLMEngine(sleep_level=3)
     delta = SharedMemoryTransfer(delta=True)
-    with pytest.raises(ValueError, match=r"sleep_level=2 drops the weights, .* use sleep_level=1, or delta=false"):
+    with pytest.raises(ValueError, match=r"sleep_level=2 discards the weights, .* use sleep_level=1, or delta=false"):
         VLLMEngine(sleep_level=2, transfer=delta)
     VLLMEngine(sleep_level=1, transfer=delta)
     monkeypatch.setattr(sleeping, "is_cpu_build", lambda: True)

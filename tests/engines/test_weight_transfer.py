@@ -101,7 +101,7 @@ def test_wrong_things_are_named(tmp_path):
         SharedMemoryTransfer(dtype="float33")
     if not torch.cuda.is_available():
         for kind in (IpcTransfer, NcclTransfer):
-            with pytest.raises(ValueError, match=rf"transfer={kind.__name__} .* sees none: use SharedMemoryTransfer"):
+            with pytest.raises(ValueError, match=rf"transfer={kind.__name__} .* has no GPU: use SharedMemoryTransfer"):
                 kind().engine_arguments()
     with pytest.raises(FileNotFoundError, match="can this machine see"):
         list(read_folder(str(tmp_path / "lit_async_rl_weights_1_0")))

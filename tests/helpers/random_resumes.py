@@ -532,12 +532,12 @@ def try_run(chosen: dict[str, Any], folder: str | None = None) -> str:
 
 def _check_lines(chosen: dict[str, Any], lines: list[str]) -> None:
     """That a change of rewards or samples was said, and that nothing was sampled again without one."""
-    again = [line for line in lines if "sampled anew" in line]
+    again = [line for line in lines if "of the checkpoint are sampled again" in line]
     change = chosen["change"]
     if change == "step_cut_turns" and chosen["source"] != "environment":
         change = "nothing"
     if change in (*OF_REWARDS, *OF_SAMPLES):
-        assert "resumed: 0 finished groups are kept, 0 go on" in lines, lines
+        assert "resumed: 0 finished groups are kept, 0 unfinished groups continue" in lines, lines
     elif change not in ("max_staleness", "admission"):
         assert not again, again
 

@@ -1,6 +1,6 @@
 """Run by one process or several: trains under a strategy; rank 0 writes what came out.
 
-python sharded_training.py STRATEGY:STALENESSxMICRO_BATCHES,... OUTPUT.json
+python sharded_training.py STRATEGY:STALENESSxMICRO_BATCHES[s|d],... OUTPUT.json (streamed groups, distillation)
 python sharded_training.py STRATEGY:endless [RANK THAT FAILS]
 python sharded_training.py STRATEGY:mixed OUTPUT.json
 python sharded_training.py crossing OUTPUT.json FOLDER STRATEGY[+lora|+saved][:CHECKPOINT] ...
@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from flow import barrier_engine, fit, make_data, make_module
+from flow import MODEL, barrier_engine, fit, make_data, make_module
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -24,6 +24,7 @@ from lit_async_rl.callbacks import EngineCheck, GradientClipping
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.sharding import FSDPStrategy, Sharding
+from lit_async_rl.training.distillation import Distillation
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -205,13 +206,16 @@ def main(job: str, output: str, *arguments: str) -> None:
         return
     result = cross(arguments[0], arguments[1:]) if job == "crossing" else {}
     for setting in filter(None, settings.split(",")):
-        staleness, accumulate = map(int, setting.removesuffix("s").split("x"))
+        staleness, accumulate = map(int, setting.rstrip("sd").split("x"))
+        # the first policy teaches its successors, which rewards move away from it
+        teacher = dict(distillation=Distillation(teacher=MODEL, with_reward=True)) if setting.endswith("d") else {}
         result[setting] = run(
             strategy,
             staleness,
             accumulate,
             stream=setting.endswith("s"),
             gradient_checkpointing=WORLD > 1 and setting == "2x2",
+            **teacher,
         )
     if RANK == 0:
         Path(output).write_text(json.dumps(result))

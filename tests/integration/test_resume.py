@@ -208,7 +208,7 @@ def test_settings_that_cannot_go_on_are_refused_and_others_sample_anew(tmp_path,
     changed = make_data(groups_per_step=2, max_staleness=0, group_size=3)
     with caplog.at_level(logging.WARNING):
         fit(make_module(), changed, 2, [watch], ckpt_path=path)
-    assert "data.group_size is 3 and was 4, so 2 groups of the checkpoint are sampled anew" in caplog.text
+    assert "data.group_size is 3 and was 4, so 2 groups of the checkpoint are sampled again" in caplog.text
     assert [prompt for _, prompt, _ in watch.trained] == [changed.stream.at(n).text for n in (2, 3)]
 
 

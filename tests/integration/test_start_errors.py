@@ -49,7 +49,7 @@ def test_what_a_constructor_raises_names_the_setting(tmp_path):
 def test_a_key_that_is_there_twice_is_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text("data:\n  group_size: 2\n  max_staleness: 1\n  group_size: 4\n")
     said = message(tmp_path, "--config", str(tmp_path / "twice.yaml"))
-    assert "twice.yaml' cannot be used: group_size is there twice, in lines 2 and 4" in said
+    assert "twice.yaml' cannot be used: group_size appears twice, in lines 2 and 4" in said
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path):

@@ -38,14 +38,14 @@ TRAINERS_THREAD = """
     rollouts: engine_listener group_book intake producer request_owners
     scheduling: admission
     stabilizers: step_lr
-    training: module objective optimizer whole_steps
+    training: module objective optimizer token_stats whole_steps
     runtime: guarded_calls spans waiting
     utils: checks logged_rows
 """
 OTHER_THREADS = """
     engines/embedded: cuda_stream engine forward kv_cache queue sampling slots
     rewards: forms functions references scorer success
-    runtime: retries
+    runtime: ending retries
     utils: device_memory
 """  # of the engine, the producer and the rewards
 MAX_FRAMES = 3  # from the one that Lightning's `next(feed)` calls to the one that calls Admission.take

@@ -244,7 +244,8 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
         "WeightDriftMonitor",
     }  # likewise
     listed = {metric.name for source, metrics in METRICS.items() if source not in rare for metric in metrics}
-    missing = {"staleness/smoothed_kl", "policy/reference_kl", "reward/part/<name>", "perf/steady_staleness"}
+    missing = {"staleness/smoothed_kl", "policy/reference_kl", "policy/teacher_divergence"}
+    missing |= {"reward/part/<name>", "perf/steady_staleness"}
     assert listed - used == missing, "with max_kl, with a reference, with several rewards, after eight steps"
 
 

@@ -85,6 +85,6 @@ def test_a_constant_that_is_not_positive_is_refused(make, setting: str) -> None:
 
 def test_a_budget_that_masks_tokens_is_refused_where_groups_are_trained_one_by_one() -> None:
     budget = TokenBudget(10, fill=True)
-    with pytest.raises(ValueError, match=r"data\.stream_groups with TokenBudget\.fill=true"):
+    with pytest.raises(ValueError, match=r"data\.stream_groups cannot be combined with TokenBudget\.fill=true"):
         budget.divisor([72, 70], [1, 1])
     assert TokenBudget(10).divisor([72, 70], [1, 1]) is None

@@ -148,8 +148,7 @@ def test_a_kernel_that_was_named_is_refused_and_others_are_kept(tmp_path, caplog
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert (
-        "model type 'gemma2': attention is computed by eager, because sdpa ignores its attn_logit_softcapping"
-        in said[0]
+        "model type 'gemma2': attention uses eager, because sdpa ignores the model's attn_logit_softcapping" in said[0]
     )
 
 

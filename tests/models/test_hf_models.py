@@ -178,7 +178,7 @@ def test_what_no_generation_config_says_ends_a_text_the_config_does_and_then_the
             file.write_text(json.dumps(stored | values))
     (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
     assert stored_eos_token_ids(folder) == eos_token_ids(load_policy(folder)) == expected
-    warned = "neither generation_config.json nor config.json nor the tokenizer names a token" in caplog.text
+    warned = "neither generation_config.json nor config.json nor the tokenizer names an end token" in caplog.text
     assert warned == (expected == () and not generation)
 
 

@@ -74,7 +74,7 @@ def test_a_run_that_is_resumed_days_later_goes_on_with_its_prompts(model, later,
     later(days=3)
     assert trained(model, data_of(model), 5, ckpt=path, save_to=path) == before
     assert "finished groups are kept" in caplog.text
-    assert "sampled anew" not in caplog.text
+    assert "of the checkpoint are sampled again" not in caplog.text
     later(days=5)
     assert trained(model, data_of(model), 6, ckpt=path) == before, "the clock is saved again"
     assert trained(model, data_of(model), 1) != before, "another run has another"

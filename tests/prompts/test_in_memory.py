@@ -62,7 +62,7 @@ def test_held_out_prompts_of_an_evaluation_may_be_records():
     evaluation = Evaluation({"mine": ["a", {"prompt": "b", "answer": 2}], "sorted": SortDigits(4, size=3)})
     assert evaluation.datasets["mine"][1] == Prompt(text="b", answer="2")
     assert len(evaluation.datasets["sorted"]) == 3
-    with pytest.raises(ValueError, match=r"Evaluation\.datasets\['mine'\]\[0\] must be a text or a dictionary"):
+    with pytest.raises(ValueError, match=r"Evaluation\.datasets\['mine'\]\[0\] must be a string or a dictionary"):
         Evaluation({"mine": [3]})
 
 
@@ -74,23 +74,23 @@ def test_texts_as_messages_of_a_user():
     ("given", "message"),
     [
         ([], "data.prompts holds no prompts"),
-        (["a", 3], r"data.prompts\[1\] must be a text or a dictionary, got '3'"),
+        (["a", 3], r"data.prompts\[1\] must be a string or a dictionary, got '3'"),
         ([{"question": "a"}], r"data.prompts\[0\] must have 'prompt' or 'messages', got the keys \['question'\]"),
-        (["a", {"prompt": 3}], r"data.prompts\[1\]\['prompt'\] must be a text or a list of messages, got '3'"),
+        (["a", {"prompt": 3}], r"data.prompts\[1\]\['prompt'\] must be a string or a list of messages, got '3'"),
         ([{"messages": "hi"}], r"data.prompts\[0\]\['messages'\] must be a list of messages, got 'hi'"),
         ([{"messages": [{"role": "me"}]}], r"data.prompts\[0\]\['messages'\]: message 0 must have a role"),
         ([{"prompt": "a", "messages": MESSAGES}], r"data.prompts\[0\] must have 'prompt' or 'messages'"),
         (
             [{"prompt": "a", "answer": {}}],
-            r"data.prompts\[0\]\['answer'\] must be a text, a number or a list of them, got '\{\}'",
+            r"data.prompts\[0\]\['answer'\] must be a string, a number or a list of them, got '\{\}'",
         ),
         ([{"prompt": "a", "answer": []}], r"data.prompts\[0\]\['answer'\] must be .*, got an empty list"),
-        ("train.txt", "data.prompts must be a list .*, or the name of a file .*, got the text 'train.txt'"),
+        ("train.txt", "data.prompts must be a list .*, or the name of a file .*, got the string 'train.txt'"),
         ((text for text in "ab"), "data.prompts must be a list .* got generator"),
         (None, "data.prompts is not set"),
         (
             datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])),
-            "data.prompts must be .* got a DatasetDict with the keys train: choose one",
+            "data.prompts must be .* got a DatasetDict with the keys train: pass the value of one key",
         ),
     ],
 )
@@ -105,5 +105,5 @@ def test_bad_prompts_can_be_left_out():
 
 
 def test_a_held_out_prompt_is_named_as_such():
-    with pytest.raises(ValueError, match=r"data.validation.prompts\[1\] must be a text"):
+    with pytest.raises(ValueError, match=r"data.validation.prompts\[1\] must be a string"):
         Validation(prompts=["a", None])

@@ -59,7 +59,7 @@ def test_wrong_messages_are_named_with_file_and_line(messages, words, make):
 
 
 def test_a_template_is_for_text_only(make):
-    with pytest.raises(ValueError, match=r"line 1.*holds messages, but template='Q: {prompt}' is for prompts that are"):
+    with pytest.raises(ValueError, match=r"line 1.*holds messages, but template='Q: {prompt}' is for text prompts"):
         make("jsonl", [{"prompt": CHAT, "answer": 1}], template="Q: {prompt}")
 
 
@@ -97,7 +97,7 @@ def test_bad_prompts_are_left_out_of_the_order_and_counted(kind, make, caplog):
         resumed.load_state_dict(stream.state_dict())
         assert [stream.next() for _ in range(9)] == [resumed.next() for _ in range(9)]
         assert len(stream.usable.left_out) == 12 - len(good)
-    assert "prompts left out so far (on_bad_prompt=skip): 1 of 12; the latest: " in caplog.text
+    assert "prompts left out so far (on_bad_prompt=skip): 1 of 12; the latest problem: " in caplog.text
     assert len(UsableSubset(source, letters)) == len(good)
 
 

@@ -48,7 +48,7 @@ def test_a_data_frame_with_gaps() -> None:
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), np.float64("inf")])
 def test_an_infinite_answer_is_refused(value: float) -> None:
     with pytest.raises(
-        ValueError, match=r"\['answer'\] must be a text, a number or a list of them, got -?inf, which is not finite"
+        ValueError, match=r"\['answer'\] must be a string, a number or a list of them, got -?inf, which is not finite"
     ):
         InMemoryPrompts([{"prompt": "q", "answer": value}])
 
@@ -80,5 +80,7 @@ def test_an_unknown_field_is_refused_with_those_that_exist(tmp_path: Path) -> No
 
 
 def test_the_reference_answer_is_never_put_into_a_prompt(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\{answer\} is the reference answer, which would stand in the prompt; "):
+    with pytest.raises(
+        ValueError, match=r"\{answer\} is the reference answer, which would then appear in the prompt; "
+    ):
         source(tmp_path, r"{prompt} Write \boxed{answer}")

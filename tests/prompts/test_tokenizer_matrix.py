@@ -98,7 +98,7 @@ def test_an_answer_that_has_begun_is_continued(name: str) -> None:
     codec, family = codec_of(name), FAMILIES[name]
     prompt = conversation(name, QUESTION, "It is")
     if family.joins_last:  # its template forgets the system message then
-        with pytest.raises(ValueError, match="leaves out message 0, of the role system"):
+        with pytest.raises(ValueError, match=r"leaves out message 0 \(role system\)"):
             codec.encode(prompt)
         prompt = Prompt(messages=(prompt.messages or ())[1:])
     whole = expected(name, QUESTION, ANSWER, generate=False)
@@ -209,7 +209,7 @@ def test_thinking_tags_are_in_the_text_as_chosen(name: str, special_tokens: str)
 def test_parts_of_text_are_joined_and_other_parts_are_refused_by_name() -> None:
     parts = [{"type": "text", "text": QUESTION[:4]}, {"type": "text", "text": QUESTION[4:]}]
     assert Prompt(messages=[{"role": "user", "content": parts}]).messages == ({"role": "user", "content": QUESTION},)
-    with pytest.raises(ValueError, match="message 0 has a part of the type image_url; only parts of text can be read"):
+    with pytest.raises(ValueError, match="message 0 has a part of type image_url; only text parts can be read"):
         Prompt(messages=[{"role": "user", "content": [*parts, {"type": "image_url", "image_url": {}}]}])
     with pytest.raises(ValueError, match="message 0 must have text as its content"):
         Prompt(messages=[{"role": "user", "content": []}])
@@ -257,5 +257,5 @@ def test_a_message_that_the_template_leaves_out_is_refused() -> None:
     """As gpt-oss does with a system message that is not the first."""
     messages = [{"role": "user", "content": QUESTION}, {"role": "system", "content": SYSTEM}] * 2
     messages = [messages[0], {"role": "assistant", "content": ANSWER}, messages[1], messages[0]]
-    with pytest.raises(ValueError, match="leaves out message 2, of the role system"):
+    with pytest.raises(ValueError, match=r"leaves out message 2 \(role system\)"):
         codec_of("gpt-oss").encode(Prompt(messages=messages))

@@ -73,11 +73,14 @@ def test_a_mode_that_is_set_and_differs_is_refused_with_what_to_set(head, modes,
     follow(head(True))
     address = head(False)
     with pytest.raises(
-        SetupError, match=rf"RAY_AUTH_MODE=token here, but the Ray at {address} requires no token: set it"
+        SetupError,
+        match=rf"RAY_AUTH_MODE=token here, but the Ray cluster at {address} requires no token: set RAY_AUTH_MODE=disab",
     ):
         follow(address)
     monkeypatch.setenv(AUTH_MODE, "disabled")
-    with pytest.raises(SetupError, match=r"requires a token: set it to token, or start that Ray with RAY_AUTH_MODE="):
+    with pytest.raises(
+        SetupError, match=r"requires a token: set RAY_AUTH_MODE=token here, or start the cluster with RAY_AUTH_MODE="
+    ):
         follow(head(True))
     assert modes == []
 

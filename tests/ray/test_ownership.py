@@ -233,7 +233,7 @@ def test_engines_outlive_a_killed_rank_and_end_with_the_command(ray_cluster, tmp
     assert (killed.is_done, stopped.is_done) == (True, True)
     assert len(at_kill["engines"]) == 2
     assert at_kill["engines afterwards"] == at_kill["engines"]
-    assert capfd.readouterr().err.count("was there already: it keeps") == 2
+    assert capfd.readouterr().err.count("was already running: it keeps") == 2
     steps = steps_of(folder_of(tmp_path))
     assert steps == list(range(len(steps)))
     wait_for_the_end_of(*at_kill["engines"])

@@ -273,7 +273,7 @@ def test_what_cannot_be_sent_or_started_is_said_at_once(ray_cluster):
     nowhere = cluster.with_reward_actors(pool_parts.length, workers=1, timeout_s=5.0)
     (error,) = ask(nowhere(PROMPT, "x"))
     assert error.ends_run
-    assert "none of 2 actors was there within cluster.start_timeout_s=0.5; each needs no_such_thing=1" in str(error)
+    assert "none of 2 actors had started within cluster.start_timeout_s=0.5; each needs no_such_thing=1" in str(error)
     nowhere.close()
 
 

@@ -358,12 +358,12 @@ def test_a_replica_that_others_wait_for_is_named_long_before_it_counts_as_hung(s
     before = engine.held_s
     publishing = threading.Thread(target=engine.load_weights, args=(2, weights))  # waits for those before
     publishing.start()
-    until(lambda: said(caplog, "has given no answer for 1 s") and engine.held_s > before + 0.5, engine)
-    assert said(caplog, "has given no answer")[0].startswith("replica 0 (pid ")
+    until(lambda: said(caplog, "has sent no answer for 1 s") and engine.held_s > before + 0.5, engine)
+    assert said(caplog, "has sent no answer")[0].startswith("replica 0 (pid ")
     thaws.set()
     publishing.join(60.0)
-    until(lambda: said(caplog, "goes on"), engine)
-    assert len(said(caplog, "has given no answer")) == 1
+    until(lambda: said(caplog, "responds again"), engine)
+    assert len(said(caplog, "has sent no answer")) == 1
     assert engine.num_lost == 0
     engine.close()
 
@@ -375,9 +375,9 @@ def test_a_replica_without_a_token_is_named_too(stand_in, model, caplog, monkeyp
     act = lambda seed, what, given: seed == 1 and what == "poll" and given.id >= 0 and hangs.wait(60.0)  # noqa: E731
     engine = quick(stand_in, model, act=act, update_timeout_s=60.0)
     engine.submit(requests_of([4] * 6, max_tokens=3))
-    until(lambda: said(caplog, "has given no token for "), engine)
+    until(lambda: said(caplog, "has sent no token for "), engine)
     hangs.set()
-    until(lambda: said(caplog, "goes on"), engine)
+    until(lambda: said(caplog, "responds again"), engine)
     assert engine.num_lost == 0
     engine.close()
 
@@ -527,7 +527,7 @@ def test_a_trainer_needs_no_vllm_and_a_replica_without_it_says_so(stand_in, mode
     engine = RayEngine(VLLMEngine(transfer=transfer), replicas=2, num_gpus=1.0)
     moves_here = not isinstance(transfer, IpcTransfer | NcclTransfer)
     error, says = (
-        (ModuleNotFoundError, "needs vLLM, which is not") if moves_here else (ValueError, "the trainer sees none")
+        (ModuleNotFoundError, "needs vLLM, which is not") if moves_here else (ValueError, "the trainer has no GPU")
     )
     with pytest.raises(error, match=rf"replica \d .*{says}"):
         engine.setup(model)

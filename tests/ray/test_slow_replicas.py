@@ -395,7 +395,7 @@ def test_one_that_answers_and_gives_no_token_is_replaced_all_the_same(stand_in, 
         if engine.num_lost:
             break
     is_broken.clear()
-    assert said(caplog, "has given no token for ")
+    assert said(caplog, "has sent no token for ")
     assert said(caplog, "gave no token and no answer within data.engine.engine.update_timeout_s=2")
     found += until(lambda: engine.num_ready == 2 and not any(entry.held for entry in engine._entries), engine)
     found += engine.poll(0.0)

@@ -163,7 +163,7 @@ class Kind:
 KINDS = {
     "kill -9": Kind(r"resumed: \d+ finished groups are kept", True, 7, -9),
     "SIGTERM": Kind(r"SIGTERM: saved", True),
-    "SIGSTOP": Kind("this process stood still", True),
+    "SIGSTOP": Kind("this process did not run", True),
     "engine hang": Kind(r"the engine was restarted .*StalledError", weight=3),
     "engine crash": Kind(r"the engine was restarted .*injected crash", weight=3),
     "engine out of memory": Kind(r"out of memory: data.engine.num_slots is now", weight=3),

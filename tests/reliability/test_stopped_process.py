@@ -40,4 +40,4 @@ def test_episodes_and_rewards_are_not_late_because_the_process_was_stopped(what,
             process.kill()
         assert process.returncode == 0, said + (tmp_path / "errors").read_text()[-3000:]
     assert "trained 1 step" in said
-    assert "this process stood still for" in (tmp_path / "errors").read_text()
+    assert "this process did not run for" in (tmp_path / "errors").read_text()

@@ -166,7 +166,7 @@ def test_each_part_that_is_a_grader_is_checked_on_its_own_references(caplog):
     data = make_data(reward={"answer": rl.exact_match, "wrong": wrong})
     fit(make_module(), data, 1)
     data._reference_check.join(30.0)
-    lines = [record.message for record in caplog.records if "sampled references" in record.message]
+    lines = [record.message for record in caplog.records if "references sampled from" in record.message]
     assert len(lines) == 1
     assert "(part wrong) grades 64 of 64" in lines[0]
 

@@ -470,7 +470,7 @@ def test_a_local_model_that_cannot_be_loaded_ends_the_run(tmp_path):
         ({"base_url": "localhost:1"}, r"JudgeReward\.base_url must be an address such as"),
         ({"base_url": "http://me:secret@localhost/v1"}, r"JudgeReward\.base_url must contain no user, password"),
         ({"api_key_env": "NO_SUCH_KEY"}, r"JudgeReward\.api_key_env='NO_SUCH_KEY' is not set in the environment"),
-        ({"scale": (3.0, 3.0)}, r"JudgeReward\.scale must be a lower and a higher number, got \[3.0, 3.0\]"),
+        ({"scale": (3.0, 3.0)}, r"JudgeReward\.scale must be two numbers, the lower one first, got \[3.0, 3.0\]"),
         ({"num_samples": 2}, r"JudgeReward\.num_samples=2 with temperature=0"),
         ({"on_budget": "fallback"}, r"JudgeReward\.on_budget=fallback needs JudgeReward\.fallback"),
         ({"on_unreadable": float("nan")}, r"JudgeReward\.on_unreadable must be finite, got nan"),

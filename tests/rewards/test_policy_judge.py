@@ -163,7 +163,7 @@ def test_a_question_that_is_given_up_is_taken_out_of_the_engine(model):
 
 def test_a_question_that_is_too_long_is_named(tmp_path):
     model = chat_model(tmp_path)  # a context of 256 tokens
-    with pytest.raises(Exception, match=r"of \d+ tokens is longer than the engine's max_model_len=256") as found:
+    with pytest.raises(Exception, match=r"has \d+ tokens, which is more than the engine's max_model_len=256") as found:
         run(model, policy_judge(), engine=EmbeddedEngine(num_slots=4))
     assert isinstance(found.value, RewardError) or isinstance(found.value.__cause__, RewardError)
 

@@ -114,11 +114,11 @@ def test_a_run_names_what_its_grader_grades_wrong_in_one_line(caplog):
     seen = []
     wait = look_at(lambda data: data._reference_check, seen)
     fit(make_module(), make_data(reward=broken_grader), 1, [wait])
-    lines = [record.getMessage() for record in caplog.records if "sampled references" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "references sampled from" in record.getMessage()]
     assert seen == [True]
     assert len(lines) == 1
     assert "broken_grader grades" in lines[0]
-    assert "of data.prompts incorrectly" in lines[0]
+    assert "from data.prompts incorrectly" in lines[0]
     assert "has 0 of 1 for itself; " in lines[0]
 
 

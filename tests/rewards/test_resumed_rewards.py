@@ -121,7 +121,7 @@ def test_finished_groups_do_not_keep_what_another_reward_gave_unless_asked(kind,
         assert "saved rewards are kept (data.scoring.resume_rewards: keep)" in caplog.text
         assert seen[-1] > 5
     else:
-        assert "groups of the checkpoint are sampled anew" in caplog.text
+        assert "groups of the checkpoint are sampled again" in caplog.text
         assert all(value > 5 for value in seen), seen
 
 
@@ -142,10 +142,10 @@ def test_another_answer_of_a_finished_group_is_seen_among_prompts_of_which_a_sam
 
     fit(make_module(), data("1"), 2, [Save()])
     fit(make_module(), data("1"), 3, [], str(tmp_path / "last.ckpt"))
-    assert "sampled anew" not in caplog.text
+    assert "of the checkpoint are sampled again" not in caplog.text
     fit(make_module(), data("5"), 4, [], str(tmp_path / "last.ckpt"))
     assert "the digest of the answers of the checkpoint's groups is" in caplog.text
-    assert "groups of the checkpoint are sampled anew" in caplog.text
+    assert "groups of the checkpoint are sampled again" in caplog.text
 
 
 CODE = """
@@ -172,10 +172,10 @@ def test_a_reward_whose_code_was_edited_is_another_one(tmp_path, caplog, monkeyp
 
     fit(make_module(), data(1.0, "as it was"), 2, [Save()])
     fit(make_module(), data(1.0, "with another comment"), 3, [], str(tmp_path / "last.ckpt"))
-    assert "sampled anew" not in caplog.text
+    assert "of the checkpoint are sampled again" not in caplog.text
     fit(make_module(), data(2.0, "as it was"), 4, [], str(tmp_path / "last.ckpt"))
     assert "the code of data.reward, edited_reward.short, or a value that it refers to, has changed" in caplog.text
-    assert "groups of the checkpoint are sampled anew" in caplog.text
+    assert "groups of the checkpoint are sampled again" in caplog.text
 
 
 def test_identities_of_checkpoints_that_know_no_code_are_compared_without_it():
@@ -197,7 +197,7 @@ def test_the_same_settings_keep_their_groups(kind, tmp_path, caplog):
 
     fit(make_module(), data, 2, [Save()])
     fit(make_module(), data_of(kind, 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"))
-    assert "sampled anew" not in caplog.text
+    assert "of the checkpoint are sampled again" not in caplog.text
     assert "finished groups are kept" in caplog.text
 
 
@@ -227,8 +227,8 @@ def test_another_threshold_of_success_measures_pass_rates_anew_and_keeps_the_gro
     settings = dict(reward=closed_over(1.0), groups_per_step=1, max_staleness=3)
     fit(make_module(), make_data(reward_success=0.5, **settings), 2, [save])
     fit(make_module(), make_data(reward_success=0.9, **settings), 3, [], str(path))
-    assert "the pass rates of prompts are measured anew" in caplog.text
-    assert "sampled anew" not in caplog.text
+    assert "the pass rates of prompts are measured again" in caplog.text
+    assert "of the checkpoint are sampled again" not in caplog.text
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
@@ -246,4 +246,4 @@ def test_other_texts_for_the_reward_count_as_another_reward(keep, tmp_path, capl
     fit(make_module(), data("none"), 2, [Save()])
     fit(make_module(), data("all"), 3, [], str(path))
     assert ("data.scoring.special_tokens is 'all' and was 'none', and saved rewards are kept" in caplog.text) == keep
-    assert ("the pass rates of prompts are measured anew" in caplog.text) == (not keep)
+    assert ("the pass rates of prompts are measured again" in caplog.text) == (not keep)

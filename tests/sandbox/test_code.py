@@ -388,8 +388,11 @@ def test_comparison_of_outputs(found, expected, settings, is_right):
         ({"max_cases": 0}, "CodeReward.max_cases"),
         ({"tolerance": -1.0}, "CodeReward.tolerance"),
         ({"language": "pyhton"}, "did you mean python"),
-        ({"languages": {"x": "no_such_program main.x"}}, "needs no_such_program, which is not in the folders"),
-        ({"languages": {"x": "sh program"}}, "must name the file"),
+        (
+            {"languages": {"x": "no_such_program main.x"}},
+            "needs no_such_program, which is not in a folder that programs can read",
+        ),
+        ({"languages": {"x": "sh program"}}, "must contain the file name main.SUFFIX"),
         ({"readable": ["/no/such/folder"]}, "Sandbox.readable: there is no '/no/such/folder'"),
         ({"readable": ["/"]}, "Sandbox.readable='/' cannot be mounted"),
     ],

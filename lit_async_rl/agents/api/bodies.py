@@ -178,7 +178,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
     needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
     if needed:
-        raise ValueError(f"{setting} must not contain {', '.join(needed)}: it affects every answer")
+        raise ValueError(f"{setting} must not contain {', '.join(needed)}, because every answer depends on it")
     return tuple(names)
 
 
@@ -359,13 +359,13 @@ def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
     """Prompts of a completion: a text, token ids, or a list of either."""
     prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
-        raise invalid("prompt", f"prompt must be a text, token ids, or a list of either, got {quoted(prompt)}")
+        raise invalid("prompt", f"prompt must be a string, token ids, or a list of either, got {quoted(prompt)}")
     if len(prompts) > MAX_PROMPTS:
         raise invalid(
             "prompt", f"prompt must be at most {MAX_PROMPTS}, got {len(prompts)}", code="array_above_max_length"
         )
     if any(not isinstance(one, str) and not _is_ids(one) for one in prompts):
-        raise invalid("prompt", f"prompt must be a text, token ids, or a list of either, got {quoted(prompt)}")
+        raise invalid("prompt", f"prompt must be a string, token ids, or a list of either, got {quoted(prompt)}")
     return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
 
 

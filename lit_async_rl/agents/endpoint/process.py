@@ -194,7 +194,9 @@ class _Worker:
                 self._reading = asyncio.create_task(self._read())
                 return
             if isinstance(error := fields.get("error"), str):
-                raise ProcessAgentError(f"agent {self._name} cannot be made in its process: {error[:MAX_ERROR_CHARS]}")
+                raise ProcessAgentError(
+                    f"agent {self._name} cannot be created in its process: {error[:MAX_ERROR_CHARS]}"
+                )
         raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} while it started")
 
     @property

@@ -129,8 +129,8 @@ class EmbeddedEngine(EngineWrapper):
         )
         if own_process and self.cache_class is not SlotCache:
             raise ValueError(
-                f"data.engine.own_process must be False with {type(self).__name__}, because the child process does "
-                f"not know its {self.cache_class.__name__}, got True"
+                f"data.engine.own_process must be False with {type(self).__name__}, got True: the child process does "
+                f"not know its {self.cache_class.__name__}"
             )
         super().__init__(DecodeProcess(settings) if own_process else DecodeLoop(settings, self.cache_class))
         self.seed = seed

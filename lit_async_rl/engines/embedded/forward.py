@@ -345,7 +345,7 @@ class CachedForward:
         if setting := ignored_setting(lm):
             raise ValueError(
                 f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores "
-                f"{setting}, so that the embedded engine would sample from another distribution; use eager"
+                f"{setting}, so the embedded engine would sample from a different distribution; use eager"
             )
         self._lm = lm
         self._cache = cache

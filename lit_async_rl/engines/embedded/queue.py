@@ -102,7 +102,7 @@ class RequestQueue:
             return None
         barrier = self._items.popleft()
         if isinstance(barrier, Pending):
-            raise InvariantError("a request where a barrier should be")
+            raise InvariantError("the head of the queue must be a barrier, got a request")
         return barrier
 
     def take_requests(self, num_active: int, num_slots: int) -> list[Pending]:

@@ -1,0 +1,115 @@
+"""A teacher behind vLLM's server, or another that returns `prompt_logprobs` for token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lit_async_rl.errors import EngineError, SetupError
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.runtime.loop import LoopThread
+from lit_async_rl.training.distillation import OpenTeacher, RemoteTeacher, Teacher, check_same_tokens
+from lit_async_rl.utils.checks import check_range
+
+MAX_TRIES = 4  # of the official client, for connections and statuses that may pass
+START_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTeacher(Teacher):
+    """A teacher that a server holds: `vllm serve MODEL --max-logprobs K`. Needs `pip install "lit-async-rl[agents]"`.
+
+    It is asked while a step trains, for all rows of a micro-batch at a time. The gradient is the sampled one, or the
+    analytic one of its `top_k` likeliest tokens.
+
+    Args:
+        base_url: such as `http://127.0.0.1:8000/v1`.
+        model: as the server calls it.
+        tokenizer: Hugging Face name or folder with the teacher's tokenizer, which is compared with the student's; None
+            is `model`.
+        api_key_env: environment variable with the key; empty is none.
+        timeout_s: of one micro-batch.
+        max_concurrent: requests at a time.
+    """
+
+    base_url: str
+    model: str
+    tokenizer: str | None = None
+    api_key_env: str = ""
+    timeout_s: float = 300.0
+    max_concurrent: int = 32
+
+    sees_all = False
+    any_temperature = False
+
+    def __post_init__(self) -> None:
+        check_range("ServerTeacher", "positive", timeout_s=self.timeout_s)
+        check_range("ServerTeacher", "integer positive", max_concurrent=self.max_concurrent)
+
+    def check(self, model: str) -> None:
+        check_same_tokens(model, self.tokenizer or self.model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+        return _OpenServerTeacher(self)
+
+
+class _OpenServerTeacher(RemoteTeacher):
+    def __init__(self, settings: ServerTeacher) -> None:
+        self._settings = settings
+        self._loop = LoopThread("teacher")
+        self._client = self._loop.call(self._connect(), START_S, "the client of a teacher")
+
+    async def _connect(self) -> Any:
+        try:
+            from openai import AsyncOpenAI
+        except ImportError as error:
+            raise SetupError('ServerTeacher needs openai: pip install "lit-async-rl[agents]"') from error
+        settings = self._settings
+        key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else "none"
+        if not key:
+            raise SetupError(f"ServerTeacher.api_key_env={settings.api_key_env}: this variable is not set")
+        return AsyncOpenAI(
+            base_url=settings.base_url, api_key=key, max_retries=MAX_TRIES - 1, timeout=settings.timeout_s
+        )
+
+    def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
+        asking = self._ask_all(sequences, num)
+        timeout_s = self._settings.timeout_s
+        return self._loop.call(asking, timeout_s, "the teacher's answer", setting="ServerTeacher.timeout_s")
+
+    async def _ask_all(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
+        places = asyncio.Semaphore(self._settings.max_concurrent)
+
+        async def one(ids: Sequence[int]) -> list[dict[int, float]]:
+            async with places:
+                return await self._ask_one(list(ids), num)
+
+        return await asyncio.gather(*map(one, sequences))
+
+    async def _ask_one(self, ids: list[int], num: int) -> list[dict[int, float]]:
+        from openai import OpenAIError
+
+        name = f"ServerTeacher.base_url={self._settings.base_url}"
+        try:
+            answer = await self._client.completions.create(
+                model=self._settings.model, prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": num}
+            )
+        except OpenAIError as error:
+            raise EngineError(f"{name}: {type(error).__name__}: {error}") from error
+        given: Any = getattr(answer.choices[0], "prompt_logprobs", None)
+        try:
+            found = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in given[1:]]
+            fits = len(found) == len(ids) - 1 and all(token in one for token, one in zip(ids[1:], found, strict=True))
+        except (TypeError, KeyError, ValueError, AttributeError):
+            fits = False
+        if not fits:
+            raise EngineError(f"{name} returned no log-probabilities of the prompt's tokens (vLLM's `prompt_logprobs`)")
+        return found
+
+    def close(self) -> None:
+        self._loop.close(self._client.close())

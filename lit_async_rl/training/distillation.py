@@ -1,0 +1,540 @@
+"""On-policy distillation: the student's own rollouts, and a teacher's distribution at each state that they visit.
+
+Two gradients of the same divergence (arXiv:2306.13649; on stale states both have the age of the states):
+
+* `analytic`: of the divergence between the whole distributions at the visited states. Nothing in it is sampled, so that
+  it needs no importance weights.
+* `sampled`: of KL(student || teacher) from the sampled token alone, like that of the penalty `model.kl_estimator=token`
+  (`lit_async_rl.losses.reference_kl`), with the ratio of current to sampling policy as its weight. It is all that a
+  server can give that returns the log-probabilities of a prompt only.
+
+A teacher has the student's tokenizer and chat template, or is refused: tokens are compared one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.losses.distillation import Divergence, divergence, with_tail
+from lit_async_rl.losses.reference_kl import reference_kl
+from lit_async_rl.models.architecture import stored_buffers
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.packing import PrefixTreePacking, why_unpackable
+from lit_async_rl.models.policy import CausalPolicy, Compare, scatter
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.runtime.threads import ThreadPool
+from lit_async_rl.training.token_stats import token_stats
+from lit_async_rl.types import Prompt, RolloutBatch
+from lit_async_rl.utils.checks import check_choice, check_range
+
+MAX_ASKED = 16  # sequences at a time
+Gradient = Literal["analytic", "sampled"]
+Likeliest = tuple[Int[Tensor, "B T k"], Float[Tensor, "B T k"]]
+
+
+class OpenTeacher(ABC):
+    """A teacher that is ready."""
+
+    @abstractmethod
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the tokens that train."""
+
+    @abstractmethod
+    def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
+        """Ids and log-probabilities of its likeliest tokens at each token that trains."""
+
+    def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
+        """Measures a student's whole distributions [n, V] against its own, chunk by chunk."""
+        raise NotImplementedError(f"{type(self).__name__} does not see whole distributions")
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to close)
+        """Frees what it holds."""
+
+
+class Teacher(ABC):
+    """Where a teacher's distributions come from; setting `model.distillation.teacher`."""
+
+    sees_all = True  # whole distributions
+    gives_likeliest = True  # or at least those of the likeliest tokens
+    any_temperature = True  # else log-probabilities at temperature 1 only
+
+    def check(self, model: str) -> None:  # noqa: B027  (one whose tokens are known needs none)
+        """Checks, before a run leaves anything behind, that it can teach a model.
+
+        Args:
+            model: name or folder of the student.
+
+        Raises:
+            FileNotFoundError: it has no tokenizer.
+            ValueError: it has another tokenizer or chat template.
+        """
+
+    @abstractmethod
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+        """Makes it ready, at the beginning of a fit.
+
+        Args:
+            student: policy in training.
+            device: of the trainer.
+        """
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Context in which a model is loaded: errors name the teacher's setting, not that of the policy."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(str(error).replace("model.model", "model.distillation.teacher")) from error
+
+
+def check_same_tokens(student: str, teacher: str) -> None:
+    """Checks that two models read and write the same tokens.
+
+    Raises:
+        ValueError: they do not.
+    """
+    own = TextCodec(student)
+    with named():
+        other = TextCodec(teacher)
+    if own.vocabulary_digest != other.vocabulary_digest:
+        raise ValueError(
+            f"model.distillation.teacher={teacher!r} has another tokenizer than model.model={student!r}: "
+            "token probabilities can be compared only over one vocabulary"
+        )
+    templates = [getattr(codec.tokenizer, "chat_template", None) for codec in (own, other)]
+    if None not in templates and templates[0] != templates[1]:
+        raise ValueError(
+            f"model.distillation.teacher={teacher!r} has another chat template than model.model={student!r}: it would "
+            "judge prompts in a form it was not trained on. Give both folders the same template"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTeacher(Teacher):
+    """A frozen model in the trainer's process; each rank holds the whole of it.
+
+    Args:
+        model: Hugging Face name or folder.
+        dtype: of its weights.
+        attn_implementation: see `PolicyModule`.
+    """
+
+    model: str
+    dtype: str = "float32"
+    attn_implementation: str | None = None
+
+    def check(self, model: str) -> None:
+        check_same_tokens(model, self.model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+        with named():
+            lm = load_policy(self.model, dtype=self.dtype, attn_implementation=self.attn_implementation)
+        policy = CausalPolicy(lm, student.chunk_tokens, _packing(student.packing, lm))
+        return _OpenLocalTeacher(policy.requires_grad_(False).to(device))
+
+
+def _packing(of_student: PrefixTreePacking | None, lm: Any) -> PrefixTreePacking | None:
+    """The student's packing, where the teacher's layers allow it."""
+    return None if why_unpackable(lm) else of_student
+
+
+class _OpenLocalTeacher(OpenTeacher):
+    def __init__(self, policy: CausalPolicy) -> None:
+        self.policy = policy
+
+    @torch.no_grad()
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        return token_stats(self.policy, batch).logprobs
+
+    @torch.no_grad()
+    def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
+        features, predicts, _ = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)
+        found = [
+            self.policy.log_distribution(part, batch.temperature).topk(num)
+            for part in features.split(self.policy.chunk_tokens)
+        ]
+        ids = torch.cat([one.indices for one in found])
+        logprobs = torch.cat([one.values for one in found])
+        return scatter(ids, predicts, batch.loss_mask).long(), scatter(logprobs, predicts, batch.loss_mask)
+
+    def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
+        with torch.no_grad():
+            features = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)[0]
+
+        def compared(student: Float[Tensor, "n V"], numbers: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+            with torch.no_grad():
+                teacher = self.policy.log_distribution(features[numbers], batch.temperature)
+            if student.shape[-1] != teacher.shape[-1]:  # padding behind the same tokens
+                size = min(student.shape[-1], teacher.shape[-1])
+                student = student[:, :size].log_softmax(-1)
+                teacher = teacher[:, :size].log_softmax(-1)
+            return measure(student, teacher)
+
+        return compared
+
+
+class RemoteTeacher(OpenTeacher):
+    """A teacher that is asked for the log-probabilities of whole sequences, at temperature 1."""
+
+    @abstractmethod
+    def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
+        """For each sequence, and each of its tokens but the first: log-probabilities by token id.
+
+        Those of the token itself, and of the `num` likeliest.
+        """
+
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        logprobs = torch.zeros(batch.input_ids.shape)
+        for row, (ids, choices) in self._answers(batch.input_ids, batch.loss_mask, num=0).items():
+            for place, choice in enumerate(choices, start=1):
+                logprobs[row, place] = choice[ids[place]]
+        return torch.where(batch.loss_mask, logprobs.to(batch.loss_mask.device), 0.0)
+
+    def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
+        found_ids = torch.zeros(*batch.input_ids.shape, num, dtype=torch.long)
+        found = torch.full(found_ids.shape, -math.inf)
+        for row, (_, choices) in self._answers(batch.input_ids, batch.loss_mask, num=num).items():
+            for place, choice in enumerate(choices, start=1):
+                best = sorted(choice.items(), key=lambda one: -one[1])[:num]
+                if len(best) < num:
+                    raise EngineError(f"the teacher gave {len(best)} tokens of model.distillation.top_k={num}")
+                found_ids[row, place] = torch.tensor([token for token, _ in best])
+                found[row, place] = torch.tensor([logprob for _, logprob in best])
+        device = batch.input_ids.device
+        mask = batch.loss_mask[..., None]
+        return torch.where(mask, found_ids.to(device), 0), torch.where(mask, found.to(device), 0.0)
+
+    def _answers(
+        self, input_ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], num: int
+    ) -> dict[int, tuple[list[int], list[dict[int, float]]]]:
+        """Answers for the rows that train, up to their last token that does."""
+        rows = [row for row in range(len(mask)) if bool(mask[row].any())]
+        ends = {row: int(mask[row].nonzero()[-1]) + 1 for row in rows}
+        sequences = {row: input_ids[row, : ends[row]].tolist() for row in rows}
+        answers = self.ask(list(sequences.values()), num)
+        return {row: (ids, answer) for (row, ids), answer in zip(sequences.items(), answers, strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTeacher(Teacher):
+    """A teacher in an engine of its own, such as `VLLMEngine` on another GPU: for the sampled gradient.
+
+    Args:
+        model: Hugging Face name or folder.
+        engine: template of the engine; it is set up with that model.
+        timeout_s: for its start, and for the answers of one micro-batch.
+    """
+
+    model: str
+    engine: RolloutEngine
+    timeout_s: float = 600.0
+
+    sees_all = False
+    gives_likeliest = False
+    any_temperature = False
+
+    def check(self, model: str) -> None:
+        check_same_tokens(model, self.model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+        engine = self.engine.fresh()
+        engine.setup(self.model)
+        lm = load_policy(self.model)
+        engine.load_weights(0, chain(lm.named_parameters(), stored_buffers(lm)))
+        return _OpenEngineTeacher(engine, self.timeout_s)
+
+
+class _OpenEngineTeacher(RemoteTeacher):
+    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._threads = ThreadPool(MAX_ASKED, name="teacher")  # an engine that batches gets several at a time
+
+    def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
+        calls = [self._threads.submit(self._engine.prompt_logprobs, list(ids)) for ids in sequences]
+        if wait(calls, self._timeout_s).not_done:
+            raise StalledError(f"the teacher did not answer within EngineTeacher.timeout_s={self._timeout_s:g}")
+        found = []
+        for ids, call in zip(sequences, calls, strict=True):
+            if (answer := call.result()) is None:
+                raise EngineError(f"EngineTeacher.engine={type(self._engine).__name__} computes no log-probabilities")
+            found.append([{token: logprob} for token, logprob in zip(ids[1:], answer, strict=True)])
+        return found
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTeachers(Teacher):
+    """One teacher for the prompts of each source.
+
+    Args:
+        key: key of `Prompt.metadata` that names the source.
+        teachers: by that name: Hugging Face names or folders, or teachers.
+    """
+
+    key: str
+    teachers: dict[str, str | Teacher]
+
+    @property
+    def all(self) -> list[Teacher]:
+        """The teachers in their order."""
+        return [as_teacher(teacher) for teacher in self.teachers.values()]
+
+    @property
+    def sees_all(self) -> bool:  # type: ignore[override]
+        return all(teacher.sees_all for teacher in self.all)
+
+    @property
+    def gives_likeliest(self) -> bool:  # type: ignore[override]
+        return all(teacher.gives_likeliest for teacher in self.all)
+
+    @property
+    def any_temperature(self) -> bool:  # type: ignore[override]
+        return all(teacher.any_temperature for teacher in self.all)
+
+    def number_of(self, prompt: Prompt) -> int:
+        """Number of the teacher for a prompt.
+
+        Raises:
+            ValueError: the prompt names no source, or one without a teacher.
+        """
+        name = prompt.metadata.get(self.key)
+        if name not in self.teachers:
+            raise ValueError(
+                f"model.distillation.teacher has teachers for {self.key}={', '.join(self.teachers)}, and none for a "
+                f"prompt with {self.key}={name}"
+            )
+        return list(self.teachers).index(name)
+
+    def check(self, model: str) -> None:
+        for teacher in self.all:
+            teacher.check(model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+        return _OpenSourceTeachers([teacher.open(student, device) for teacher in self.all])
+
+
+class _OpenSourceTeachers(OpenTeacher):
+    def __init__(self, teachers: Sequence[OpenTeacher]) -> None:
+        self._teachers = teachers
+
+    def _parts(self, batch: RolloutBatch) -> Iterator[tuple[OpenTeacher, Int[Tensor, " n"], RolloutBatch]]:
+        """Each teacher that has rows, their numbers, and the batch of them."""
+        if batch.source is None:
+            raise SetupError("the batch does not name the sources of its prompts: is WeightSync among the callbacks?")
+        for number, teacher in enumerate(self._teachers):
+            rows = (batch.source == number).nonzero()[:, 0]
+            if len(rows):
+                yield teacher, rows, batch.select(rows, batch.input_ids.shape[1])
+
+    def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        found = torch.zeros_like(batch.behavior_logprobs)
+        for teacher, rows, part in self._parts(batch):
+            found[rows] = teacher.sampled(part).to(found.dtype)
+        return found
+
+    def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
+        ids = batch.input_ids.new_zeros(*batch.input_ids.shape, num)
+        logprobs = batch.behavior_logprobs.new_zeros(ids.shape)
+        for teacher, rows, part in self._parts(batch):
+            chosen = teacher.likeliest(part, num)
+            ids[rows] = chosen[0]
+            logprobs[rows] = chosen[1].to(logprobs.dtype)
+        return ids, logprobs
+
+    def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
+        if not batch.loss_mask.any():  # padding
+            return self._teachers[0].compare(batch, measure)
+        owners = batch.loss_mask.new_zeros(batch.loss_mask.shape, dtype=torch.long)
+        comparisons = []
+        for number, (teacher, rows, part) in enumerate(self._parts(batch)):
+            owners[rows] = number
+            comparisons.append(teacher.compare(part, measure))
+        owners = owners[batch.loss_mask]  # of the tokens that train, in the order of a forward pass
+        places = torch.zeros_like(owners)
+        for number in range(len(comparisons)):
+            places[owners == number] = torch.arange(int((owners == number).sum()), device=places.device)
+
+        def compared(student: Float[Tensor, "n V"], numbers: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+            found = student.new_zeros(len(student))
+            for number, one in enumerate(comparisons):
+                chosen = (owners[numbers] == number).nonzero()[:, 0]
+                if len(chosen):
+                    found = found.index_put((chosen,), one(student[chosen], places[numbers[chosen]]))
+            return found
+
+        return compared
+
+    def close(self) -> None:
+        for teacher in self._teachers:
+            teacher.close()
+
+
+def as_teacher(teacher: str | Teacher) -> Teacher:
+    """A teacher; of a name or folder the model in the trainer's process."""
+    return LocalTeacher(model=teacher) if isinstance(teacher, str) else teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Distills a teacher into the policy, on the policy's own rollouts.
+
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        distillation = rl.Distillation(teacher=rl.asset("sort_policy"), divergence="jsd", beta=0.5)
+        ```
+
+    Args:
+        teacher: Hugging Face name or folder of a model in the trainer's process, or a `Teacher`.
+        divergence: `reverse_kl`, `forward_kl` or `jsd`, see `lit_async_rl.losses.distillation`.
+        beta: the teacher's share in the mixture of `jsd`.
+        gradient: `analytic` or `sampled`, see above.
+        importance_weights: whether stale tokens have the weight current / sampling policy in the `sampled` gradient.
+        top_k: compares the teacher's likeliest tokens and all others together, in place of the whole vocabulary.
+        coefficient: weight of the divergence in the loss; it is averaged over tokens as the policy loss is.
+        with_reward: adds the divergence to the policy loss; otherwise rewards do not train, and only measure.
+
+    Raises:
+        ValueError: a setting is out of range, or has no effect.
+    """
+
+    teacher: str | Teacher
+    divergence: Divergence = "reverse_kl"
+    beta: float = 0.5
+    gradient: Gradient = "analytic"
+    importance_weights: bool = True
+    top_k: int | None = None
+    coefficient: float = 1.0
+    with_reward: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("model.distillation", get_args(Divergence), divergence=self.divergence)
+        check_choice("model.distillation", get_args(Gradient), gradient=self.gradient)
+        check_range("model.distillation", "integer positive", top_k=self.top_k)
+        check_range("model.distillation", "positive", coefficient=self.coefficient)
+        if not 0 < self.beta < 1:
+            raise ValueError(f"model.distillation.beta must be between 0 and 1, got {self.beta}")
+        if self.gradient == "sampled" and (self.divergence != "reverse_kl" or self.top_k is not None):
+            raise ValueError(
+                f"model.distillation.gradient=sampled has the sampled token only, and no "
+                f"{'divergence=' + self.divergence if self.divergence != 'reverse_kl' else f'top_k={self.top_k}'}: "
+                "use gradient: analytic"
+            )
+        name = type(self.teacher).__name__
+        if self.gradient == "analytic" and not self.source.gives_likeliest:
+            raise ValueError(
+                f"model.distillation.teacher={name} gives the log-probabilities of sampled tokens only: set "
+                "model.distillation.gradient: sampled"
+            )
+        if self.gradient == "analytic" and self.top_k is None and not self.source.sees_all:
+            raise ValueError(
+                f"model.distillation.teacher={name} gives no whole distributions: set model.distillation.top_k, or "
+                "gradient: sampled"
+            )
+
+    @property
+    def source(self) -> Teacher:
+        """The teacher as a `Teacher`."""
+        return as_teacher(self.teacher)
+
+    def measure(self, student: Float[Tensor, "*N V"], teacher: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
+        """The divergence of distributions."""
+        return divergence(self.divergence, student, teacher, beta=self.beta)
+
+
+@dataclass
+class Distiller:
+    """A distillation with its teacher; `teacher` is None until a fit begins."""
+
+    settings: Distillation
+    teacher: OpenTeacher | None = None
+
+    def check(self, student: CausalPolicy, model: str) -> None:
+        """Checks that the teacher can teach this model; errors as of `Teacher.check`."""
+        size = student.causal_lm.config.get_text_config().vocab_size
+        if self.settings.top_k is not None and self.settings.top_k >= size:
+            raise ValueError(
+                f"model.distillation.top_k={self.settings.top_k} must be less than the vocabulary, {size} tokens: null "
+                "compares them all"
+            )
+        self.settings.source.check(model)
+
+    def open(self, student: CausalPolicy, device: torch.device) -> None:
+        """Makes the teacher ready; arguments as of `Teacher.open`."""
+        self.teacher = self.settings.source.open(student, device)
+
+    def close(self) -> None:
+        """Ends the teacher. Safe to call twice."""
+        teacher = self.teacher
+        self.teacher = None
+        if teacher is not None:
+            teacher.close()
+
+    @property
+    def ready(self) -> OpenTeacher:
+        """The teacher.
+
+        Raises:
+            SetupError: no fit has begun.
+        """
+        if self.teacher is None:
+            raise SetupError("the teacher is not loaded before the fit begins")
+        return self.teacher
+
+    def look(self, batch: RolloutBatch) -> TeacherView:
+        """The teacher's side of the analytic gradient, before the student's forward pass."""
+        settings = self.settings
+        if settings.gradient == "sampled":
+            return TeacherView()
+        if settings.top_k is None:
+            return TeacherView(compare=self.ready.compare(batch, settings.measure))
+        ids, logprobs = self.ready.likeliest(batch, settings.top_k)
+        return TeacherView(head_ids=ids, head_logprobs=logprobs)
+
+    def of_head(self, student: Float[Tensor, "B T k"], view: TeacherView) -> Float[Tensor, "B T"]:
+        """Divergence over the teacher's likeliest tokens and all others together."""
+        if view.head_logprobs is None:
+            raise SetupError("the teacher was asked for no tokens")
+        return self.settings.measure(with_tail(student), with_tail(view.head_logprobs))
+
+    def of_tokens(
+        self, logprobs: Float[Tensor, "B T"], teacher: Float[Tensor, "B T"], batch: RolloutBatch
+    ) -> Float[Tensor, "B T"]:
+        """The sampled gradient, whose value estimates KL(student || teacher)."""
+        behavior = batch.behavior_logprobs if self.settings.importance_weights else logprobs.detach()
+        return reference_kl(
+            "token",
+            logprobs=logprobs,
+            reference_logprobs=teacher,
+            behavior_logprobs=behavior,
+            loss_mask=batch.loss_mask,
+            group_index=batch.group_index,
+        )
+
+
+@dataclass(frozen=True)
+class TeacherView:
+    """The teacher's side of a forward pass of the student: a comparison, or further tokens to evaluate."""
+
+    compare: Compare | None = None
+    head_ids: Int[Tensor, "B T k"] | None = None
+    head_logprobs: Float[Tensor, "B T k"] | None = None
