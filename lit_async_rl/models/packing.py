@@ -90,10 +90,11 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         """Copy on another device; does not wait for work that is queued there."""
-        fields: dict[str, Any] = vars(self)
-        return PackedRows(
-            **{name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in fields.items()}
-        )
+        fields: dict[str, Any] = dict(vars(self))
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                fields[name] = to_device(value, device)
+        return PackedRows(**fields)
 
 
 @dataclass(frozen=True)
