@@ -86,6 +86,7 @@ METRICS: dict[str, list[Metric]] = {
         sample/unfinished | groups | being sampled or scored
         sample/lost | groups | dropped in the step as redundant or too old
         sample/total_tokens | tokens | generated since the run began
+        perf/computed_share | share | tokens that training computes, of those of separate rows, with `model.packing`
     """),
     "GradientMonitor": _metrics("""
         grad/norm | norm | L2 norm of the gradient, before clipping

@@ -17,7 +17,7 @@ def table() -> str:
     rows = defaultdict(list)
     for name, parts in sorted(found["types"].items()):
         rows[tuple(parts[part] or "right" for part in PARTS)].append(f"`{name}`")
-    lines = ["| model types | trainer | shared prompts | embedded engine |", "|---|---|---|---|"]
+    lines = ["| model types | trainer | prefix trees, or why rows | embedded engine |", "|---|---|---|---|"]
     for reasons, names in sorted(rows.items(), key=lambda row: -len(row[1])):
         lines.append(f"| {', '.join(names)} | " + " | ".join(reasons) + " |")
     head = f"{len(found['types'])} model types of transformers {found['transformers']}, tiny and with random weights:"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -344,14 +344,22 @@ class Turn:
     """One turn of the policy within a rollout.
 
     Attributes:
-        end: number of rollout tokens up to and including the turn's last one.
+        end: number of the row's tokens up to and including the turn's last one.
         reward: reward of the turn.
         state: identifier of the environment's observation before the turn; equal numbers mean equal states.
+        call: number of the agent's call that sampled it, by which the turns of several rows are ordered; None is its
+            position among the turns.
     """
 
     end: int
     reward: float
     state: int
+    call: int | None = None
+
+
+def _plain(turns: tuple[Turn, ...] | None) -> tuple[Turn, ...] | None:
+    """The turns with rewards that are Python's numbers."""
+    return None if turns is None else tuple(replace(turn, reward=float(turn.reward)) for turn in turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +374,7 @@ class TokenRow:
     experts: ExpertChoices | None = None
     prompt_ids: tuple[int, ...] | None = None
     credit: float = 1.0
+    turns: tuple[Turn, ...] | None = None
 
     @property
     def num_own_tokens(self) -> int:
@@ -383,10 +392,14 @@ class Branch(TokenRow):
         prompt_ids: tokens that the branch follows, whose part that the policy sampled trains in another row.
         token_ids, logprobs, versions, loss_mask, head, experts: see `Completion`.
         credit: factor of the sample's advantage in this row.
+        turns: turns of the policy that train in this row; None if they are unknown.
     """
 
     prompt_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+
+
+Sample = TypeVar("Sample", bound="Completion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +421,8 @@ class Completion(TokenRow):
         loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
         reward: of the whole completion, from an engine with an environment; None until it is scored.
         reward_parts: the parts that the reward was combined from, by name; None of a reward without parts.
-        turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
+        turns: turns of the policy, whose rewards, with those of the branches' turns, sum to `reward`; None is a single
+            turn.
         head: recorded sampling distributions, if `sampling.head` is set.
         experts: experts chosen for prompt and completion, if `sampling.experts` is set.
         prompt_ids: tokens that the completion follows, where they are not those of its request: an agent writes its
@@ -423,7 +437,6 @@ class Completion(TokenRow):
     text: str = ""
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
-    turns: tuple[Turn, ...] | None = None
     branches: tuple[Branch, ...] = ()
 
     @property
@@ -431,6 +444,11 @@ class Completion(TokenRow):
         """Number of tokens that train, in all rows of the sample."""
         own = len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
         return own + sum(sum(branch.loss_mask) for branch in self.branches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all rows, whether they train or not."""
+        return sum(len(row.token_ids) for row in self.rows)
 
     @property
     def rows(self) -> tuple[TokenRow, ...]:
@@ -443,6 +461,20 @@ class Completion(TokenRow):
         if not self.branches:
             return self.versions
         return tuple(version for row in self.rows for version in row.versions)
+
+    def rewarded(self: Sample, amount: float) -> Sample:
+        """Copy with `amount` added to the reward of the turn that was sampled last, in whichever row."""
+        ends = [(turns[-1].call or 0, -n) for n, row in enumerate(self.rows) if (turns := row.turns)]
+        if not ends:
+            return self
+        number = -max(ends)[1]
+        *earlier, last = self.rows[number].turns or ()
+        changed = (*earlier, replace(last, reward=last.reward + amount))
+        if number == 0:
+            return replace(self, turns=changed)
+        branches = list(self.branches)
+        branches[number - 1] = replace(branches[number - 1], turns=changed)
+        return replace(self, branches=tuple(branches))
 
     def continuing(self, begun: Completion) -> Completion:
         """The completion with the tokens of `begun` before its own: it was sampled behind them."""
@@ -460,11 +492,12 @@ class Completion(TokenRow):
     def scored(self, reward: float) -> Rollout:
         """The completion with its reward, and the parts of a `Score`."""
         # float(): some rewards are numbers of numpy, and checkpoints hold none
-        turns = self.turns
-        if turns is not None:
-            turns = tuple(replace(turn, reward=float(turn.reward)) for turn in turns)
         parts = reward.parts if isinstance(reward, Score) else self.reward_parts
-        return Rollout(**(vars(self) | {"reward": float(reward), "reward_parts": parts, "turns": turns}))
+        plain = {
+            "turns": _plain(self.turns),
+            "branches": tuple(replace(b, turns=_plain(b.turns)) for b in self.branches),
+        }
+        return Rollout(**(vars(self) | plain | {"reward": float(reward), "reward_parts": parts}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,7 +527,7 @@ class Rollout(Completion):
     @property
     def num_policy_tokens(self) -> int:
         """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
-        return self.num_trained_tokens or sum(len(row.token_ids) for row in (self, *self.branches))
+        return self.num_trained_tokens or self.num_tokens
 
     @property
     def score(self) -> float:
@@ -502,19 +535,16 @@ class Rollout(Completion):
         return self.reward if self.reward_parts is None else Score(self.reward, self.reward_parts)
 
     def add_reward(self, amount: float, part: str) -> Rollout:
-        """Copy of the rollout with `amount` added to its reward and to that of its last turn.
+        """Copy of the rollout with `amount` added to its reward and to that of the turn that was sampled last.
 
         Where a reward has parts, the amount is one of them, under the name `part`.
         """
         if not amount and self.reward_parts is None:
             return self
-        turns = self.turns
-        if turns:
-            turns = (*turns[:-1], replace(turns[-1], reward=turns[-1].reward + amount))
         parts = self.reward_parts
         if parts is not None:
             parts = {**parts, part: parts.get(part, 0.0) + amount}
-        return replace(self, reward=self.reward + amount, reward_parts=parts, turns=turns)
+        return replace(self.rewarded(amount), reward=self.reward + amount, reward_parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -571,6 +601,7 @@ class RolloutBatch:
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         experts: `ExpertChoices` to replay for each token; None if not recorded.
+        as_rows: reason for which rows are computed separately, although `model.packing` is set; empty without one.
         source: number of the source of each row's prompt, for `SourceTeachers`; None without them.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
@@ -599,6 +630,7 @@ class RolloutBatch:
         head_logprobs: Float[Tensor, "B T k"] | None = None,
         behavior_entropy: Float[Tensor, "B T"] | None = None,
         experts: Int[Tensor, "B T n k"] | None = None,
+        as_rows: str = "",
         source: Int[Tensor, " B"] | None = None,
         step: int | None = None,
         micro_batch: int = 0,
@@ -624,6 +656,7 @@ class RolloutBatch:
         self.head_logprobs = head_logprobs
         self.behavior_entropy = behavior_entropy
         self.experts = experts
+        self.as_rows = as_rows
         self.source = source
         self.step = step
         self.micro_batch = micro_batch
@@ -631,6 +664,11 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def tree_groups(self) -> Int[Tensor, " B"] | None:
+        """Group of each row, within which a policy may compute shared prefixes once; None for separate rows."""
+        return None if self.as_rows else self.group_index
 
     def replace(self, **changes: Any) -> RolloutBatch:
         """Copy of the batch with some fields changed."""

@@ -103,6 +103,43 @@ def packing(device: str) -> dict[str, float]:
     return {"speedup": rows_s / shared_s, "error": error, "tflops_float32": flops / rows_s / 1e12}
 
 
+def _branches(lm: PreTrainedModel, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+    """Rows of an agent: two groups of four episodes, of four branches each; a token trains in the first of its rows."""
+    generator = torch.Generator().manual_seed(3)
+    prompt, shared, own = sizes
+    parts = [
+        torch.randint(2, lm.config.vocab_size, (*shape, size), generator=generator).expand(2, 4, 4, -1)
+        for shape, size in (((2, 1, 1), prompt), ((2, 4, 1), shared), ((2, 4, 4), own))
+    ]
+    ids = torch.cat(parts, -1).flatten(0, 2).to(lm.device)
+    mask = torch.zeros(2, 4, 4, prompt + shared + own, dtype=torch.bool)
+    mask[..., prompt + shared :] = True
+    mask[:, :, 0, prompt:] = True
+    return ids, mask.flatten(0, 2).to(lm.device), torch.arange(2, device=lm.device).repeat_interleave(16)
+
+
+def trees(device: str) -> dict[str, float]:
+    """Prefix trees of branches have the log-probabilities and gradients of plain rows, in each attention."""
+    plain = model(device)
+    batch = _branches(plain, (256, 96, 48) if device == "cuda" else (48, 24, 12))
+    rows = CausalPolicy(plain)
+    found = {}
+    expected = _step(rows, batch)
+    gradient = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    rows_s = timed(lambda: _step(rows, batch), device)
+    for kind in ("flex_attention", "sdpa") if device == "cuda" else ("sdpa",):
+        packed = model(device, attn_implementation=kind)
+        policy = CausalPolicy(packed, packing=PrefixTreePacking())
+        error = (_step(policy, batch) - expected)[batch[1]].abs().max().item()
+        require(error < 1e-3, f"{kind}: log-probabilities differ by {error:.2g}")
+        other = torch.cat([p.grad.flatten() for p in packed.parameters() if p.grad is not None])
+        relative = ((other - gradient).norm() / gradient.norm()).item()
+        require(relative < 1e-3, f"{kind}: gradients differ by {relative:.2g} of their norm")
+        seconds = timed(lambda policy=policy: _step(policy, batch), device)
+        found |= {f"speedup_{kind}": rows_s / seconds, f"error_{kind}": error, f"gradient_{kind}": relative}
+    return found
+
+
 def bfloat16(device: str) -> dict[str, float]:
     """A step with weights in float32 and products in bfloat16 stays close to one in float32."""
     lm = model(device)
@@ -281,7 +318,7 @@ def flash_attention(device: str) -> dict[str, float]:
 
 
 CHECKS: dict[str, Callable[[str], dict[str, float]]] = {
-    **{check.__name__: check for check in (machine, embedded, packing, bfloat16, compiled, overlap)},
+    **{check.__name__: check for check in (machine, embedded, packing, trees, bfloat16, compiled, overlap)},
     **{check.__name__: check for check in (flash_attention, train_0_5b, engine_0_5b, train_1_5b, engine_1_5b)},
     **{check.__name__: check for check in (training, fsdp2, vllm, vllm_delta, sleep, ipc, nccl)},
     **{check.__name__: check for check in (vllm_0_5b, vllm_1_5b)},

@@ -4,13 +4,18 @@
 
 Each tree is computed in three ways that alternate: padded rows, the tree split at its branches, and the tree with a
 dense mask. Seconds are of processor time, ratios are medians of pairs. `tokens` and `pairs` are what the tree saves by
-count (`PackedRows`), as ratios of rows to tree; `share_of_tokens` is the measured ratio of times divided by that of
-tokens. `kept_mib` is the memory of the tensors that a pass keeps for its backward pass, without parameters.
+count (`PackedRows`), as ratios of rows to tree, and `former` is what it saves against a packing that shares only what
+all rows of the group begin with. `share_of_tokens` is the measured ratio of times divided by that of tokens,
+`share_of_operations` by that of 6 H + pairs for each token (`tree_attention.py`), for a mask with all of its L^2 pairs.
+
+`kept_mib` is the memory of the tensors that a pass keeps for its backward pass, without parameters. By the formula it
+is that of rows, divided by the ratio of tokens, and 4 L^2 bytes in each layer for a mask; `over_formula` is the ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -34,8 +39,13 @@ TREES = {
     "8 completions of 64, prompt 448": ((448, 8), (64, 0)),
     "8 completions of 128, prompt 512": ((512, 8), (128, 0)),
     "4 branches, twice, prompt 512": ((512, 4), (64, 4), (32, 0)),
+    "2 levels, 512 tokens": ((256, 8), (32, 0)),
+    "5 levels, 512 tokens": ((112, 2), (48, 2), (28, 2), (12, 2), (6, 0)),
     "3 levels of pairs": ((256, 2), (128, 2), (64, 2), (32, 0)),
+    "4 levels of pairs": ((512, 2), (256, 2), (128, 2), (64, 0)),
     "5 levels of pairs": ((512, 2), (256, 2), (128, 2), (64, 2), (32, 0)),
+    "3 levels, 4096 tokens": ((1024, 4), (256, 4), (128, 0)),
+    "5 levels, 4096 tokens": ((768, 2), (416, 2), (208, 2), (104, 2), (52, 0)),
     "agent: 8 episodes of 4 branches, system prompt 512": ((512, 8), (96, 4), (48, 0)),
     "4 completions of 512, prompt 1536": ((1536, 4), (512, 0)),
 }
@@ -79,8 +89,8 @@ def kept_bytes(policy: CausalPolicy, batch: Batch) -> int:
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()  # itself would refer to its graph, which would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy(batch[0], batch[1], group_index=batch[2])
@@ -115,6 +125,16 @@ def measure(lm: LlamaForCausalLM, levels: tuple[tuple[int, int], ...], repeats: 
     num_rows = ids.shape[0]
     length = ids.shape[1] - 1
     tokens = num_rows * length / chosen.num_tokens
+    shared = int((ids == ids[:1]).all(0).cumprod(0).sum())
+    former = shared + num_rows * (length - shared)
+    hidden = lm.config.hidden_size
+    of_rows = num_rows * length * (6 * hidden + (length + 1) / 2)
+    operations = {
+        "split": of_rows / (6 * hidden * chosen.num_tokens + chosen.num_pairs),
+        "mask": of_rows / (chosen.num_tokens * (6 * hidden + chosen.num_tokens)),
+    }
+    formula = dict.fromkeys(WAYS[1:], kept["rows"] / tokens)
+    formula["mask"] += 4 * chosen.num_tokens**2 * lm.config.num_hidden_layers
     times = {
         way: statistics.median(r / t for r, t in zip(seconds["rows"], seconds[way], strict=True)) for way in WAYS[1:]
     }
@@ -126,7 +146,10 @@ def measure(lm: LlamaForCausalLM, levels: tuple[tuple[int, int], ...], repeats: 
         "chosen": "split" if is_split else "mask",
         "seconds": {way: statistics.median(values) for way, values in seconds.items()},
         "time": times,
+        "former": former / chosen.num_tokens,
         "share_of_tokens": {way: ratio / tokens for way, ratio in times.items()},
+        "share_of_operations": {way: ratio / operations[way] for way, ratio in times.items()},
+        "over_formula": {way: kept[way] / size for way, size in formula.items()},
         "kept_mib": {way: size / 2**20 for way, size in kept.items()},
     }
 
@@ -137,6 +160,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="results of trees, of which those that it has are skipped")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -150,9 +174,13 @@ def main() -> None:
         max_position_embeddings=2**16,
     )
     lm = LlamaForCausalLM(config)
-    trees = {}
+    trees = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else {}
     for name, levels in TREES.items():
+        if name in trees:
+            continue
         trees[name] = found = measure(lm, levels, args.repeats)
+        if args.out is not None:
+            args.out.write_text(json.dumps(trees))
         print(
             f"{name}: {found['tokens_of_tree']} tokens, {found['tokens']:.2f} times fewer; time "
             + ", ".join(f"{way} {found['time'][way]:.2f} ({found['share_of_tokens'][way]:.2f})" for way in WAYS[1:])
@@ -160,13 +188,14 @@ def main() -> None:
             flush=True,
         )
     if args.output is not None:
-        write_measurement(args.output, as_measurement(trees, args.hidden, args.layers))
+        write_measurement(args.output, as_measurement({name: trees[name] for name in TREES}, args.hidden, args.layers))
 
 
 def as_measurement(trees: dict[str, Any], hidden: int, layers: int) -> dict[str, Any]:
     """The table of the documentation."""
     times = ["time of rows / split", "of rows / mask"]
     columns = ["tree", "tokens", "fewer tokens", *times, *(f"kept, {way}" for way in WAYS)]
+    columns += ["fewer than formerly", "split / tokens", "mask / operations", "kept / formula"]
     rows = [
         [
             name,
@@ -174,6 +203,10 @@ def as_measurement(trees: dict[str, Any], hidden: int, layers: int) -> dict[str,
             round(found["tokens"], 2),
             *(round(found["time"][way], 2) for way in WAYS[1:]),
             *(f"{found['kept_mib'][way]:.0f} MiB" for way in WAYS),
+            round(found["former"], 2),
+            round(found["share_of_tokens"]["split"], 2),
+            round(found["share_of_operations"]["mask"], 2),
+            round(max(found["over_formula"].values()), 2),
         ]
         for name, found in trees.items()
     ]

@@ -194,7 +194,7 @@ class EngineCheck(pl.Callback):
                 mask,
                 few.temperature,
                 entropy_grad=False,
-                group_index=few.group_index,
+                group_index=few.tree_groups,
                 head_ids=few.head_ids,
             )
             stats = on_support(stats, few)

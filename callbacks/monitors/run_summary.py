@@ -16,7 +16,7 @@ from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_row
 from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
 from lit_async_rl.callbacks.monitors.reward_hacking import RewardHackingMonitor
-from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor
+from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor, ThroughputMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
@@ -117,6 +117,8 @@ class RunSummary(pl.Callback):
                 if math.isnan(mean):  # no token was trained on
                     continue
                 table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")
+            if isinstance(monitor, ThroughputMonitor) and (computed := monitor.computed_share()) is not None:
+                table.add_row("tokens computed", f"{computed:.0%} of those of separate rows")
         if self.stats is not None and self._is_replay:
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time, for the tape")
             table.add_row("tokens replayed", f"{self.stats.num_tokens:,}")

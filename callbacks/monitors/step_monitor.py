@@ -375,6 +375,8 @@ class ThroughputMonitor(StepMonitor):
     * `sample/queue_size`, `sample/unfinished`: finished groups that wait for training, and groups being sampled.
     * `sample/total_tokens`: tokens generated since the run began, before a resume, too.
     * `sample/lost`: groups dropped in the step: redundant ones (`redundant_groups`), or by a full `ring`.
+    * `perf/computed_share`: tokens that a pass over the step computes, over those of separate rows, with
+      `model.packing`; 1 where rows are computed separately.
 
     A replay of a tape has neither engine nor queue, and logs no `perf/engine_idle_share` and no other `sample/*`.
     """
@@ -384,6 +386,10 @@ class ThroughputMonitor(StepMonitor):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = SumMetric()
+        self.computed = SumMetric()
+        self.in_rows = SumMetric()
+        self.run_computed = SumMetric()  # of the whole run, for the summary
+        self.run_in_rows = SumMetric()
         self._began = 0.0
         self._previous_stats: ProducerStats | None = None
         self._total_tokens = 0
@@ -395,6 +401,20 @@ class ThroughputMonitor(StepMonitor):
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         self.tokens.update(batch.loss_mask.sum().cpu())
+        signals: Any = getattr(pl_module, "stabilizer_signals", {})
+        num_tokens = signals.get("num_tokens")
+        if batch.as_rows:
+            num_tokens = [int(batch.attention_mask.sum()) - len(batch)] * 2  # a row's last token is not computed
+        if num_tokens is not None:
+            computed, in_rows = map(float, num_tokens)
+            self.computed.update(computed)
+            self.run_computed.update(computed)
+            self.in_rows.update(in_rows)
+            self.run_in_rows.update(in_rows)
+
+    def computed_share(self) -> float | None:
+        """Tokens computed in the run so far, over those of separate rows; None without packing. A collective."""
+        return _share(self.run_computed, self.run_in_rows)
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         now = time.monotonic()
@@ -403,6 +423,10 @@ class ThroughputMonitor(StepMonitor):
         tokens = float(self.tokens.compute()) * data_parallel(trainer)[0] / trainer.world_size
         self.tokens.reset()
         values = {"perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
+        if (share := _share(self.computed, self.in_rows)) is not None:
+            values["perf/computed_share"] = share
+        self.computed.reset()
+        self.in_rows.reset()
         data = rollout_data(trainer, "ThroughputMonitor")
         stats = data.stats()
         if stats is not None:
@@ -435,6 +459,14 @@ class ThroughputMonitor(StepMonitor):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._total_tokens = state_dict["total_tokens"]
+
+
+def _share(part: SumMetric, whole: SumMetric) -> float | None:
+    """Share of two sums over all ranks; None without any, which is so on all ranks."""
+    if not whole.update_called:
+        return None
+    total = float(whole.compute())
+    return float(part.compute()) / total if total else None
 
 
 # -- Length, duration and difficulty of dropped groups compared with trained ones -------------------------------------

@@ -76,7 +76,7 @@ class WeightSync(pl.Callback):
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
         data.keep_groups_whole = module.wants_whole_groups
-        data.shares_prefixes = module.policy.packing is not None
+        data.tree_costs = module.policy.tree_costs
         data.needs_single_rows = module.objective.needs_single_rows
         data.source_of = module.objective.source_of
         trainer.accumulate_grad_batches = data.micro_batches_per_step

@@ -41,13 +41,10 @@ class AdvantageEstimator(ABC):
         return self.estimate(rewards, lengths)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each completion token of each rollout; by default that of the rollout."""
+        """Advantage of each token of each rollout, those of branches behind its own; by default that of the rollout."""
         rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
         values = self(rewards, [[rollout.num_policy_tokens for rollout in group.rollouts] for group in groups])
-        return [
-            [[value] * len(rollout.token_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
-            for group, row in zip(groups, values, strict=True)
-        ]
+        return _of_tokens(groups, values)
 
     @abstractmethod
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
@@ -182,7 +179,7 @@ class GDPO(AdvantageEstimator):
         check_range("GDPO.weights", "finite", **self.weights)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each completion token, from the parts of the rewards.
+        """Advantage of each token, from the parts of the rewards.
 
         Raises:
             ValueError: `weights` names a part that no rollout of the step has.
@@ -193,11 +190,7 @@ class GDPO(AdvantageEstimator):
             raise ValueError(
                 f"GDPO.weights names {', '.join(unknown)}, but the rewards have {', '.join(sorted(known))}"
             )
-        values = self._over_step([self._of_group(group) for group in parts])
-        return [
-            [[value] * len(rollout.token_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
-            for group, row in zip(groups, values, strict=True)
-        ]
+        return _of_tokens(groups, self._over_step([self._of_group(group) for group in parts]))
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards without parts: normalised within the group, and then over the step."""
@@ -288,6 +281,14 @@ class LogMeanExp(AdvantageEstimator):
         return result
 
 
+def _of_tokens(groups: Sequence[RolloutGroup], values: Rewards) -> list[list[list[float]]]:
+    """Values of rollouts for each of their tokens, those of branches included."""
+    return [
+        [[value] * rollout.num_tokens for rollout, value in zip(group.rollouts, row, strict=True)]
+        for group, row in zip(groups, values, strict=True)
+    ]
+
+
 def centered(values: Sequence[float]) -> list[float]:
     """Values minus their mean; exactly 0 if all are equal.
 
@@ -311,18 +312,32 @@ def _std(differences: Sequence[float], ddof: int) -> float:
 
 
 # -- Turn-level advantage estimators for multi-turn rollouts: each turn has its own advantage -------------------------
-# A rollout without `turns` is one turn. r_k is the reward of turn k, G_k = sum_{j >= k} gamma^(j - k) r_j its return.
+# Turns of all rows of a rollout are ordered by the agent's calls: s_k is the number of turn k's call among those whose
+# replies train, which is its position where nothing branches. A rollout without `turns` is one turn. r_k is the reward
+# of turn k, and its return is what was rewarded from its call on, in whichever branch:
+#
+#     G_k = sum over j with s_j >= s_k of gamma^(s_j - s_k) r_j
 
 
 Turns = Sequence[Sequence[Turn]]  # of the rollouts of one group
 
 
+def steps_of(turns: Sequence[Turn]) -> list[int]:
+    """Number s_k of each turn's call among those of the turns; the position of a turn whose call is unknown."""
+    calls = [n if turn.call is None else turn.call for n, turn in enumerate(turns)]
+    numbers = {call: n for n, call in enumerate(sorted(set(calls)))}
+    return [numbers[call] for call in calls]
+
+
 def returns(turns: Sequence[Turn], gamma: float) -> list[float]:
     """Discounted return G_k of each turn."""
-    result: list[float] = []
-    for turn in reversed(turns):
-        result.insert(0, turn.reward + gamma * (result[0] if result else 0.0))
-    return result
+    steps = steps_of(turns)
+    to_go = [0.0] * (max(steps, default=-1) + 1)
+    for step, turn in zip(steps, turns, strict=True):
+        to_go[step] += turn.reward
+    for step in reversed(range(len(to_go) - 1)):
+        to_go[step] += gamma * to_go[step + 1]
+    return [to_go[step] for step in steps]
 
 
 class TurnAdvantageEstimator(AdvantageEstimator):
@@ -330,7 +345,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
 
     @abstractmethod
     def of_group(self, turns: Turns) -> list[list[float]]:
-        """Advantage of each turn of each rollout of a group; `turns` has one list per rollout."""
+        """Advantage of each turn of each rollout of a group; `turns` has one list per rollout, row by row."""
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Advantages of single-turn rollouts."""
@@ -338,18 +353,34 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         return [[row[0] for row in self.of_group(group)] for group in groups]
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each token, taken from its turn; environment tokens (which do not train) from the next turn."""
+        """Advantage of each token, taken from its turn; environment tokens (which do not train) from the next turn.
+
+        Raises:
+            ValueError: a rollout has branches, and the turns of one are unknown.
+        """
         result = []
         for group in groups:
-            turns = [_turns(rollout) for rollout in group.rollouts]
-            rows = zip(group.rollouts, turns, self.of_group(turns), strict=True)
-            result.append([_spread(rollout, own, values) for rollout, own, values in rows])
+            rows = [self._turns(rollout) for rollout in group.rollouts]
+            values = self.of_group([[turn for turns, _ in own for turn in turns] for own in rows])
+            result.append([_spread(*one) for one in zip(rows, values, strict=True)])
         return result
+
+    def _turns(self, rollout: Rollout) -> list[tuple[Sequence[Turn], int]]:
+        """Turns and number of tokens of each row of a rollout; one turn of all rows where it has none."""
+        if not rollout.turns:
+            return [([Turn(end=rollout.num_tokens, reward=rollout.reward, state=0)], rollout.num_tokens)]
+        if not all(row.turns for row in rollout.rows):
+            raise ValueError(
+                f"data.advantage={type(self).__name__} needs the turns of each branch of an agent's conversation, but "
+                "a rollout has branches without: an earlier version recorded it, or an engine that does not give them. "
+                "Use an advantage of whole rollouts: GroupMeanStd"
+            )
+        return [(row.turns or (), len(row.token_ids)) for row in rollout.rows]
 
 
 @dataclass(frozen=True)
 class TurnReturns(TurnAdvantageEstimator):
-    """A_k = G_k - mean of the group's G_k at turn k, over the rollouts with a turn k; optionally / (std + eps).
+    """A_k = G_k - mean of the group's G_k with the same s_k; optionally / (std + eps).
 
     Reward-to-go with a baseline per turn; equal to `GroupMean` or `GroupMeanStd` for single-turn rollouts. Not from a
     paper. With gamma 1 and a reward in the last turn only, the baseline is the mean over the rollouts still running.
@@ -373,8 +404,7 @@ class TurnReturns(TurnAdvantageEstimator):
     def of_group(self, turns: Turns) -> list[list[float]]:
         """Returns minus their mean at the same turn."""
         to_go = [returns(own, self.gamma) for own in turns]
-        places = [range(len(own)) for own in turns]
-        return _relative(to_go, places, self.standardize, eps=self.eps)
+        return _relative(to_go, [steps_of(own) for own in turns], self.standardize, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -432,16 +462,17 @@ def _relative(
     return result
 
 
-def _turns(rollout: Rollout) -> Sequence[Turn]:
-    return rollout.turns or [Turn(end=len(rollout.token_ids), reward=rollout.reward, state=0)]
-
-
-def _spread(rollout: Rollout, turns: Sequence[Turn], values: Sequence[float]) -> list[float]:
+def _spread(rows: Sequence[tuple[Sequence[Turn], int]], values: Sequence[float]) -> list[float]:
+    """Values of turns for the tokens of each row of a rollout, one row after the other."""
+    rest = iter(values)
     tokens: list[float] = []
-    for turn, value in zip(turns, values, strict=True):
-        tokens += [value] * (turn.end - len(tokens))
-    if len(tokens) != len(rollout.token_ids):
-        raise InvariantError("the last turn must end at the last token of the rollout")
+    for turns, length in rows:
+        row: list[float] = []
+        for turn in turns:
+            row += [next(rest)] * (turn.end - len(row))
+        if len(row) != length:
+            raise InvariantError("the last turn must end at the last token of the rollout")
+        tokens += row
     return tokens
 
 

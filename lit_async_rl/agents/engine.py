@@ -414,15 +414,9 @@ def _template(name: str | None) -> str | None:
 
 
 def _with_reward(completion: Completion, result: AgentResult) -> Completion:
-    """The sample with its reward, which is that of its last turn."""
-    turns = completion.turns or ()
+    """The sample with its reward, which is that of the turn that was sampled last."""
     reward = float(result.reward)
-    return replace(
-        completion,
-        reward=reward,
-        reward_parts=dict(result.parts) or None,
-        turns=(*turns[:-1], *(replace(turn, reward=reward) for turn in turns[-1:])),
-    )
+    return replace(completion.rewarded(reward), reward=reward, reward_parts=dict(result.parts) or None)
 
 
 def load_agent(agent: Agent | str, setting: str = "data.engine.agent") -> Agent:

@@ -7,7 +7,6 @@ main conversation's before all others.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -84,6 +83,7 @@ def _row(leaf: SampledTurn, taken: set[int]) -> Row:
     versions: list[int] = []
     loss_mask: list[bool] = []
     heads: list[SamplerHead] = []
+    turns: list[Turn] = []
     for n, turn in enumerate(path[begin:]):
         sampled = turn.completion
         num_given = len(turn.given_ids) if n else 0
@@ -93,6 +93,7 @@ def _row(leaf: SampledTurn, taken: set[int]) -> Row:
         loss_mask += (*[False] * num_given, *[True] * len(sampled.token_ids))
         if sampled.head is not None:
             heads += (blank_head(num_given, sampled.head.width), sampled.head)
+        turns.append(Turn(len(token_ids), 0.0, hash63(turn.given_text), call=turn.call))
     return Row(
         tokens=Branch(
             prompt_ids=prompt_ids,
@@ -102,6 +103,7 @@ def _row(leaf: SampledTurn, taken: set[int]) -> Row:
             loss_mask=tuple(loss_mask),
             head=join_heads(heads) if heads else None,
             experts=_experts(path, len(prompt_ids) + len(token_ids) - 1),
+            turns=tuple(turns),
         ),
         own=tuple(path[begin:]),
         leaf=leaf,
@@ -123,7 +125,7 @@ def completion_of(
     turns: Sequence[SampledTurn],
     credit: BranchCredit,
 ) -> Completion:
-    """The sample without its reward; its turns are those of the main conversation.
+    """The sample without its reward.
 
     Raises:
         EnvironmentFailure: no turn of the policy trains.
@@ -136,9 +138,6 @@ def completion_of(
     if len(credits) != len(rows) or not all(map(math.isfinite, credits)):
         raise ValueError(f"{type(credit).__name__} must return {len(rows)} finite numbers, got {credits}")
     main = rows[0].tokens
-    ends = itertools.accumulate(
-        len(turn.completion.token_ids) + (len(turn.given_ids) if n else 0) for n, turn in enumerate(rows[0].own)
-    )
     reason: FinishReason = "length" if rows[0].leaf.completion.finish_reason == "length" else "stop"
     return Completion(
         request_id=request.id,
@@ -148,7 +147,7 @@ def completion_of(
         versions=main.versions,
         finish_reason=reason,
         loss_mask=main.loss_mask,
-        turns=tuple(Turn(end, 0.0, hash63(turn.given_text)) for end, turn in zip(ends, rows[0].own, strict=True)),
+        turns=main.turns,
         head=main.head,
         experts=main.experts,
         prompt_ids=None if main.prompt_ids == request.prompt_ids else main.prompt_ids,

@@ -1,10 +1,11 @@
 """Collates the groups of one optimizer step into padded micro-batches.
 
 B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches: the advantage of a
-branch is that of its rollout times its credit, and the token weight is that of its rollout, whose length counts the
-tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into contiguous runs, which
-minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are shared, groups are, by
-the tokens of their trees (`lit_async_rl.data.tree_cuts`).
+token is that of its rollout, or of its turn, times the credit of its row, and the token weight is that of its rollout,
+whose length counts the tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into
+contiguous runs, which minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are
+shared, groups are, by the tokens of their trees (`lit_async_rl.data.tree_cuts`), unless separate rows would take less
+time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from functools import partial
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +22,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
-from lit_async_rl.data.tree_cuts import split_trees
+from lit_async_rl.data.tree_cuts import TreePart, split_trees
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
+from lit_async_rl.models.packing import TreeCosts
 from lit_async_rl.types import (
     OWN_CHOICE,
     Prompt,
@@ -72,6 +75,7 @@ def collate_step(
     truncated: bool = False,
     keep_groups_whole: bool = False,
     shares_prefixes: bool = False,
+    tree_costs: TreeCosts | None = None,
     needs_single_rows: str = "",
     source_of: Callable[[Prompt], int] | None = None,
 ) -> list[RolloutBatch]:
@@ -79,11 +83,12 @@ def collate_step(
 
     Groups are sorted by admission first, so the result does not depend on the order in which they finished. With
     `keep_groups_whole` no group is split over micro-batches. With `shares_prefixes` micro-batches are balanced by the
-    tokens that `PrefixTreePacking` computes, and a group that is larger than a micro-batch is cut.
+    tokens that `PrefixTreePacking` computes, and a group that is larger than a micro-batch is cut; with `tree_costs`
+    they are, too, if that takes less time than separate rows.
 
     Raises:
         ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the
-            remedy), or its tokens have different advantages.
+            remedy), or `advantage` does not give one value for each of its tokens.
     """
     whole = sorted(groups, key=lambda group: group.index)
     advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
@@ -103,11 +108,10 @@ def collate_step(
                     f"{needs_single_rows}, or an agent with an unbranched conversation: this agent's conversation has "
                     "branches, so a rollout has several rows"
                 )
-            if rollout.branches and len(set(values)) > 1:
+            if len(values) != rollout.num_tokens:
                 raise ValueError(
-                    f"data.advantage={type(advantage).__name__} gives the tokens of a rollout different advantages, "
-                    "but the branches of an agent's conversation must share one advantage. Use an advantage with one "
-                    "value per rollout: GroupMeanStd"
+                    f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each of a "
+                    f"rollout's {rollout.num_tokens} tokens, those of branches behind its own, got {len(values)}"
                 )
     groups_of_rows = [
         [
@@ -116,46 +120,58 @@ def collate_step(
                 row,
                 reward=rollout.reward if row is rollout else math.nan,
                 num_policy_tokens=length,
-                # of a branch: that of the whole rollout, which all of its tokens have
-                advantages=[
-                    value * row.credit for value in (values if row is rollout else values[:1] * len(row.token_ids))
-                ],
+                advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
                 token_weight=token_weight,
                 group_index=group.index,
                 rollout_index=(group.index, number),
                 max_staleness=group.max_staleness,
             )
             for number, (rollout, values, token_weight, length) in enumerate(
-                zip(group.rollouts, rows, weights, num_policy_tokens, strict=False)
+                zip(group.rollouts, map(iter, rows), weights, num_policy_tokens, strict=False)
             )
             for row in (rollout, *rollout.branches)
         ]
         for group, rows in zip(groups, advantages, strict=True)
     ]
-    units = [_by_rollout(rows) for rows in groups_of_rows]
-    if shares_prefixes:
-        parts = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
-    else:
-        parts = split_units(
-            groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
-        )
     rollouts = [row for group in groups for rollout in group.rollouts for row in (rollout, *rollout.branches)]
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError("completions from truncated sampling do not record which tokens could be chosen")
-    batches = [
-        _pad(
-            part,
-            pad_token_id=pad_token_id,
-            temperature=temperature,
-            truncated=truncated,
-            head_width=head_width,
-            experts_shape=experts_shape,
-        )
-        for part in parts
-    ]
+    pad = partial(
+        _pad,
+        pad_token_id=pad_token_id,
+        temperature=temperature,
+        truncated=truncated,
+        head_width=head_width,
+        experts_shape=experts_shape,
+    )
+    units = [_by_rollout(rows) for rows in groups_of_rows]
+    parts: Sequence[list[_Row]] = split_units(
+        groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
+    )
+    reason = ""
+    if shares_prefixes or tree_costs is not None:
+        trees = split_trees(units, num_micro_batches, keep_whole=keep_groups_whole)
+        reason = "" if tree_costs is None else _why_rows(trees, parts, tree_costs)
+        parts = parts if reason else [part.rows for part in trees]
+    batches = [pad(part).replace(as_rows=reason) for part in parts]
     return batches if source_of is None else _with_sources(batches, groups, source_of)
+
+
+def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]], costs: TreeCosts) -> str:
+    """Reason for separate rows, by estimate; empty if trees cost less."""
+    rows = [part for part in separate if part]
+    longest = max(map(_longest, rows), default=0)
+    if longest - 1 > costs.window:  # the last token is not computed
+        return f"the longest has {longest} tokens, and the model's attention window {costs.window}"
+    if sum(costs.of_trees(part.trees) for part in parts) <= sum(
+        costs.of_rows(len(part), _longest(part)) for part in rows
+    ):
+        return ""
+    computed = sum(tree.num_tokens for part in parts for tree in part.trees)
+    share = 1 - computed / sum(row.length for part in rows for row in part)
+    return f"trees would take longer, because rows have {share:.0%} of their tokens in common"
 
 
 def _with_sources(

@@ -5,6 +5,7 @@ Training takes its micro-batches from `RolloutFeed`, validation its prompts from
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
+from lit_async_rl.models.packing import TreeCosts
 from lit_async_rl.models.run_clock import use_run_time
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.curriculum import Curriculum
@@ -52,6 +54,7 @@ from lit_async_rl.utils.checks import MANY, check_kinds, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows
 
+log = logging.getLogger(__name__)
 REWARD_STATE = "reward_state"  # in a checkpoint: of a reward that has one
 BEGAN = "began"  # in a checkpoint: when the run began, in local time
 
@@ -103,7 +106,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Attributes:
         keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
-        shares_prefixes: whether prefixes are computed once, so that micro-batches are cut along trees; likewise.
+        tree_costs: of a policy that computes prefixes once, so that micro-batches are cut along trees; likewise.
         needs_single_rows: setting that a rollout of several rows is refused with, and its remedy; likewise.
         source_of: number of the source of a prompt, where each has a teacher; likewise.
         configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
@@ -184,7 +187,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replay = replay
         self.validation = validation
         self.keep_groups_whole = False
-        self.shares_prefixes = False
+        self.tree_costs: TreeCosts | None = None
+        self._has_said_rows = False
         self.needs_single_rows = ""
         self.source_of: Callable[[Prompt], int] | None = None
         rules.refuse(
@@ -292,18 +296,27 @@ class RolloutDataModule(pl.LightningDataModule):
         return producer
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
-        return collate_step(
+        batches = collate_step(
             groups,
             advantage=self.advantage,
             pad_token_id=self.codec.pad_token_id,
             temperature=self.sampling.temperature,
             truncated=self.sampling.truncates and self.engine.has_model,
             keep_groups_whole=self.keep_groups_whole,
-            shares_prefixes=self.shares_prefixes,
+            tree_costs=self.tree_costs,
             needs_single_rows=self.needs_single_rows,
             source_of=self.source_of,
             **settings,
         )
+        if (reason := batches[0].as_rows) and not self._has_said_rows:
+            self._has_said_rows = True
+            log.warning("model.packing: rows are computed separately where that is better, as in this step: %s", reason)
+        return batches
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prefixes are computed once."""
+        return self.tree_costs is not None
 
     # -- model and tokenizer ------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ common is computed in each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol, TypeVar, runtime_checkable
+from itertools import groupby, pairwise
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from lit_async_rl.models.tree_attention import TreeWork
 
 
 @runtime_checkable
@@ -23,6 +25,14 @@ class TokenSequence(Protocol):
 
 
 Row = TypeVar("Row", bound=TokenSequence)
+
+
+@dataclass(frozen=True)
+class TreePart(Generic[Row]):
+    """A micro-batch: its rows, and the work of each of its trees."""
+
+    rows: list[Row]
+    trees: list[TreeWork]
 
 
 @dataclass(frozen=True)
@@ -45,13 +55,29 @@ class TreeSizes:
 
     def of_part(self, numbers: Sequence[int]) -> int:
         """Number of tokens of the tree of some rows, by their numbers in ascending order."""
-        total = 0
+        return sum(length - shared for length, shared in self._rows(numbers))
+
+    def work(self, numbers: Sequence[int]) -> TreeWork:
+        """Work of the tree of some rows, likewise."""
+        rows = list(self._rows(numbers))
+        pairs = sum(length * (length + 1) - shared * (shared + 1) for length, shared in rows) // 2
+        num_branchings = 0
+        depths = [0]  # of the branchings on the path to the present row
+        for _, shared in rows:
+            while depths[-1] > shared:
+                depths.pop()
+            if depths[-1] < shared:
+                depths.append(shared)
+                num_branchings += 1
+        num_tokens = sum(length - shared for length, shared in rows)
+        return TreeWork(num_tokens, pairs, num_calls=len(rows) + 2 * num_branchings)
+
+    def _rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Length of each row, and number of its tokens that earlier ones have."""
         before = None
         for number in numbers:
-            shared = 0 if before is None else min(self.common[before + 1 : number + 1])
-            total += self.lengths[number] - shared
+            yield self.lengths[number], 0 if before is None else min(self.common[before + 1 : number + 1])
             before = number
-        return total
 
 
 def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -67,7 +93,7 @@ def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return low
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Tree:
     """A group: its rollouts by the order of their first rows, and the numbers of the rows of each."""
 
@@ -82,7 +108,14 @@ class _Tree:
 
     def of_part(self, rollouts: Sequence[int]) -> int:
         """Number of tokens of some rollouts."""
-        return self.sizes.of_part(sorted(number for n in rollouts for number in self.numbers[n]))
+        return self.sizes.of_part(self._numbers(rollouts))
+
+    def work(self, rollouts: Sequence[int]) -> TreeWork:
+        """Work of some rollouts."""
+        return self.sizes.work(self._numbers(rollouts))
+
+    def _numbers(self, rollouts: Sequence[int]) -> list[int]:
+        return sorted(number for n in rollouts for number in self.numbers[n])
 
 
 def tree_size(rollouts: Sequence[Sequence[TokenSequence]]) -> int:
@@ -99,8 +132,8 @@ def _tree(rollouts: Sequence[Sequence[TokenSequence]]) -> _Tree:
     return _Tree([rollouts[n] for n in numbers], list(numbers.values()), sizes)
 
 
-def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_whole: bool) -> list[list[Row]]:
-    """Partitions groups into `num_parts` lists of rows, of which the largest tree is as small as this search finds.
+def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_whole: bool) -> list[TreePart[Row]]:
+    """Partitions groups into `num_parts` parts, of which the largest is as small as this search finds.
 
     Groups are sorted by size. Parts may be empty.
 
@@ -113,15 +146,19 @@ def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_
     sizes = [tree.size for tree in trees]
     low = max((tree.size if keep_whole else _largest(tree) for tree in trees), default=0)
     high = sum(sizes)
+    low = max(low, -(-high // num_parts))
     while low < high:
         middle = (low + high) // 2
         if len(_fill(trees, sizes, middle, keep_whole=keep_whole)) <= num_parts:
             high = middle
         else:
             low = middle + 1
-    parts = _fill(trees, sizes, high, keep_whole=keep_whole)
-    found: list[list[Row]] = [[row for tree, n in part for row in tree.rollouts[n]] for part in parts]  # type: ignore[misc]
-    return found + [[] for _ in range(num_parts - len(found))]
+    found: list[TreePart[Row]] = []
+    for part in _fill(trees, sizes, high, keep_whole=keep_whole):
+        rows: Any = [row for tree, n in part for row in tree.rollouts[n]]
+        members = [(tree, [n for _, n in pieces]) for tree, pieces in groupby(part, key=lambda piece: piece[0])]
+        found.append(TreePart(rows, [tree.work(rollouts) for tree, rollouts in members]))
+    return found + [TreePart([], []) for _ in range(num_parts - len(found))]
 
 
 def _largest(tree: _Tree) -> int:
@@ -140,12 +177,12 @@ def _fill(
         before = used
         begun: list[int] = []  # rollouts of the tree in the last part
         for piece in pieces:
-            enlarged = before + tree.of_part([*begun, *piece])
+            enlarged = before + (size if piece is whole else tree.of_part([*begun, *piece]))
             if enlarged > capacity:
                 parts.append([])
                 before = 0
                 begun = []
-                enlarged = tree.of_part(piece)
+                enlarged = size if piece is whole else tree.of_part(piece)
             begun += piece
             used = enlarged
             parts[-1] += [(tree, n) for n in piece]

@@ -17,7 +17,7 @@ from lit_async_rl.utils.checks import MAX_REWARD
 
 MAX_LOGPROB = 1e-4  # rounding in float32 may give a nearly certain token a log-probability slightly above 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws less likely tokens
-ROW_FIELDS = ("prompt_ids", "token_ids", "logprobs", "versions", "loss_mask", "head", "experts", "credit")
+ROW_FIELDS = ("prompt_ids", "token_ids", "logprobs", "versions", "loss_mask", "head", "experts", "credit", "turns")
 
 
 def find_fault(
@@ -173,6 +173,8 @@ def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
     for n, turn in enumerate(turns):
         if type(turn.end) is not int or not begin < turn.end <= num_tokens:
             return f"has turns[{n}].end={show(turn.end)}, must be from {begin + 1} to {num_tokens}"
+        if turn.call is not None and (type(turn.call) is not int or turn.call < 0):
+            return f"has turns[{n}].call={show(turn.call)}, must be an integer >= 0"
         if not _is_finite(turn.reward):
             return f"has turns[{n}].reward={show(turn.reward)}, must be a finite number in float32"
         begin = turn.end

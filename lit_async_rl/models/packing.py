@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +39,23 @@ from transformers import PreTrainedModel
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.routers import Replaying
-from lit_async_rl.models.tree_attention import Span, TreeMask, can_split, split_is_cheaper, tree_mask
+from lit_async_rl.models.tree_attention import (
+    Span,
+    TreeMask,
+    TreeWork,
+    can_split,
+    rows_cost,
+    split_is_cheaper,
+    tree_mask,
+    trees_cost,
+)
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.device_memory import to_device
 
 # -- Layout: places of the tokens of rows in the packed rows ----------------------------------------------------------
 
 
+log = logging.getLogger(__name__)
 FLEX_BLOCK = 128  # of FlexAttention's masks; lengths that are multiples of it are compiled for less often
 
 
@@ -58,6 +70,8 @@ class PackedRows:
         uses: number of input rows that have the token; 0 is padding.
         target: index in the flattened [R, L] rows of each needed input position; 0 elsewhere.
         spans: runs of tokens without a branching between them.
+        num_tokens: number of tokens without padding.
+        num_row_tokens: number of tokens of the separate rows, without padding.
     """
 
     source: Int[Tensor, "R L"]
@@ -66,11 +80,8 @@ class PackedRows:
     uses: Int[Tensor, "R L"]
     target: Int[Tensor, "B T"]
     spans: tuple[Span, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens without padding."""
-        return int((self.uses > 0).sum())
+    num_tokens: int
+    num_row_tokens: int
 
     @property
     def num_pairs(self) -> int:
@@ -79,8 +90,11 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         """Copy on another device; does not wait for work that is queued there."""
-        tensors = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return PackedRows(**tensors, spans=self.spans)
+        fields: dict[str, Any] = dict(vars(self))
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                fields[name] = to_device(value, device)
+        return PackedRows(**fields)
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,12 @@ def pack(
             spans += [Span(number, *(place + begin for place in places)) for places in tree.spans]
             begin += sizes[n]
     fields = dict(source=source, position=position, until=until, uses=uses, target=target)
-    return PackedRows(**{name: torch.from_numpy(value) for name, value in fields.items()}, spans=tuple(spans))
+    return PackedRows(
+        **{name: torch.from_numpy(value) for name, value in fields.items()},
+        spans=tuple(spans),
+        num_tokens=sum(sizes),
+        num_row_tokens=sum(lengths),
+    )
 
 
 def _tree(ids: np.ndarray, rows: Sequence[int], lengths: Sequence[int]) -> _Tree:
@@ -286,6 +305,35 @@ class PrefixTreePacking:
 
 
 @dataclass(frozen=True)
+class TreeCosts:
+    """Estimates what a policy's pass over a micro-batch costs, on trees and on separate rows.
+
+    Args:
+        packing: of the policy.
+        lm: its model.
+    """
+
+    packing: PrefixTreePacking
+    lm: PreTrainedModel
+
+    def of_trees(self, trees: Sequence[TreeWork]) -> float:
+        """The cost of a micro-batch."""
+        sizes = [tree.num_tokens for tree in trees]
+        capacity = max([self.packing.row_tokens, *sizes])
+        num_bins = -(-sum(sizes) // capacity) if self.packing.row_tokens else len(sizes)
+        return trees_cost(self.lm, trees, (num_bins, capacity))
+
+    @property
+    def window(self) -> int:
+        """Largest number of tokens of a row that may be in a tree."""
+        return context_length(self.lm)
+
+    def of_rows(self, num_rows: int, length: int) -> float:
+        """The cost of rows that are padded to a length."""
+        return rows_cost(self.lm, num_rows, length)
+
+
+@dataclass(frozen=True)
 class SharedPromptPacking(PrefixTreePacking):
     """Former name of `PrefixTreePacking`, of when only the prompt of completions was shared."""
 
@@ -333,20 +381,32 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
     return compiled
 
 
-def check_packable(lm: PreTrainedModel) -> None:
-    """Checks that the model mixes tokens by attention with the given mask only, and takes position ids.
+def packing_for(lm: PreTrainedModel, packing: PrefixTreePacking) -> PrefixTreePacking | None:
+    """The packing, or None for a model that cannot be packed, after a warning that says why."""
+    if not (reason := why_unpackable(lm)):
+        return packing
+    _warn_once(f"model.packing: {type(lm).__name__} {reason}; rows are computed separately")
+    return None
 
-    Raises:
-        ValueError: it has recurrent or convolutional layers, a mask of its own, or takes no position ids.
+
+def why_unpackable(lm: PreTrainedModel) -> str:
+    """Reason for which a model's rows are computed separately; empty if it can be packed.
+
+    Packed models mix tokens by attention with the given mask only, and take position ids.
     """
     if kinds := other_layers(lm):
-        raise ValueError(
-            f"model.packing: {type(lm).__name__} has {kinds} layers, which take no mask; leave packing out"
-        )
+        return f"has {kinds} layers, which take no mask"
     if lm.config.model_type == "gpt_neo":
-        raise ValueError("model.packing: GPTNeoForCausalLM builds a mask of its own; leave packing out")
+        return "builds a mask of its own"
     if "position_ids" not in inspect.signature(body(lm).forward).parameters:
-        raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave packing out")
+        return "takes no position_ids"
+    return ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Warns once: policy and reference are of one model."""
+    log.warning(message)
 
 
 def check_length(lm: PreTrainedModel, length: int) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, rotary_length
-from lit_async_rl.models.packing import PackedRows, PrefixTreePacking, check_packable
+from lit_async_rl.models.packing import PackedRows, PrefixTreePacking, TreeCosts, packing_for
 from lit_async_rl.models.routers import Replaying, replay_in
 from lit_async_rl.utils.checks import check_range
 
@@ -56,10 +56,8 @@ class CausalPolicy(nn.Module):
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
         chunk_tokens: largest number of tokens with logits in memory; with more than one chunk, logits are recomputed in
             the backward pass.
-        packing: computation on prefix trees, for forward passes with `group_index`.
-
-    Raises:
-        ValueError: the model cannot be packed.
+        packing: computation on prefix trees, for forward passes with `group_index`; with a model that cannot be packed,
+            rows are computed separately, and a warning says so.
     """
 
     def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: PrefixTreePacking | None = None) -> None:
@@ -67,10 +65,8 @@ class CausalPolicy(nn.Module):
         check_range("model", "integer >= 1", logprob_chunk_tokens=chunk_tokens)
         self.lm = lm
         self.chunk_tokens = chunk_tokens
-        self.packing = packing
         self._rotary_length = rotary_length(self.causal_lm.config)
-        if packing is not None:
-            check_packable(self.causal_lm)
+        self.packing = None if packing is None else packing_for(self.causal_lm, packing)
         replay_in(self.causal_lm)
 
     @property
@@ -87,6 +83,11 @@ class CausalPolicy(nn.Module):
     def has_adapters(self) -> bool:
         """Whether the model has PEFT adapters."""
         return self.lm is not self.causal_lm
+
+    @property
+    def tree_costs(self) -> TreeCosts | None:
+        """Costs of a pass on trees and on rows; None without packing."""
+        return None if self.packing is None else TreeCosts(self.packing, self.causal_lm)
 
     def forward(
         self,

@@ -43,6 +43,14 @@ class Span(NamedTuple):
         return size * (size + 1) // 2 + size * (self.until - self.end)
 
 
+class TreeWork(NamedTuple):
+    """Work of a tree: tokens that are computed, pairs of a token and one that it attends to, calls of the kernel."""
+
+    num_tokens: int
+    num_pairs: int
+    num_calls: int
+
+
 def can_split(lm: PreTrainedModel) -> bool:
     """Whether attention can be split: torch's kernel on a CPU, with heads of one size and the mask that it is given."""
     config = lm.config.get_text_config()
@@ -56,12 +64,41 @@ def split_is_cheaper(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence
     In pairs of tokens: a pair costs about 4 H operations, a token 24 H^2 outside of attention, with the hidden size H.
     Split trees are in one row, and without padding.
     """
-    hidden = lm.config.get_text_config().hidden_size
+    work = TreeWork(
+        num_tokens=sum(span.end - span.begin for span in spans),
+        num_pairs=sum(span.num_pairs for span in spans),
+        num_calls=sum(1 + (span.until > span.end) for span in spans),
+    )
+    return _split_cost(lm, [work]) < _dense_cost(lm, shape)
+
+
+def trees_cost(lm: PreTrainedModel, trees: Sequence[TreeWork], shape: Sequence[int]) -> float:
+    """Estimated cost of a layer on trees in R rows of L tokens, see `split_is_cheaper`."""
+    if lm.config._attn_implementation == "flex_attention":  # skips what the mask forbids, but for parts of blocks
+        return _split_cost(lm, [tree._replace(num_calls=0) for tree in trees])
+    dense = _dense_cost(lm, shape)
+    return min(dense, _split_cost(lm, trees)) if can_split(lm) else dense
+
+
+def rows_cost(lm: PreTrainedModel, num_rows: int, length: int) -> float:
+    """Estimated cost of a layer on separate rows of one length; only `eager` computes pairs with later tokens."""
+    pairs = length if lm.config._attn_implementation == "eager" else (length + 1) / 2
+    return num_rows * length * (6 * _hidden(lm) + pairs)
+
+
+def _split_cost(lm: PreTrainedModel, trees: Sequence[TreeWork]) -> float:
+    hidden = _hidden(lm)
+    return sum(6 * hidden * tree.num_tokens + tree.num_pairs + tree.num_calls * CALL_COST / hidden for tree in trees)
+
+
+def _dense_cost(lm: PreTrainedModel, shape: Sequence[int]) -> float:
     num_rows, length = shape
-    num_tokens = sum(span.end - span.begin for span in spans)
-    num_calls = sum(1 + (span.until > span.end) for span in spans)
-    split = 6 * hidden * num_tokens + sum(span.num_pairs for span in spans) + num_calls * CALL_COST / hidden
-    return split < num_rows * length * (6 * hidden + length)
+    return num_rows * length * (6 * _hidden(lm) + length)
+
+
+def _hidden(lm: PreTrainedModel) -> int:
+    size: int = lm.config.get_text_config().hidden_size
+    return size
 
 
 def tree_mask(until: Int[Tensor, "R L"]) -> Bool[Tensor, "R 1 L L"]:

@@ -331,7 +331,6 @@ def _all_ids(rollout: Rollout) -> tuple[int, ...]:
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
     """A rollout of a checkpoint; in older checkpoints two fields have other names, and some are missing."""
-    turns = fields.get("turns")
     head = fields.get("head")
     experts = fields.get("experts")
     return Rollout(
@@ -345,7 +344,7 @@ def _rollout(fields: dict[str, Any]) -> Rollout:
         reward=fields["reward"],
         reward_parts=fields.get("reward_parts"),
         loss_mask=fields["loss_mask"],
-        turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
+        turns=_turns(fields),
         head=None if head is None else SamplerHead(**head),
         experts=None if experts is None else ExpertChoices(**experts),
         prompt_ids=fields.get("prompt_ids"),
@@ -363,9 +362,15 @@ def _branch(fields: dict[str, Any]) -> Branch:
             | {
                 "head": None if head is None else SamplerHead(**head),
                 "experts": None if experts is None else ExpertChoices(**experts),
+                "turns": _turns(fields),
             }
         )
     )
+
+
+def _turns(fields: dict[str, Any]) -> tuple[Turn, ...] | None:
+    turns = fields.get("turns")
+    return None if turns is None else tuple(Turn(**turn) for turn in turns)
 
 
 def _version(rollout: Rollout, group: RolloutGroup) -> int:

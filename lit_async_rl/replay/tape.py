@@ -163,6 +163,9 @@ def _steps(file: TapeFile) -> str:
 # `docs/checkpoints.md` describes the columns.
 
 
+TURNS = pa.list_(
+    pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64()), ("call", pa.int32())])
+)
 BRANCH = [
     ("prompt_ids", pa.list_(pa.int32())),
     ("completion_ids", pa.list_(pa.int32())),
@@ -176,6 +179,7 @@ BRANCH = [
     ("head_logprobs", pa.list_(pa.float32())),
     ("expert_shape", pa.list_(pa.int32())),
     ("experts", pa.list_(pa.int16())),
+    ("turns", TURNS),  # older tapes have none of branches
 ]
 SCHEMA = pa.schema(
     [
@@ -197,7 +201,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("generation_s", pa.float64()),
         ("queue_s", pa.float64()),
-        ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
+        ("turns", TURNS),
         ("written_at", pa.float64()),  # seconds since 1970
         ("head_width", pa.int32()),  # entries per token of the recorded distributions, null if there are none
         ("head_entropy", pa.list_(pa.float32())),
@@ -238,7 +242,7 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "reward_parts": None if rollout.reward_parts is None else json.dumps(dict(rollout.reward_parts)),
         "generation_s": group.generation_s,
         "queue_s": group.queue_s,
-        "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
+        "turns": _turn_rows(rollout),
         **_recorded_columns(rollout),
         "own_prompt_ids": rollout.prompt_ids,
         "credit": None if rollout.credit == 1 else rollout.credit,  # empty for all that are no agents
@@ -254,6 +258,7 @@ def _branch_columns(branch: Branch) -> dict[str, Any]:
         "versions": branch.versions,
         "loss_mask": branch.loss_mask,
         "credit": branch.credit,
+        "turns": _turn_rows(branch),
         **_recorded_columns(branch),
     }
 
@@ -266,6 +271,7 @@ def _branch(row: dict[str, Any]) -> Branch:
         versions=tuple(row["versions"]),
         loss_mask=tuple(row["loss_mask"]),
         credit=row["credit"],
+        turns=_turns(row.get("turns")),
         head=_head(row),
         experts=_experts(row),
     )
@@ -345,6 +351,10 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     if messages is None:
         return Prompt(text=row["prompt"], answer=row["answer"], metadata=metadata)
     return Prompt(messages=json.loads(messages), answer=row["answer"], metadata=metadata)
+
+
+def _turn_rows(row: Rollout | Branch) -> list[dict[str, Any]] | None:
+    return None if row.turns is None else [vars(turn) for turn in row.turns]
 
 
 def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:

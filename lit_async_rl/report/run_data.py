@@ -174,6 +174,8 @@ class RunData:
         maximum = self._curves.values("sample/staleness_max")
         if len(mean) and len(maximum):
             rows.append(["staleness, mean and largest", f"{mean.mean():.2f}, {maximum.max():.0f} versions"])
+        if len(shares := self._curves.values("perf/computed_share")):
+            rows.append(["tokens computed in training", f"{shares.mean():.0%} of those of separate rows"])
         verdict = self._verdict()
         if verdict and "num_tokens" in verdict and verdict.get("step", 0) >= self._curves.num_steps:
             rows.append(["tokens generated", f"{verdict['num_tokens']:,.0f}"])

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` doe
     from lit_async_rl.types import Prompt
 
 MAX_BATCH_SIZE = 16
+LOOK_INTERVAL_S = 0.2  # until a call that waits for a batch notices that it was abandoned
 NAMES = ("prompt", "completion")
 BATCH_NAMES = ("prompts", "completions")
 
@@ -95,7 +97,9 @@ class BatchedReward:
         check_range("BatchedReward", "integer >= 1", max_batch_size=max_batch_size)
         self.reward = reward
         self.max_batch_size = max_batch_size
-        self._batch_lock = threading.Lock()  # held while a batch is scored; the calls waiting for it form the next one
+        # held while a batch is scored; the calls waiting for it form the next one. A new one after `abandon_batch`
+        self._batch_lock = threading.Lock()
+        self._began: float | None = None  # start of the running batch
         self._queue_lock = threading.Lock()  # of the list of waiting calls; never held while a batch is scored
         self._waiting: list[_Call] = []
 
@@ -109,11 +113,26 @@ class BatchedReward:
         with self._queue_lock:
             self._waiting.append(call)
         while not call.is_done:
-            with self._batch_lock:
+            lock = self._batch_lock
+            if not lock.acquire(timeout=LOOK_INTERVAL_S):
+                continue
+            try:
                 # another worker may have scored it meanwhile, or more calls wait before it than fit in one batch
-                if not call.is_done:
+                if not call.is_done and lock is self._batch_lock:
+                    self._began = clock.now()
                     self._score_batch()
+            finally:
+                if lock is self._batch_lock:
+                    self._began = None
+                lock.release()
         return call.result()
+
+    def abandon_batch(self, age_s: float) -> None:
+        """Lets others be scored beside a batch that has not returned for `age_s`, and may never."""
+        began = self._began
+        if began is not None and clock.now() - began >= age_s:
+            self._began = None
+            self._batch_lock = threading.Lock()
 
     def _score_batch(self) -> None:
         with self._queue_lock:

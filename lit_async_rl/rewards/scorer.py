@@ -275,6 +275,7 @@ class ScoreSpans:
 CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 MAX_ABANDONED = 32  # threads of hanging calls; each keeps its memory, and may occupy a core
+ALMOST = 0.9  # of its time limit: a call begins a moment before its batch
 MAX_QUEUED = 1024  # concurrent calls of a reward with its own queue
 log = logging.getLogger(__name__)
 
@@ -612,8 +613,15 @@ class Scorer:
             else:
                 self._abandoned.append(self._workers.pop(number))
                 self._add_worker()
+                self._abandon_batches()
             self._fail(job, self._too_late(job))
             self._check_abandoned()
+
+    def _abandon_batches(self) -> None:
+        """Has the batch of a call that was left behind keep no others from being scored."""
+        for part in (self.reward, *getattr(self.reward, "rewards", {}).values()):
+            if isinstance(part, BatchedReward):
+                part.abandon_batch(ALMOST * self.timeout_s)
 
     def _check_abandoned(self) -> None:
         """Ends a run that leaks a thread with each hanging call.
@@ -635,7 +643,8 @@ class Scorer:
         """Running calls and those waiting for another attempt; None without any."""
         now = clock.now()
         ages = [now - began for began, _ in list(self._running.values())]
-        ages += [0.0 for _ in list(self._pausing)]
+        # the producer's thread ends a pause: one that goes on beyond its end is no reason to wait for that thread
+        ages += [max(0.0, now - due) for due, _ in list(self._pausing)]
         if not ages:
             return None
         return Work(name=f"reward {self._name}", num_calls=len(ages), oldest_s=max(ages), policy=self.policy)

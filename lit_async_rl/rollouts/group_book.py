@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rollouts.packed_branches import PREFIX, pack_branches, unpack_branches
+from lit_async_rl.rollouts.packed_branches import PREFIX, pack_branches, pack_turns, unpack_branches, unpack_turns
 from lit_async_rl.types import (
     Completion,
     FinishReason,
@@ -28,7 +28,6 @@ from lit_async_rl.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
-    Turn,
     pack_choices,
     pack_heads,
     unpack_choices,
@@ -421,16 +420,16 @@ class SampleRequests:
 # all of them (finished or partial), N tokens of all completions.
 
 
-UNLISTED = ("head_", "expert_", PREFIX)  # tensors that are unpacked as such
+UNLISTED = ("head_", "expert_", "turn", PREFIX)  # tensors that are unpacked as such
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
 def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
-    Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K]. Recorded
-    distributions are in `head_*`, chosen experts in `expert_*` and branches in `branch_*`, if there are any.
-    `part_<name>` [R] are the parts of the rewards, NaN where one does not apply.
+    Rollouts of several turns have `turns`, see `pack_turns`. Recorded distributions are in `head_*`, chosen experts in
+    `expert_*` and branches in `branch_*`, if there are any. `part_<name>` [R] are the parts of the rewards, NaN where
+    one does not apply.
     """
     rows = [completion for group in groups for completion in group.rollouts.values()]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
@@ -440,7 +439,6 @@ def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
         for g, is_done in zip(groups, is_finished, strict=True)
     ]
     labels = [[c.sample_index, len(c.token_ids), REASONS.index(c.finish_reason), c.loss_mask is not None] for c in rows]
-    turns = [(n, turn) for n, c in enumerate(rows) if c.turns is not None for turn in c.turns]
     recorded = pack_heads([c.head for c in rows]) | pack_choices([c.experts for c in rows]) | pack_branches(rows)
     return recorded | {
         "groups": torch.tensor(heads, dtype=torch.long).reshape(-1, 7),
@@ -452,8 +450,7 @@ def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
         "logprobs": _flat([c.logprobs for c in rows], torch.float64),
         "versions": _flat([c.versions for c in rows], torch.long),
         "loss_mask": _flat(masks, torch.bool),
-        "turns": torch.tensor([[n, turn.end, turn.state] for n, turn in turns], dtype=torch.long).reshape(-1, 3),
-        "turn_rewards": torch.tensor([turn.reward for _, turn in turns], dtype=torch.float64),
+        **pack_turns(rows),
         **_pack_parts(rows),
     }
 
@@ -504,9 +501,7 @@ def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt])
     token = 0
     prompt_token = 0
     number = 0
-    turns: dict[int, list[Turn]] = {}
-    for (row, end, state), reward in zip(lists["turns"], lists["turn_rewards"], strict=True):
-        turns.setdefault(row, []).append(Turn(end, reward, state))
+    turns = unpack_turns(packed)
     rows = iter(zip(lists["rows"], lists["rewards"], strict=True))
     for head, generation_s in zip(lists["groups"], lists["generation_s"], strict=True):
         index, position, version, deadline, is_finished, num_rows, prompt_length = head
@@ -522,7 +517,7 @@ def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt])
                 finish_reason=REASONS[reason],
                 loss_mask=tuple(lists["loss_mask"][here]) if has_mask else None,
                 reward_parts=_unpack_parts(lists, number),
-                turns=tuple(turns[number]) if number in turns else None,
+                turns=turns.get(number),
                 head=heads[number],
                 experts=experts[number],
                 prompt_ids=own[number].prompt_ids,

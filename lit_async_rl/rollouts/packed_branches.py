@@ -1,17 +1,26 @@
-"""Branches of completions as flat tensors of a checkpoint, without pickle.
+"""Branches and turns of completions as flat tensors of a checkpoint, without pickle.
 
 R completions, K branches of all of them, N tokens of all branches, P tokens that completions or branches follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lit_async_rl.types import Branch, Completion, pack_choices, pack_heads, unpack_choices, unpack_heads
+from lit_async_rl.types import (
+    Branch,
+    Completion,
+    TokenRow,
+    Turn,
+    pack_choices,
+    pack_heads,
+    unpack_choices,
+    unpack_heads,
+)
 
 PREFIX = "branch_"
 
@@ -38,7 +47,9 @@ def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
     branches = [branch for _, branch in owned]
     prompts = [c.prompt_ids or () for c in completions] + [branch.prompt_ids for branch in branches]
     rows = [[number, len(branch.prompt_ids), len(branch.token_ids)] for number, branch in owned]
-    recorded = pack_heads([b.head for b in branches]) | pack_choices([b.experts for b in branches])
+    recorded = (
+        pack_heads([b.head for b in branches]) | pack_choices([b.experts for b in branches]) | pack_turns(branches)
+    )
     return {f"{PREFIX}{name}": values for name, values in recorded.items()} | {
         "branch_own": torch.tensor([-1 if c.prompt_ids is None else len(c.prompt_ids) for c in completions]),
         "branch_own_credit": torch.tensor([c.credit for c in completions], dtype=torch.float64),
@@ -66,6 +77,7 @@ def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
     tokens = [[tuple(part.tolist()) for part in packed[f"{PREFIX}{name}"].split(sizes)] for name in names]
     heads = unpack_heads(recorded, len(rows))
     experts = unpack_choices(recorded, len(rows))
+    turns = unpack_turns(recorded)
     branches: list[list[Branch]] = [[] for _ in range(number)]
     for n, ((completion, _, _), credit) in enumerate(zip(rows, packed["branch_credit"].tolist(), strict=True)):
         branch = Branch(
@@ -77,6 +89,7 @@ def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
             head=heads[n],
             experts=experts[n],
             credit=credit,
+            turns=turns.get(n),
         )
         branches[completion].append(branch)
     return [
@@ -87,3 +100,25 @@ def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
         )
         for n, (length, credit) in enumerate(zip(own, packed["branch_own_credit"].tolist(), strict=True))
     ]
+
+
+def pack_turns(rows: Sequence[TokenRow]) -> dict[str, Tensor]:
+    """Turns of rows: `turns` [K, 3], row, end and state of each, `turn_rewards` and `turn_calls` [K], -1 for None."""
+    turns = [(n, turn) for n, row in enumerate(rows) for turn in row.turns or ()]
+    return {
+        "turns": torch.tensor([[n, turn.end, turn.state] for n, turn in turns], dtype=torch.long).reshape(-1, 3),
+        "turn_rewards": torch.tensor([turn.reward for _, turn in turns], dtype=torch.float64),
+        "turn_calls": torch.tensor([-1 if turn.call is None else turn.call for _, turn in turns], dtype=torch.long),
+    }
+
+
+def unpack_turns(packed: Mapping[str, Tensor]) -> dict[int, tuple[Turn, ...]]:
+    """Inverse of `pack_turns`, by row; earlier checkpoints have no calls, and none of branches."""
+    if "turns" not in packed:
+        return {}
+    places = packed["turns"].tolist()
+    calls = packed["turn_calls"].tolist() if "turn_calls" in packed else [-1] * len(places)
+    turns: dict[int, list[Turn]] = {}
+    for (row, end, state), reward, call in zip(places, packed["turn_rewards"].tolist(), calls, strict=True):
+        turns.setdefault(row, []).append(Turn(end, reward, state, call=None if call < 0 else call))
+    return {row: tuple(own) for row, own in turns.items()}

@@ -12,6 +12,7 @@ A module provides signals as a dict in `self.stabilizer_signals` in every `train
 | `rewards` | reward of each completion | Float [B] |
 | `advantages`, `clipped`, `correction_weights` | used by monitors | as `log_ratio` |
 | `version` | policy version | int |
+| `num_tokens` | tokens that the pass computed on prefix trees, and that separate rows would; for monitors | 2 int |
 
 Only the keys that a callback uses are required. For modules that cannot be changed, callbacks take
 `extract=function(trainer, pl_module, batch, output)`, which returns such a dict or None. Alternatively `training_step`

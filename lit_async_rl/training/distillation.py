@@ -32,7 +32,7 @@ from lit_async_rl.losses.distillation import Divergence, divergence, with_tail
 from lit_async_rl.losses.reference_kl import reference_kl
 from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.packing import PrefixTreePacking, check_packable
+from lit_async_rl.models.packing import PrefixTreePacking, why_unpackable
 from lit_async_rl.models.policy import CausalPolicy, Compare, scatter
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.threads import ThreadPool
@@ -149,11 +149,7 @@ class LocalTeacher(Teacher):
 
 def _packing(of_student: PrefixTreePacking | None, lm: Any) -> PrefixTreePacking | None:
     """The student's packing, where the teacher's layers allow it."""
-    try:
-        check_packable(lm)
-    except ValueError:
-        return None
-    return of_student
+    return None if why_unpackable(lm) else of_student
 
 
 class _OpenLocalTeacher(OpenTeacher):
@@ -166,7 +162,7 @@ class _OpenLocalTeacher(OpenTeacher):
 
     @torch.no_grad()
     def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
-        features, predicts, _ = self.policy.features(batch.input_ids, batch.loss_mask, batch.group_index)
+        features, predicts, _ = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)
         found = [
             self.policy.log_distribution(part, batch.temperature).topk(num)
             for part in features.split(self.policy.chunk_tokens)
@@ -177,7 +173,7 @@ class _OpenLocalTeacher(OpenTeacher):
 
     def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
         with torch.no_grad():
-            features = self.policy.features(batch.input_ids, batch.loss_mask, batch.group_index)[0]
+            features = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)[0]
 
         def compared(student: Float[Tensor, "n V"], numbers: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
             with torch.no_grad():

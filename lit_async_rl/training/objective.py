@@ -143,6 +143,7 @@ class Objective:
         divergence = None if distiller is None else _divergence(distiller, view, stats, batch=batch)
         rollouts = None if batch.rollout is None else WholeRollouts(batch.rollout)
         rows = batch
+        packed = stats.rows
         if rollouts is not None:
             batch = rollouts.of_batch(batch)
             stats = _of_rollouts(stats, rollouts)
@@ -184,6 +185,8 @@ class Objective:
             signals = {name: rollouts.to_rows(values) for name, values in signals.items()} | {"rollout": rows.rollout}
         signals["rewards"] = torch.where(rows.group_index >= 0, rows.rewards, torch.nan)  # NaN in padding rows
         signals["version"] = version
+        if packed is not None:
+            signals["num_tokens"] = packed.num_tokens, packed.num_row_tokens
         if not self.trains_rewards:
             loss = torch.zeros_like(loss)  # not 0 times it, which may be infinite
         if divergence is not None and self.distillation is not None:

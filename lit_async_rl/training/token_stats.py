@@ -62,7 +62,7 @@ def token_stats(
         batch.loss_mask,
         batch.temperature,
         entropy_grad,
-        batch.group_index,
+        batch.tree_groups,
         head_ids=torch.cat(known, dim=-1) if known else None,
         experts=experts,
         **comparing,

@@ -117,6 +117,8 @@ def test_each_conversation_that_ends_is_a_row_and_side_calls_train_only_if_asked
     assert [len(row.prompt_ids or CODEC.encode(request().prompt)) for row in completion.rows] == [4, 8, 4]
     assert [sum(row.loss_mask) for row in completion.rows] == [2, 1, 1]
     assert completion.credit == 1.0
+    assert [[turn.call for turn in row.turns] for row in completion.rows] == [[0, 2], [1], [3]]
+    assert [[turn.reward for turn in row.turns] for row in completion.rows] == [[0, 0], [0], [completion.reward]]
     assert (engine.stats.num_calls, engine.stats.num_side_turns, engine.stats.num_rows) == (5, 1, 3)
     asked = []
 
@@ -639,9 +641,12 @@ def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed(tmp_pa
         assert isinstance(trainer.lightning_module.objective.baseline, rl.OptimalBaseline)
     assert all(len(rollout.branches) == 2 for group in groups.seen for rollout in group.rollouts)
     with Path("runs/version_0/metrics.csv").open() as file:
-        shares = [float(row["importance/ess_ratio"]) for row in csv.DictReader(file) if row["importance/ess_ratio"]]
-    assert len(shares) == 4
-    assert all(0 < share <= 1 for share in shares)
+        rows = list(csv.DictReader(file))
+    for name in ("importance/ess_ratio", "perf/computed_share"):
+        shares = [float(row[name]) for row in rows if row[name]]
+        assert len(shares) == 4
+        assert all(0 < share <= 1 for share in shares)
+    assert max(shares) < 1, "computed as separate rows"
 
 
 def test_a_tape_of_branches_is_replayed_to_the_bit(tmp_path):

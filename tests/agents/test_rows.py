@@ -9,7 +9,7 @@ import torch
 from agent_runs import MODEL, branch, groups
 from flow import make_module
 
-from lit_async_rl.advantages.group import GroupMeanStd, LengthWeighted, TurnReturns
+from lit_async_rl.advantages.group import GiGPO, GroupMeanStd, LengthWeighted, TurnReturns
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections.weights import CurrentProximal, TokenTruncatedIS
 from lit_async_rl.data.collate import collate_step
@@ -18,12 +18,13 @@ from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.errors import InvariantError, StalenessError
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.losses.aggregation import FixedLength, PromptMean, SequenceMean, TokenBudget, TokenMean
+from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import SCHEMA, from_rows, to_row
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongFilter
 from lit_async_rl.scheduling.admission import check_bound
-from lit_async_rl.types import ExpertChoices, Rollout, RolloutGroup, SamplerHead, Turn
+from lit_async_rl.types import ExpertChoices, Rollout, RolloutGroup, SamplerHead
 
 
 def collated(found, **changes):
@@ -108,20 +109,109 @@ def test_an_objective_that_needs_single_rows_refuses_branches_by_its_name():
     assert collated(without, needs_single_rows=needs)
 
 
-def test_advantages_of_turns_refuse_branches():
-    (group,) = groups(num_groups=1)
-    rollouts = [
-        replace(
-            r,
-            turns=(Turn(1, 0.0, 1), Turn(len(r.token_ids), r.reward, 2)),
-            branches=r.branches or (branch(random.Random(1)),),
+def slow_turn_advantages(group, gamma, omega):
+    """By the number of each row's rollout, of the row and of its token; `omega` of GiGPO, None for returns of turns.
+
+    Turns are compared by their calls, whichever row they train in.
+    """
+    turns = []  # rollout, row, begin, end, call, state, reward
+    for n, rollout in enumerate(group.rollouts):
+        for k, row in enumerate(rollout.rows):
+            begin = 0
+            for turn in row.turns:
+                turns.append((n, k, begin, turn.end, turn.call, turn.state, turn.reward))
+                begin = turn.end
+    calls = {n: sorted({turn[4] for turn in turns if turn[0] == n}) for n in range(len(group.rollouts))}
+    step = [calls[turn[0]].index(turn[4]) for turn in turns]
+    led_to = [
+        sum(
+            gamma ** (step[j] - step[i]) * other[6]
+            for j, other in enumerate(turns)
+            if other[0] == turn[0] and step[j] >= step[i]
         )
-        for r in group.rollouts
+        for i, turn in enumerate(turns)
     ]
-    with pytest.raises(
-        ValueError, match="different advantages, but the branches of an agent's conversation must share one"
-    ):
-        collated([replace(group, rollouts=tuple(rollouts))], advantage=TurnReturns(gamma=0.5))
+    values = {}
+    rewards = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
+    for i, (n, k, begin, end, _, state, _) in enumerate(turns):
+        same = [
+            led_to[j] for j, other in enumerate(turns) if (step[j] == step[i] if omega is None else other[5] == state)
+        ]
+        value = led_to[i] - sum(same) / len(same)
+        if omega is not None:
+            value = float(rewards[n] - rewards.mean()) + omega * value
+        values |= {(n, k, place): value for place in range(begin, end)}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("advantage", "gamma", "omega"),
+    [(TurnReturns(gamma=0.5), 0.5, None), (GiGPO(omega=0.7, gamma=0.9, standardize=False), 0.9, 0.7)],
+    ids=["TurnReturns", "GiGPO"],
+)
+@pytest.mark.parametrize("packing", [None, PrefixTreePacking()], ids=["rows", "tree"])
+def test_advantages_of_turns_reach_each_turn_in_whichever_row(advantage, gamma, omega, packing):
+    found = groups()
+    expected = {
+        (group.index, place): value
+        for group in found
+        for place, value in slow_turn_advantages(group, gamma, omega).items()
+    }
+    assert len(set(expected.values())) > 8
+    module = make_module(model=MODEL, loss=Reinforce(), packing=packing)
+    module.configure_model()
+    policy = module.policy.double()
+    for batch in collated(found, advantage=advantage, shares_prefixes=packing is not None):
+        batch.behavior_logprobs = batch.behavior_logprobs.double()
+        module.objective(policy, None, batch, 0)[0].backward()
+    fast = torch.cat([parameter.grad.flatten() for parameter in policy.causal_lm.parameters()])
+    policy.zero_grad()
+    loss = 0.0
+    for group in found:
+        for n, rollout in enumerate(group.rollouts):
+            for k, row in enumerate(rollout.rows):
+                prompt = group.prompt_ids if row.prompt_ids is None else row.prompt_ids
+                ids = torch.tensor([[*prompt, *row.token_ids]])
+                logprobs = policy.causal_lm(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+                for place, on in enumerate(row.loss_mask):
+                    if on:
+                        value = row.credit * expected[group.index, (n, k, place)]
+                        loss = loss - value * logprobs[len(prompt) - 1 + place] / all_tokens(found)
+    loss.backward()
+    slow = torch.cat([parameter.grad.flatten() for parameter in policy.causal_lm.parameters()])
+    assert slow.norm() > 1e-3
+    assert (fast - slow).norm() <= 1e-5 * slow.norm()
+
+
+def test_a_reward_is_that_of_the_turn_that_was_sampled_last():
+    (group,) = groups(num_groups=1)
+    for rollout in group.rollouts:
+        turns = [turn for row in rollout.rows for turn in row.turns]
+        assert sum(turn.reward for turn in turns) == rollout.reward
+        last = max(turns, key=lambda turn: turn.call)
+        more = rollout.add_reward(0.5, part="extra")
+        assert max((t for row in more.rows for t in row.turns), key=lambda t: t.call).reward == last.reward + 0.5
+        assert more.reward == rollout.reward + 0.5
+
+
+def test_advantages_of_turns_need_the_turns_of_branches():
+    (group,) = groups(num_groups=1)
+    without = [replace(r, branches=tuple(replace(b, turns=None) for b in r.branches)) for r in group.rollouts]
+    with pytest.raises(ValueError, match=r"TurnReturns needs the turns of each branch.*GroupMeanStd"):
+        collated([replace(group, rollouts=tuple(without))], advantage=TurnReturns())
+    alone = replace(group, rollouts=tuple(replace(r, turns=None) for r in without))
+    batches = collated([alone], advantage=TurnReturns(standardize=True))
+    for batch, expected in zip(batches, collated([alone], advantage=GroupMeanStd()), strict=True):
+        assert torch.equal(batch.advantages, expected.advantages)  # without any, a rollout is one turn
+
+
+def test_an_advantage_per_token_covers_the_tokens_of_branches():
+    class OfMainRow(GroupMeanStd):
+        def per_token(self, groups):
+            return [[[0.0] * len(rollout.token_ids) for rollout in group.rollouts] for group in groups]
+
+    with pytest.raises(ValueError, match=r"OfMainRow: per_token must return one advantage for each .* behind its own"):
+        collated(groups(), advantage=OfMainRow())
 
 
 def test_a_budget_of_tokens_and_a_mask_of_cut_rollouts_reach_the_branches():
@@ -248,6 +338,8 @@ def test_wrong_branches_of_an_engine_are_found():
         ({"prompt_ids": ()}, "branches[0] has prompt_ids=()"),
         ({"prompt_ids": (3,) * 64}, "more than max_model_len=64"),
         ({"credit": float("nan")}, "branches[0] has credit=nan"),
+        ({"turns": (*row.turns[:-1], replace(row.turns[-1], end=99))}, "branches[0] has turns["),
+        ({"turns": (replace(row.turns[-1], call=-1),)}, "branches[0] has turns[0].call=-1"),
     ):
         assert problem in faulty(change)
 

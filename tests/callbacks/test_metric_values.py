@@ -769,6 +769,7 @@ NOT_HERE = {
     "perf/step_s": "read from a clock; the shares and rates that are made of it are recomputed",
     "perf/rollout_wait_s": "read from a clock",
     "perf/trainer_wait_share": "read from a clock",
+    "perf/computed_share": "without packing there is none; tests/data/test_tree_cuts.py",
     "perf/engine_idle_share": "read from a clock",
     "perf/weight_sync_s": "read from a clock",
     "perf/overlap_efficiency": "of clocks; tests/scheduling computes it from simulated times",

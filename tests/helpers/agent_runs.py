@@ -12,7 +12,7 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import Branch, Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Branch, Prompt, Rollout, RolloutGroup, Turn
 
 MODEL = asset("calculator_policy")
 TEMPLATE = asset("calculator_chat.jinja")
@@ -57,17 +57,21 @@ class Branching:
 
 
 def branch(chance: random.Random, versions=(0,), **changes) -> Branch:
-    """Random tokens of a branch; the first of them is not the policy's."""
+    """Random tokens of a branch, in one turn or two; the first of them is not the policy's."""
     length = chance.randrange(2, 7)
     mask = tuple(n > 0 for n in range(length))
+    prompt_ids = tuple(chance.randrange(2, 90) for _ in range(chance.randrange(1, 9)))
+    token_ids = tuple(chance.randrange(2, 90) for _ in range(length))
+    ends = (length,) if length < 4 else (length // 2, length)
     return replace(
         Branch(
-            prompt_ids=tuple(chance.randrange(2, 90) for _ in range(chance.randrange(1, 9))),
-            token_ids=tuple(chance.randrange(2, 90) for _ in range(length)),
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
             logprobs=tuple(-chance.random() if on else 0.0 for on in mask),
             versions=tuple(chance.choice(versions) for _ in mask),
             loss_mask=mask,
             credit=chance.choice((1.0, 0.5, 0.25)),
+            turns=tuple(Turn(end, 0.0, token_ids[0] % 3, call=prompt_ids[0] % 5 + end) for end in ends),
         ),
         **changes,
     )
@@ -93,9 +97,11 @@ def groups(seed=0, num_groups=3, size=4) -> list[RolloutGroup]:
                     reward=float(chance.randrange(4)),
                     prompt_ids=own.prompt_ids if chance.random() < 0.5 else None,
                     credit=own.credit,
+                    turns=own.turns,
                     branches=tuple(branch(chance) for _ in range(chance.randrange(3))),
                 )
             )
+            rollouts[-1] = rollouts[-1].rewarded(rollouts[-1].reward)
         found.append(
             RolloutGroup(
                 index=index,

@@ -85,8 +85,19 @@ class FullySharded(PolicyModule):
         fully_shard(self.policy, mesh=self.device_mesh["data_parallel"])
 
 
+def weights_after(module: PolicyModule, batches: list[RolloutBatch], per_step: int, **trainer: Any) -> list[float]:
+    """All weights after a fit to micro-batches, `per_step` of each step, of which each rank takes its share."""
+    mine: list[Any] = batches[RANK::WORLD]
+    fitted = pl.Trainer(
+        accelerator="cpu", devices=WORLD, max_epochs=1, accumulate_grad_batches=per_step // WORLD, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **trainer,
+    )  # fmt: skip
+    fitted.fit(module, train_dataloaders=DataLoader(mine, batch_size=None, collate_fn=lambda part: part))
+    return full_weights(module, fitted.strategy.model).tolist()
+
+
 def run(kind: type[PolicyModule], norms: Norms, num_parts: int, **trainer: Any) -> list[float]:
-    """Each rank takes its share of the micro-batches of every step."""
     torch.manual_seed(0)
     module = kind(
         model=MODEL,
@@ -96,14 +107,7 @@ def run(kind: type[PolicyModule], norms: Norms, num_parts: int, **trainer: Any) 
         baseline=OptimalBaseline(norms=norms),
         optimizer=sgd,
     )
-    mine: list[Any] = parts(num_parts)[RANK::WORLD]
-    fitted = pl.Trainer(
-        accelerator="cpu", devices=WORLD, max_epochs=1, accumulate_grad_batches=num_parts // WORLD, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **trainer,
-    )  # fmt: skip
-    fitted.fit(module, train_dataloaders=DataLoader(mine, batch_size=None, collate_fn=lambda part: part))
-    return full_weights(module, fitted.strategy.model).tolist()
+    return weights_after(module, parts(num_parts), num_parts, **trainer)
 
 
 def main(output: str) -> None:

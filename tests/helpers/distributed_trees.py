@@ -4,17 +4,14 @@ python distributed_trees.py OUTPUT.json
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from agent_runs import MODEL, groups
-from distributed_stabilizers import full_weights
+from distributed_opob import RANK, WORLD, weights_after
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader
 
 from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
@@ -26,8 +23,6 @@ from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.training.module import PolicyModule
 
-RANK = int(os.environ.get("RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "opob": dict(
         loss=Reinforce(),
@@ -58,14 +53,7 @@ def run(name: str, packing: PrefixTreePacking | None, **trainer: Any) -> list[fl
         shares_prefixes=packing is not None,
         needs_single_rows=module.objective.needs_single_rows,
     )
-    mine: list[Any] = batches[RANK::WORLD]
-    fitted = pl.Trainer(
-        accelerator="cpu", devices=WORLD, max_epochs=1, accumulate_grad_batches=len(mine), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **trainer,
-    )  # fmt: skip
-    fitted.fit(module, train_dataloaders=DataLoader(mine, batch_size=None, collate_fn=lambda part: part))
-    return full_weights(module, fitted.strategy.model).tolist()
+    return weights_after(module, batches, len(batches), **trainer)
 
 
 def main(output: str) -> None:

@@ -24,7 +24,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models import packing as packing_module
 from lit_async_rl.models.architecture import context_length, other_layers
 from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.packing import PrefixTreePacking
+from lit_async_rl.models.packing import PrefixTreePacking, why_unpackable
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, full_logprobs, random_tokens
 from lit_async_rl.models.weights import stream_weights
@@ -221,7 +221,13 @@ def _batch(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _assert_packed(lm: PreTrainedModel) -> None:
-    """With a mask, and with attention split at branches, which these trees are too small for."""
+    """With a mask, and with attention split at branches, which these trees are too small for.
+
+    Raises:
+        ValueError: the model's rows are computed separately.
+    """
+    if why := why_unpackable(lm):
+        raise ValueError(f"model.packing: {type(lm).__name__} {why}; leave packing out")
     for splits in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape, splits=splits: splits)

@@ -372,12 +372,24 @@ def test_an_optimal_baseline_that_does_not_depend_on_the_layout_makes_the_same_u
     torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=0)
 
 
+def test_a_model_that_takes_no_tree_gets_rows_and_a_line(caplog):
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    batch = groups(MIXED)
+    for _ in range(2):  # policy and reference
+        policy = CausalPolicy(mamba, packing=PrefixTreePacking())
+        assert policy.tree_costs is None
+        stats = policy(*batch[:2], group_index=batch[2])
+        assert stats.rows is None
+    torch.testing.assert_close(stats.logprobs, CausalPolicy(mamba)(*batch[:2]).logprobs, atol=0, rtol=0)
+    (line,) = [record.getMessage() for record in caplog.records if "model.packing" in record.getMessage()]
+    assert line.endswith(
+        "MambaForCausalLM has linear_attention layers, which take no mask; rows are computed separately"
+    )
+
+
 def test_what_cannot_be_packed_is_refused_by_name():
     with pytest.raises(ValueError, match="row_tokens"):
         PrefixTreePacking(-1)
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match="MambaForCausalLM"):
-        CausalPolicy(mamba, packing=PrefixTreePacking())
     short = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=1, n_positions=8))
     with pytest.raises(ValueError, match="window is 8"):
         CausalPolicy(short, packing=PrefixTreePacking())(*groups([(7, (4,))])[:2], group_index=torch.tensor([0]))

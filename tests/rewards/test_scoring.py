@@ -285,3 +285,49 @@ def test_without_a_reward_scoring_ends_with_an_error_and_not_with_its_worker():
     with pytest.raises(SetupError, match=r"data\.reward is null"):
         score_all(scorer, [(PROMPT, "2")], lambda: None)
     scorer.close()
+
+
+def test_a_pause_that_nobody_ends_is_no_reason_to_wait():
+    """The producer's thread ends it. While that hangs in the engine, the engine's time limit was never reached."""
+
+    def failing(prompt: Prompt, completion: str) -> float:
+        raise ValueError("not now")
+
+    scorer = Scorer(failing, timeout_s=0.1, max_tries=2, backoff_s=0.05)
+    try:
+        scorer.submit(PROMPT, "3", done=lambda reward: None)
+        deadline = time.monotonic() + 10
+        while (work := scorer.work()) is None or work.oldest_s < 0.3:
+            assert time.monotonic() < deadline, work
+            time.sleep(0.01)
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_batch_that_never_returns_keeps_no_others_from_being_scored(is_part):
+    hangs = iter([True])
+    ends = threading.Event()
+
+    def scores(prompts, completions):
+        if next(hangs, False):
+            ends.wait(30)
+        return [float(len(completion)) for completion in completions]
+
+    reward = BatchedReward(scores, max_batch_size=2)
+    scorer = Scorer(
+        CombinedReward({"length": reward}) if is_part else reward, num_workers=4, timeout_s=0.3, max_tries=2
+    )
+    found = []
+    try:
+        for text in ("a", "bb", "ccc", "dddd", "eeeee"):
+            scorer.submit(PROMPT, text, done=found.append)
+        deadline = time.monotonic() + 20
+        while len(found) < 5:
+            assert time.monotonic() < deadline, found
+            scorer.check()
+            time.sleep(0.01)
+    finally:
+        ends.set()
+        scorer.close()
+    assert sorted(found) == [1, 2, 3, 4, 5]

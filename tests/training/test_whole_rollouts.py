@@ -24,12 +24,13 @@ from lit_async_rl.corrections.weights import (
     SequenceRejection,
     SequenceTruncatedIS,
 )
-from lit_async_rl.data.collate import collate_step
+from lit_async_rl.data.collate import StreamedStep, collate_step
 from lit_async_rl.importance import effective_sample_size
 from lit_async_rl.losses import GSPO, OAPL, OPSM, TOPR, VESPO, GSPOToken, MinPRO, PPOClip, Reinforce, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.losses.reinforce import ImportanceWeight
 from lit_async_rl.models import packing as packing_module
+from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.stabilizers.signals import SignalCollector
 from lit_async_rl.types import SamplerHead
@@ -90,13 +91,12 @@ def collated(found, module, num_micro_batches=2, **settings):
     batches = collate_step(
         found,
         advantage=GroupMeanStd(),
-        aggregation=TokenMean(),
         num_micro_batches=num_micro_batches,
         pad_token_id=0,
         temperature=1.0,
         keep_groups_whole=module.wants_whole_groups,
         needs_single_rows=module.objective.needs_single_rows,
-        **settings,
+        **(dict(aggregation=TokenMean()) | settings),
     )
     for batch in batches:
         for name in ("behavior_logprobs", "advantages", "token_weights", "rewards"):
@@ -115,7 +115,7 @@ def gradient(found, module, **settings):
     module.zero_grad()
     for batch in collated(found, module, **settings):
         module.objective(module.policy, None, batch, 0)[0].backward()
-    return torch.cat([p.grad.flatten() for p in module.policy.causal_lm.parameters()])
+    return torch.cat([p.grad.flatten() for p in module.policy.causal_lm.parameters() if p.grad is not None])
 
 
 def by_rollout(found, model):
@@ -214,10 +214,8 @@ def test_the_number_of_micro_batches_changes_no_gradient(found):
         assert (other - one).norm() <= 1e-6 * one.norm()
 
 
-@pytest.mark.parametrize(
-    "loss", [PPOClip(), ScoreCentering(ImportanceWeight.TRUNCATED)], ids=lambda one: type(one).__name__
-)
-def test_losses_of_tokens_do_not_depend_on_rollouts(loss, found):
+def with_heads(found):
+    """The same groups with recorded distributions in each row."""
     generator = torch.Generator().manual_seed(0)
 
     def with_head(row):
@@ -225,7 +223,7 @@ def test_losses_of_tokens_do_not_depend_on_rollouts(loss, found):
         ids = torch.randint(0, 90, shape, generator=generator, dtype=torch.int32)
         return replace(row, head=SamplerHead(torch.ones(shape[0]), ids, -2 - torch.rand(shape, generator=generator)))
 
-    recorded = [
+    return [
         replace(
             group,
             rollouts=tuple(
@@ -234,8 +232,14 @@ def test_losses_of_tokens_do_not_depend_on_rollouts(loss, found):
         )
         for group in found
     ]
+
+
+@pytest.mark.parametrize(
+    "loss", [PPOClip(), ScoreCentering(ImportanceWeight.TRUNCATED)], ids=lambda one: type(one).__name__
+)
+def test_losses_of_tokens_do_not_depend_on_rollouts(loss, found):
     module = make(loss)
-    (batch,) = collated(recorded, module, num_micro_batches=1)
+    (batch,) = collated(with_heads(found), module, num_micro_batches=1)
     assert batch.rollout is not None
     grads = []
     for one in (batch, batch.replace(rollout=None)):
@@ -246,6 +250,43 @@ def test_losses_of_tokens_do_not_depend_on_rollouts(loss, found):
         assert signals["log_ratio"].shape == batch.loss_mask.shape
     assert grads[1].norm() > 1e-3
     assert (grads[0] - grads[1]).norm() <= 1e-6 * grads[1].norm()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(loss=ScoreCentering(ImportanceWeight.TRUNCATED)),
+        dict(loss=GSPO(), lora=LoRA(rank=2)),
+        dict(loss=GSPO(), gradient_checkpointing=True),
+        dict(loss=PPOClip(), entropy_coefficient=0.1),
+    ],
+    ids=["score centering", "LoRA", "checkpointing", "entropy"],
+)
+def test_branches_on_trees_have_the_gradient_of_rows(settings, found):
+    recorded = with_heads(found)
+    grads = []
+    for packing in (None, PrefixTreePacking()):
+        torch.manual_seed(0)
+        module = make(packing=packing, **settings)
+        module.train()  # transformers checkpoints in this mode only
+        grads.append(gradient(recorded, module, shares_prefixes=packing is not None))
+    assert grads[0].norm() > 1e-3
+    assert (grads[1] - grads[0]).norm() <= 1e-6 * grads[0].norm()
+
+
+def test_a_streamed_step_of_trees_has_the_gradient_of_the_whole_step(found):
+    module = make(GSPO(), packing=PrefixTreePacking())
+    expected = gradient(found, make(GSPO()))
+    module.zero_grad()
+    step = StreamedStep(TokenMean(), num_groups=2, num_parts=2)
+    for group in reversed(found):
+        for batch in collated(
+            [group], module, num_micro_batches=1, shares_prefixes=True, aggregation=step.add([group])
+        ):
+            module.objective(module.policy, None, batch, 0)[0].backward()
+    streamed = torch.cat([p.grad.flatten() for p in module.policy.causal_lm.parameters()]) * step.gradient_scale
+    assert step.is_done
+    assert (streamed - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_effective_samples_and_versions_are_of_rollouts(found):
