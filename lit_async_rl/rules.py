@@ -6,13 +6,13 @@ last of its settings becomes known:
 
 | rules | about | asked by |
 |---|---|---|
-| `of_objective`, `of_weights` | `model` | `PolicyModule()` |
+| `of_objective`, `of_distillation`, `of_weights` | `model` | `PolicyModule()` |
 | `of_truncation`, `of_tape`, `of_engine`, `of_rewards`, `of_order`, `of_step` | `data` | `RolloutDataModule()` |
 | `of_new_bound` | `data` | `RolloutDataModule.set_max_staleness` |
 | `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer()` |
 | `of_callbacks`, `of_tuner` | `trainer.callbacks` | the same; the latter by `RolloutDataModule.setup`, too |
 | `of_any_run` | `model`, `data` and `trainer` of any stage | `of_run`, and `SFTDataModule.setup` |
-| `of_run`, `of_estimates`, `of_signal` | those of RL | `WeightSync.setup` |
+| `of_run`, `of_estimates`, `of_signal`, `of_teacher` | those of RL | `WeightSync.setup` |
 | `of_fit`, `of_norms`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |
 | `of_length`, `of_loop` | `trainer` and `data` | `api.run.run`, before it validates; the former by `WeightSync`, too |
 | `check_ends` | `data.sampling` and the model's tokenizer | each user of prompts, when it has both |

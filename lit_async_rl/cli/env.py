@@ -77,7 +77,7 @@ def _commit() -> str:
     if not (root / ".git").exists():
         return ""
     try:
-        done = output_of(["git", "describe", "--always", "--dirty"], timeout_s=10, folder=root)
+        done = output_of(["git", "describe", "--always", "--dirty"], timeout_s=10.0, folder=root)
     except OSError:
         return ""
     return f" (commit {done.output.strip()})" if done.status == 0 else ""

@@ -83,17 +83,18 @@ def trees_cost(lm: PreTrainedModel, trees: Sequence[TreeWork], shape: Sequence[i
 def rows_cost(lm: PreTrainedModel, num_rows: int, length: int) -> float:
     """Estimated cost of a layer on separate rows of one length; only `eager` computes pairs with later tokens."""
     pairs = length if lm.config._attn_implementation == "eager" else (length + 1) / 2
-    return num_rows * length * (6 * _hidden(lm) + pairs)
+    return float(num_rows * length * (6 * _hidden(lm) + pairs))
 
 
 def _split_cost(lm: PreTrainedModel, trees: Sequence[TreeWork]) -> float:
     hidden = _hidden(lm)
-    return sum(6 * hidden * tree.num_tokens + tree.num_pairs + tree.num_calls * CALL_COST / hidden for tree in trees)
+    costs = [6 * hidden * tree.num_tokens + tree.num_pairs + tree.num_calls * CALL_COST / hidden for tree in trees]
+    return sum(costs, start=0.0)
 
 
 def _dense_cost(lm: PreTrainedModel, shape: Sequence[int]) -> float:
     num_rows, length = shape
-    return num_rows * length * (6 * _hidden(lm) + length)
+    return float(num_rows * length * (6 * _hidden(lm) + length))
 
 
 def _hidden(lm: PreTrainedModel) -> int:

@@ -178,6 +178,7 @@ EXAMPLES = {  # of objects that a setting may be, by the class that is wanted
     "OptimalBaseline": "OptimalBaseline()",
     "RateSchedule": "Cosine(warmup=0.1)",
     "LoRA": "LoRA(rank=16)",
+    "Distillation": "Distillation(teacher='my/teacher')",
     "Sharding": "Sharding()",
     "PrefixTreePacking": "PrefixTreePacking()",
     "RolloutEngine": "EmbeddedEngine()",

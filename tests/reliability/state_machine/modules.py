@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -430,6 +431,7 @@ class VirtualPolicy(PolicyModule):
         pl.LightningModule.__init__(self)
         self.steps = WholeSteps()
         self.given = {}
+        self.objective: Any = SimpleNamespace(distiller=None)
         self.version = 0
         self.weights = 1
         self.gradient = 0
