@@ -246,7 +246,7 @@ TOO_LARGE = rl.EnvironmentActors(resources={"CPU": 3})
         ),
         (
             dict(trainer_ranks=5, trainer_resources={"CPU": 1}),
-            "cluster.trainer_ranks=5 with CPU 1 each would be placed as 4 on node 0, 1 on node 1, but every node must have",
+            "cluster.trainer_ranks=5 with CPU 1 each would be placed as 4 on node 0, 1 on node 1, but every node",
         ),
     ],
 )

@@ -722,7 +722,7 @@ def test_trl_6380_and_areal_1249_two_ranks_log_what_one_rank_logs(tmp_path):
 
 def test_trl_6434_several_validation_sets_are_refused_by_name_with_their_keys():
     with pytest.raises(
-        ValueError, match=r"data\.validation\.prompts must be .* keys easy, hard: pass the value of one key"
+        ValueError, match=r"data\.validation\.prompts must be .* keys easy, hard: pass the value of one"
     ):
         as_source({"easy": ["31="], "hard": ["4231="]}, "data.validation.prompts")
 
