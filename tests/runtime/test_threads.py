@@ -81,9 +81,8 @@ def test_an_idle_pool_ends_its_threads():
 def test_a_loop_makes_calls_of_asyncio_to_thread_in_such_threads():
     loop = LoopThread("some-loop")
     try:
-        assert (
-            loop.call(asyncio.to_thread(lambda: threading.current_thread().name), 10.0, "a call") == "some-loop-call_0"
-        )
+        name = loop.call(asyncio.to_thread(lambda: threading.current_thread().name), 10.0, "a call")
+        assert name == "some-loop-call_0"
     finally:
         loop.close()
 
