@@ -535,8 +535,8 @@ class AgentEpisode(PlayedSample):
         for name, value in sampling.asked.items():
             if value != own[name]:
                 self._rules.warnings.warning(
-                    "an agent asked for %s=%g, but gets data.sampling.%s=%g: calls sample from the distribution being "
-                    "trained",
+                    "an agent asked for %s=%g, but gets data.sampling.%s=%g, because calls must be sampled from the "
+                    "distribution that is trained",
                     name,
                     value,
                     name,

@@ -335,7 +335,9 @@ class RolloutDataModule(pl.LightningDataModule):
             SetupError: the model is not set yet.
         """
         if self._codec is None:
-            raise SetupError("data.model is not set: set it, or add the WeightSync callback, which takes model.model")
+            raise SetupError(
+                "data.model is not set: set it, or add the WeightSync callback, which sets it to model.model"
+            )
         return self._codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

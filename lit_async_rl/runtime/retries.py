@@ -131,7 +131,9 @@ class Retries:
             )
             return True
         if keeps_prompt:
-            self._log.warning("a sample of a prompt is left out after %s=%s: %s", setting, tries, error)
+            self._log.warning(
+                "a completion of a prompt is left out, because it failed %s=%s times: %s", setting, tries, error
+            )
             return False
         is_new = not any(prompt is other for other in self._left_out)
         if is_new and len(self._left_out) <= MAX_CONSECUTIVE_FAILURES:

@@ -75,7 +75,7 @@ class RowEncoder:
         trains = np.array([train for ids, train in parts for _ in ids], dtype=bool)
         trains[:1] = False
         if not trains.any():
-            raise ValueError("no token of the record trains")
+            raise ValueError("no token of the record is trained on")
         return Row(ids=ids, trains=trains).cut(int(np.flatnonzero(trains)[-1]) + 1)
 
     def _of_text(self, prompt: Prompt) -> list[tuple[Sequence[int], bool]]:

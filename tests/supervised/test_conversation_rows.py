@@ -135,7 +135,7 @@ def test_segments_train_as_they_say(tmp_path):
         ({"prompt": "1+1=", "completion": ""}, "the completion is empty"),
         ({"prompt": "1+1=", "completion": {"a": 1}}, "the completion must be text or messages"),
         ({"segments": [{"text": "x"}]}, "segments must be a list of"),
-        ({"segments": [{"text": "x", "train": False}]}, "no token of the record trains"),
+        ({"segments": [{"text": "x", "train": False}]}, "no token of the record is trained on"),
         ({"messages": TALK, "tools": "add"}, "tools of a prompt must be a list"),
         ("text", "a record must be a dictionary, got 'text'"),
     ],
