@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 
 from lit_async_rl.runtime.waiting import CLOCK_INTERVAL_S, clock
@@ -21,17 +20,27 @@ log = logging.getLogger(__name__)
 @functools.cache
 def watch_end() -> None:
     """Has the log name the user's threads for which this process waits at its end; once for each process."""
-    clock.now()  # starts its thread
-    clock.watchers.append(_Watch().look)
+    watch = _Watch()
+    # before those of `concurrent.futures`, which join its threads: the last that is registered is called first
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:  # it is not public
+        clock.now()  # starts its thread: none can be started at the end
+        clock.watchers.append(watch.look)
+        register(watch.begin)
 
 
 class _Watch:
     def __init__(self) -> None:
-        self._num_looks = 0  # since the main thread's end
+        self._has_begun = False
+        self._num_looks = 0  # since then
+
+    def begin(self) -> None:
+        """Called by the main thread when it has left the program."""
+        self._has_begun = True
 
     def look(self) -> None:
         """Called every `CLOCK_INTERVAL_S`."""
-        if not _waits_for_threads():
+        if not self._has_begun:
             return
         self._num_looks += 1
         lines = running_lines() if self._num_looks == round(STAYS_S / CLOCK_INTERVAL_S) else []
@@ -41,11 +50,3 @@ class _Watch:
                 "the process, and give these calls a time limit:\n%s",
                 "\n".join(lines),
             )
-
-
-def _waits_for_threads() -> bool:
-    """Whether the main thread has left the program, and joins the others."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_shutdown" and frame.f_code.co_filename == threading.__file__
