@@ -234,7 +234,7 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
     assert not {name for name in names if not find(name)}
     used = {metric.name for name in names for metric in find(name)}
     rare = {"SkipNonFinite", "Evaluation", "AnnealBeta", "EngineCheck", "FreshDataMonitor"}
-    rare |= {"JudgeReward", "RewardModel", "LMEvalValidation", "ReplicaScaling"}  # log in other runs
+    rare |= {"JudgeReward", "RewardModel", "LMEvalValidation", "ReplicaScaling", "SFTModule"}  # log in other runs
     rare |= {
         "AgentEngine",
         "CodeReward",
@@ -245,6 +245,7 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
     }  # likewise
     listed = {metric.name for source, metrics in METRICS.items() if source not in rare for metric in metrics}
     missing = {"staleness/smoothed_kl", "policy/reference_kl", "policy/teacher_divergence"}
+    missing |= {"perf/computed_share"}  # with packing
     missing |= {"reward/part/<name>", "perf/steady_staleness"}
     assert listed - used == missing, "with max_kl, with a reference, with several rewards, after eight steps"
 

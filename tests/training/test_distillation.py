@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lit_async_rl as rl
+from lit_async_rl.cli.app import main
 from lit_async_rl.errors import EngineError
 from lit_async_rl.losses.distillation import divergence, with_tail
 from lit_async_rl.models.policy import CausalPolicy
@@ -347,6 +348,13 @@ def test_fit_needs_no_reward_and_says_nothing_of_missing_signal(tmp_path, capsys
     assert "policy/teacher_divergence" in trainer.callback_metrics
     said = capsys.readouterr()
     assert "nothing was learned" not in said.out + said.err + caplog.text
+
+
+def test_the_configuration_trains(tmp_path):
+    small = ["--trainer.max_steps", "1", "--data.groups_per_step", "4", "--trainer.limit_val_batches", "0"]
+    small += ["--trainer.logger.init_args.save_dir", str(tmp_path)]
+    main(["--config", "configs/distill.yaml", *small])
+    assert "policy/teacher_divergence" in next(tmp_path.rglob("metrics.csv")).read_text()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
