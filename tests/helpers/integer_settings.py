@@ -19,6 +19,7 @@ from lit_async_rl.simulation.latency import Constant
 
 MODEL = asset("sort_policy")
 PROMPTS = rl.SortDigits(4, size=8)
+SHOWN = [{"prompt": "21=", "completion": "12"}]
 NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made without
     "AgentEngine": dict(engine=rl.EmbeddedEngine(), agent=print),
     "AnnealBeta": dict(final=0.1, steps=3),
@@ -44,9 +45,12 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "ReasoningGym": dict(task="chain_sum"),
     "Ring": dict(num_sampling=2, capacity=4),
     "RolloutDataModule": dict(prompts=PROMPTS, reward=rl.exact_match, model=MODEL),
+    "SFTDataModule": dict(model=MODEL, records=SHOWN),
+    "SFTModule": dict(model=MODEL),
     "SimulatedEngine": dict(latency=Constant(0.001)),
     "Sleeping": dict(latency=Constant(0.001)),
     "VerifiersPrompts": dict(taskset={"id": "none"}),
+    "sft": dict(model=MODEL, records=SHOWN),
     "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
 }
 VALUES = {  # and what engines make
