@@ -30,6 +30,7 @@ from lit_async_rl.models.architecture import configured_length
 from lit_async_rl.models.loading import (
     check_complete,
     check_finite,
+    errors_naming,
     find_device,
     load_config,
     load_pretrained,
@@ -117,7 +118,7 @@ class RewardModel(Rebuildable):
         self.form = form
         self.on_too_long = on_too_long
         self._name = name
-        with _naming():
+        with errors_naming("RewardModel.model"):
             config = load_config(model)
             self._tokenizer: Any = load_tokenizer(model)
         is_classifier = type(config) in AutoModelForSequenceClassification._model_mapping
@@ -244,7 +245,7 @@ class RewardModel(Rebuildable):
                 _fail([left], problem)
 
     def _load(self) -> Any:
-        with _naming():
+        with errors_naming("RewardModel.model"):
             model, info = load_pretrained(
                 AutoModelForSequenceClassification,
                 self.model,
@@ -292,15 +293,6 @@ class RewardModel(Rebuildable):
                 waiting.future.set_result(as_reward(logit))
             except ValueError as error:
                 _fail([waiting], RewardError(f"RewardModel.model={self.model!r} gave {error}"))
-
-
-@contextlib.contextmanager
-def _naming() -> Any:
-    """Context whose errors about a model name this setting."""
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        raise type(error)(str(error).replace("model.model", "RewardModel.model")) from error
 
 
 def _fail(batch: Sequence[_Waiting], error: Exception) -> None:

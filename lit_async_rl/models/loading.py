@@ -580,6 +580,15 @@ def stored_dtype(model: str) -> str:
 
 
 @contextmanager
+def errors_naming(setting: str) -> Iterator[None]:
+    """Context in which another model than the policy is loaded: errors name its setting in place of `model.model`."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(str(error).replace("model.model", setting)) from error
+
+
+@contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Context with every submodule in evaluation mode; restores the previous modes."""
     training = [part for part in module.modules() if part.training]

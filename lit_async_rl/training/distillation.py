@@ -17,10 +17,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,8 +30,7 @@ from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.losses.distillation import Divergence, divergence, with_tail
 from lit_async_rl.losses.reference_kl import reference_kl
 from lit_async_rl.models.architecture import stored_buffers
-from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.packing import PrefixTreePacking, why_unpackable
+from lit_async_rl.models.loading import errors_naming, load_policy
 from lit_async_rl.models.policy import CausalPolicy, Compare, scatter
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.threads import ThreadPool
@@ -92,15 +90,6 @@ class Teacher(ABC):
         """
 
 
-@contextmanager
-def named() -> Iterator[None]:
-    """Context in which a model is loaded: errors name the teacher's setting, not that of the policy."""
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        raise type(error)(str(error).replace("model.model", "model.distillation.teacher")) from error
-
-
 def check_same_tokens(student: str, teacher: str) -> None:
     """Checks that two models read and write the same tokens.
 
@@ -108,7 +97,7 @@ def check_same_tokens(student: str, teacher: str) -> None:
         ValueError: they do not.
     """
     own = TextCodec(student)
-    with named():
+    with errors_naming("model.distillation.teacher"):
         other = TextCodec(teacher)
     if own.vocabulary_digest != other.vocabulary_digest:
         raise ValueError(
@@ -141,15 +130,10 @@ class LocalTeacher(Teacher):
         check_same_tokens(model, self.model)
 
     def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
-        with named():
+        with errors_naming("model.distillation.teacher"):
             lm = load_policy(self.model, dtype=self.dtype, attn_implementation=self.attn_implementation)
-        policy = CausalPolicy(lm, student.chunk_tokens, _packing(student.packing, lm))
+        policy = CausalPolicy(lm, student.chunk_tokens, student.packing)
         return _OpenLocalTeacher(policy.requires_grad_(False).to(device))
-
-
-def _packing(of_student: PrefixTreePacking | None, lm: Any) -> PrefixTreePacking | None:
-    """The student's packing, where the teacher's layers allow it."""
-    return None if why_unpackable(lm) else of_student
 
 
 class _OpenLocalTeacher(OpenTeacher):
