@@ -401,7 +401,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             half_width = cli.model.validator.half_widths.get(name)
             error = "" if half_width is None else f" ± {half_width:.4f}"
             console.print(f"{name:{width}} {value:.4f}{error}")
-        console.print(f"n = {cli.model.validator.num_scored} prompts; ± is a 95 % interval over them")
+        console.print(f"n = {cli.model.validator.num_scored} prompts; ± is a 95 % interval over prompts")
 
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

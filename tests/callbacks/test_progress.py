@@ -241,9 +241,9 @@ def test_above_a_drawing_lines_end_between_words_and_a_path_longer_than_a_line_s
     screen = pyte.Screen(40, 30)
     pyte.Stream(screen).feed(written.getvalue().replace("\n", "\r\n"))
     lines = [line.rstrip() for line in screen.display]
-    for share, time in (("10%", "5%"), ("20%", "6%")):
+    for share, publishing in (("10%", "5%"), ("20%", "6%")):
         first = lines.index(f"the trainer waits {share} of the time,")
-        assert lines[first + 1] == f"publishing takes {time}"
+        assert lines[first + 1] == f"publishing takes {publishing}"
     seen = "".join(screen.display)
     assert seen.count(path) == 2
     assert seen.count("step 2/2") == 1
