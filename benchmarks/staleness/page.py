@@ -397,7 +397,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         paired, "gac_pairs", "heavy_tails", "token_tis", only="method.str.startswith('token_tis')"
     ),
     "gac_before": first_grid.gac_before,
-    "equal_tuning": lambda: equal_tuning() or _not_run("equal_tuning"),
+    "equal_tuning": lambda: equal_tuning(16) or _not_run("equal_tuning"),
+    "equal_tuning_lag_64": lambda: equal_tuning(64) or _not_run("equal_tuning"),
     "sources": sources,
 }
 
