@@ -229,7 +229,7 @@ def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     for line in described(cluster, roles, nodes):
         print(line)
     if used:
-        print(f"in use now: {_listed(used)}; processes that need these resources start when they are free")
+        print(f"of this, {_listed(used)} is in use now; processes that need it start when it is free")
 
 
 def _used(ray: Any) -> dict[str, float]:
