@@ -55,8 +55,8 @@ def write_card(
     how = [f"Fine-tuned on records with {tool}; a version is the weights after one update."]
     if of_rollouts:
         how = [
-            f"Trained by reinforcement learning with {tool}. The data were",
-            "sampled by slightly older versions of the policy while it trained; a version is the weights after one update.",
+            f"Trained by reinforcement learning with {tool}. The data were sampled by slightly",
+            "older versions of the policy while it trained; a version is the weights after one update.",
         ]
     lines = ["---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", "", f"# {folder.resolve().name}", ""]
     (folder / CARD).write_text("\n".join([*lines, *how, "", "| | |", "|---|---|", *rows, ""]))
