@@ -68,6 +68,14 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     return found
 
 
+def mean_curve(curves: list[list[tuple[int, float]]]) -> list[list[float]]:
+    """[tokens, accuracy], mean over seeds of each validation."""
+    return [
+        [round(statistics.mean(one[0] for one in points)), round(statistics.mean(one[1] for one in points), 4)]
+        for points in zip(*curves, strict=True)
+    ]
+
+
 def tokens_until(points: list[tuple[int, float]], level: float) -> int | None:
     """Tokens of the first validation at a level, if there is one."""
     return next((tokens for tokens, accuracy in points if accuracy >= level), None)
@@ -119,7 +127,8 @@ def main() -> None:
             machine="two cores beside other work, float32",
             interval=[round(min(shares), 3), round(max(shares), 3)],
         )
-        write_measurement(args.output, found)
+        means = {method: mean_curve([curves[method, seed] for seed in args.seeds]) for method in (DISTILLED, REWARDED)}
+        write_measurement(args.output, found | {"curves": means, "teacher": teacher})
 
 
 def _shown(value: float | int | None) -> float | int | str:

@@ -67,6 +67,7 @@ def main() -> None:
     sft, grpo = CONFIGS[args.recipe]
     adapter = [] if args.recipe == "sort" else ["--model.lora.continue_adapter", "true"]
     rows = []
+    drawn: list[dict[str, Any]] = []
     for seed in range(args.seeds):
         folder = args.folder / args.recipe / str(seed)
         learned = str(folder / "sft" / "run" / LEARNED[args.recipe])
@@ -81,14 +82,15 @@ def main() -> None:
             alone = run_stage(folder / "alone", "train", grpo, seed, [])
             values = [round(value, 3) for value in alone["accuracy"].values()]
             row += [values[-1], round(alone["processor_s"])]
-            row += [", ".join(f"{value:.3f}" for value in curve) for curve in (curves[1], values)]
+            stages["alone"] = alone
         rows.append(row)
+        drawn.append(stages)
         print(*row, flush=True)
     if args.output:
         columns = ["seed", "before", "after SFT", "after GRPO", "wall time, s", "processor time, s"]
         gains = [row[3] for row in rows]
         if args.recipe == "smollm2":
-            columns += ["GRPO alone", "its processor time, s", "curve after SFT", "curve of GRPO alone"]
+            columns += ["GRPO alone", "its processor time, s"]
             gains = [row[3] - row[6] for row in rows]
         found = measurement(
             args.output.stem,
@@ -100,7 +102,14 @@ def main() -> None:
             machine=args.machine,
             interval=[round(min(gains), 3), round(max(gains), 3)],
         )
-        write_measurement(args.output, found)
+        curves = {name: mean_curve([stages[name]["accuracy"] for stages in drawn]) for name in drawn[0]}
+        write_measurement(args.output, found | {"curves": curves})
+
+
+def mean_curve(accuracies: list[dict[str, float]]) -> list[list[float]]:
+    """[step, accuracy], mean over seeds."""
+    means = {step: statistics.mean(values[step] for values in accuracies) for step in accuracies[0]}
+    return [[int(step), round(value, 4)] for step, value in means.items()]
 
 
 if __name__ == "__main__":
