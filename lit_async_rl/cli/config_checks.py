@@ -43,6 +43,16 @@ def files_first(args: Sequence[str]) -> list[str]:
     return files_of_all + with_prompt_sources(_with_combined_reward(flags))
 
 
+def has_records(args: Sequence[str]) -> bool:
+    """Whether a command line has `data.records`, as that of fine-tuning must."""
+    files, flags = _divided(args)
+    parts = [part for file in files if file.is_file() for part in with_bases(file)]
+    data = [_entry(yaml.compose(part.read_bytes(), Loader=yaml.SafeLoader), "data") for part in parts]
+    return any(_entry(one, "records") is not None for one in data) or any(
+        word.startswith("--data.records") for word in flags
+    )
+
+
 # -- Prompts as the name of a file or data set, in place of a class ----------------------------------------------------
 
 
