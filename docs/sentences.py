@@ -17,7 +17,9 @@ from pathlib import Path
 from word_counts import FENCE, NO_WORDS, ROOT, num_words, text
 
 MIN_WORDS = 6
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*±†\[]|lit-async)|(?<=[.!?]\*\*)\s+|(?<=[.!?]\))\s+(?=[A-Z`*±†\[]|lit-async)")
+SENTENCE = re.compile(
+    r"(?<=[.!?])\s+(?=[A-Z`*±†\[]|lit-async)|(?<=[.!?]\*\*)\s+|(?<=[.!?]\))\s+(?=[A-Z`*±†\[]|lit-async)"
+)
 BLOCK = re.compile(r"\n\s*\n|\n(?=(?:[*#|-]|\d+\.) )")
 ITEM = re.compile(r"(?:[*-]|\d+\.)\s+")
 NO_SENTENCES = re.compile(r"<small>.*?</small>|!\[[^\]]*\]\([^)]*\)", re.S)  # sources of tables, pictures

@@ -293,7 +293,7 @@ class SFTDataModule(pl.LightningDataModule):
     def codec(self) -> TextCodec:
         """The model's tokenizer."""
         if self._codec is None:
-            raise SetupError("SFTDataModule has no model yet: set its model, or pass the data module to a Trainer with a module")
+            raise SetupError("SFTDataModule has no model yet: set its model, or pass it to a Trainer with a module")
         return self._codec
 
     @property
@@ -417,8 +417,8 @@ class SFTDataModule(pl.LightningDataModule):
                 raise ValueError(f"data.{name} is {value}, and was {saved} in the checkpoint. {START_ANEW}")
         if [rows.digest() for rows in self.rows] != state["rows"]:
             raise ValueError(
-                "data.records, their tokens, or which tokens are trained on (data.loss_on, max_tokens, too_long) differ "
-                f"from the checkpoint. {START_ANEW}"
+                "data.records, their tokens, or which tokens are trained on (data.loss_on, max_tokens, too_long) "
+                f"differ from the checkpoint. {START_ANEW}"
             )
 
     # -- of a run and its validations, as RolloutDataModule has them --------------------------------------------------
