@@ -120,7 +120,12 @@ def main() -> None:
             f"of the teacher's held-out accuracy ({teacher:.3f}) after distillation, mean of {len(rows)} seeds",
             columns=[
                 *("seed", "before", "after distillation", "tokens until 95 % of the teacher"),
-                *("tokens until GRPO's last", "after GRPO", "its tokens until 95 % of the teacher", "until its own last"),
+                *(
+                    "tokens until GRPO's last",
+                    "after GRPO",
+                    "its tokens until 95 % of the teacher",
+                    "until its own last",
+                ),
             ],
             rows=[[_shown(value) for value in row] for row in rows],
             command="python benchmarks/distillation_recipe.py",
