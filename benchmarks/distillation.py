@@ -36,8 +36,8 @@ LAGS = (0, 4, 16, 64)
 SEARCH_SEED = 100
 ERROR = 0.02  # standard error of an accuracy of 512 problems, at most
 TEACHER = "--num_digits 6 --noise 0 --reversed 0"  # of scripts/warm_start.py
-SIX_DIGITS = "--data.prompts.init_args.num_digits 6 --data.validation.prompts.init_args.num_digits 6".split()
-REWARD_ONLY = "--model.distillation null --data.groups_per_step 16 --data.group_size 8".split()
+SIX_DIGITS = ["--data.prompts.init_args.num_digits", "6", "--data.validation.prompts.init_args.num_digits", "6"]
+REWARD_ONLY = ["--model.distillation", "null", "--data.groups_per_step", "16", "--data.group_size", "8"]
 PREFIX = "--model.distillation."
 METHODS = {
     "distillation, analytic": [],
@@ -66,14 +66,8 @@ class Cell:
 
     def arguments(self) -> list[str]:
         """Arguments of `scripts/train.py`."""
-        found = [
-            "--config",
-            "configs/distill.yaml",
-            f"{PREFIX}teacher",
-            self.teacher,
-            *METHODS[self.method],
-            *SIX_DIGITS,
-        ]
+        found = ["--config", "configs/distill.yaml", f"{PREFIX}teacher", self.teacher, *METHODS[self.method]]
+        found += SIX_DIGITS
         found += ["--data.sampling.max_tokens", "8", "--model.learning_rate", str(self.rate)]
         found += ["--data.max_staleness", str(self.lag), "--data.engine", "EmbeddedEngine"]
         found += ["--data.engine.in_flight_weight_updates", "false"]
@@ -118,7 +112,15 @@ def make_teacher(out: Path) -> tuple[str, float]:
     folder, result = out / "teacher_weights", out / "teacher.json"
     if not result.exists():
         subprocess.run([sys.executable, "scripts/warm_start.py", "--out", str(folder), *TEACHER.split()], check=True)
-        words = "evaluate --config configs/distill.yaml --model.distillation null --data.sampling.max_tokens 8".split()
+        words = [
+            "evaluate",
+            "--config",
+            "configs/distill.yaml",
+            "--model.distillation",
+            "null",
+            "--data.sampling.max_tokens",
+            "8",
+        ]
         words += [*SIX_DIGITS, "--model.model", str(folder)]
         said = subprocess.run(
             [sys.executable, "-m", "lit_async_rl", *words], check=True, capture_output=True, text=True

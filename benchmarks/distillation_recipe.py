@@ -25,7 +25,8 @@ from benchmarks.common.grid import Grid
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.distillation import run_cell
 
-TEACHER = "--hidden 320 --layers 5 --noise 0 --reversed 0 --steps 300 --learning_rate 5e-4".split()
+TEACHER = ["--hidden", "320", "--layers", "5", "--noise", "0", "--reversed", "0", "--steps", "300"]
+TEACHER += ["--learning_rate", "5e-4"]
 STUDENT = "lit_async_rl/assets/sort_policy"
 SHARE = 0.95  # of the teacher's accuracy
 DISTILLED, REWARDED = "distillation", "GRPO"
