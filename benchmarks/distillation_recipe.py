@@ -25,7 +25,8 @@ from benchmarks.common.grid import Grid
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.distillation import run_cell
 
-TEACHER = "--hidden 320 --layers 5 --noise 0 --reversed 0 --steps 300 --learning_rate 5e-4".split()
+TEACHER = ["--hidden", "320", "--layers", "5", "--noise", "0", "--reversed", "0", "--steps", "300"]
+TEACHER += ["--learning_rate", "5e-4"]
 STUDENT = "lit_async_rl/assets/sort_policy"
 SHARE = 0.95  # of the teacher's accuracy
 DISTILLED, REWARDED = "distillation", "GRPO"
@@ -120,7 +121,12 @@ def main() -> None:
             f"of the teacher's held-out accuracy ({teacher:.3f}) after distillation, mean of {len(rows)} seeds",
             columns=[
                 *("seed", "before", "after distillation", "tokens until 95 % of the teacher"),
-                *("tokens until GRPO's last", "after GRPO", "its tokens until 95 % of the teacher", "until its own last"),
+                *(
+                    "tokens until GRPO's last",
+                    "after GRPO",
+                    "its tokens until 95 % of the teacher",
+                    "until its own last",
+                ),
             ],
             rows=[[_shown(value) for value in row] for row in rows],
             command="python benchmarks/distillation_recipe.py",
