@@ -92,7 +92,7 @@ class Rows(PromptSource):
         for why, count in self.left_out.items():
             log.warning("%d of %d records were left out: %s", count, len(source), why)
         if not self._rows:
-            raise ValueError(f"{source.where(0)} and all others were left out: {', '.join(self.left_out)}")
+            raise ValueError(f"{source.where(0)} and all other records were left out: {', '.join(self.left_out)}")
 
     def _leave_out(self, why: str) -> None:
         self.left_out[why] = self.left_out.get(why, 0) + 1
