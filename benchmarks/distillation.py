@@ -112,8 +112,9 @@ def make_teacher(out: Path) -> tuple[str, float]:
     folder, result = out / "teacher_weights", out / "teacher.json"
     if not result.exists():
         subprocess.run([sys.executable, "scripts/warm_start.py", "--out", str(folder), *TEACHER.split()], check=True)
-        words = ["--config", "configs/distill.yaml", "--model.distillation", "null", "--model.model", str(folder)]
-        words = [sys.executable, "scripts/evaluate.py", *words, *SIX_DIGITS, "--data.sampling.max_tokens", "8"]
+        words = ["--config", "configs/distill.yaml", "--model.model", str(folder)]
+        words = [sys.executable, "scripts/evaluate.py", *words, *SIX_DIGITS, *REWARD_ONLY]
+        words += ["--data.sampling.max_tokens", "8"]
         said = subprocess.run(words, check=True, capture_output=True, text=True)
         accuracy = next(line.split()[1] for line in said.stdout.splitlines() if line.startswith("val/pass@1"))
         result.write_text(json.dumps(float(accuracy)))
