@@ -112,19 +112,10 @@ def make_teacher(out: Path) -> tuple[str, float]:
     folder, result = out / "teacher_weights", out / "teacher.json"
     if not result.exists():
         subprocess.run([sys.executable, "scripts/warm_start.py", "--out", str(folder), *TEACHER.split()], check=True)
-        words = [
-            "evaluate",
-            "--config",
-            "configs/distill.yaml",
-            "--model.distillation",
-            "null",
-            "--data.sampling.max_tokens",
-            "8",
-        ]
-        words += [*SIX_DIGITS, "--model.model", str(folder)]
-        said = subprocess.run(
-            [sys.executable, "-m", "lit_async_rl", *words], check=True, capture_output=True, text=True
-        )
+        words = ["--config", "configs/distill.yaml", "--model.model", str(folder)]
+        words = [sys.executable, "scripts/evaluate.py", *words, *SIX_DIGITS, *REWARD_ONLY]
+        words += ["--data.sampling.max_tokens", "8"]
+        said = subprocess.run(words, check=True, capture_output=True, text=True)
         accuracy = next(line.split()[1] for line in said.stdout.splitlines() if line.startswith("val/pass@1"))
         result.write_text(json.dumps(float(accuracy)))
     return str(folder.resolve()), json.loads(result.read_text())

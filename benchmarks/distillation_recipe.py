@@ -29,6 +29,7 @@ TEACHER = ["--hidden", "320", "--layers", "5", "--noise", "0", "--reversed", "0"
 TEACHER += ["--learning_rate", "5e-4"]
 STUDENT = "lit_async_rl/assets/sort_policy"
 SHARE = 0.95  # of the teacher's accuracy
+STEPS = 150  # of distillation, with half as many completions as a step of the quick start
 DISTILLED, REWARDED = "distillation", "GRPO"
 
 
@@ -44,7 +45,8 @@ class Cell:
     @property
     def folder(self) -> Path:
         """Folder of its results."""
-        return Path(f"{self.method},rate={self.rate},seed={self.seed}")
+        rate = f"rate={self.rate}," if self.method == DISTILLED else ""
+        return Path(f"{self.method},{rate}seed={self.seed}")
 
     def arguments(self) -> list[str]:
         """Arguments of `scripts/train.py`."""
@@ -54,6 +56,7 @@ class Cell:
         found += ["--model.model", self.teacher if self.method == "teacher" else STUDENT]
         if self.method == DISTILLED:
             found += ["--model.distillation.teacher", self.teacher, "--model.learning_rate", str(self.rate)]
+            found += ["--trainer.max_steps", str(STEPS)]
         return [*found, "--trainer.max_steps", "1"] if self.method == "teacher" else found
 
 

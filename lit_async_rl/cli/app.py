@@ -43,11 +43,12 @@ from lit_async_rl.cli.config_checks import (
     check_class_paths,
     check_config_files,
     check_sections,
+    check_stage,
     check_values,
     config_files,
     files_first,
-    has_records,
     places_of_callback,
+    stage_of,
 )
 from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.cli.model_card import push, write_card
@@ -91,11 +92,13 @@ class AsyncRLCLI(LightningCLI):
         cluster: of `cluster:`; None without it.
         places_ranks: whether the cluster is to place the ranks; there is no trainer, model or data module then.
         is_dry_run: whether only the placement is shown; there are none, either.
+        stage: command that reads such configurations.
         module_class: of `model:`; `data_class`: of `data:`.
         left_out: default callbacks that this command does not have.
         has_cluster: whether there is a section `cluster:`.
     """
 
+    stage: ClassVar[str] = "train"
     module_class: ClassVar[type[PolicyModule]] = PolicyModule
     data_class: ClassVar[type[LightningDataModule]] = RolloutDataModule
     left_out: ClassVar[Sequence[str]] = ()
@@ -134,6 +137,7 @@ class AsyncRLCLI(LightningCLI):
         """Refuses invalid configuration files and class paths before anything is called."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
+        check_stage(given, self.stage)
         check_sections(given, parser._actions)
         set_parsing_settings(import_path_denylist=[])  # makes errors of warnings of modules such as `os`
         try:
@@ -377,8 +381,9 @@ def _train_in_rank(args: Sequence[str], place: Place) -> None:
 
 
 def _cli_of(args: Sequence[str] | None) -> type[AsyncRLCLI]:
-    """The command line that a configuration was written for: that of fine-tuning if it has `data.records`."""
-    supervised = part("supervised.command") if has_records(sys.argv[1:] if args is None else args) else None
+    """The command line that a configuration was written for."""
+    stage = stage_of(sys.argv[1:] if args is None else args)
+    supervised = part("supervised.command") if stage == "sft" else None
     return AsyncRLCLI if supervised is None else supervised.SFTCLI  # type: ignore[no-any-return]
 
 

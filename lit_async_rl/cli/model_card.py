@@ -41,7 +41,7 @@ def write_card(
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     metadata |= {"tags": ["lit-async-rl", *(("reinforcement-learning", "grpo") if of_rollouts else ("sft",))]}
     metadata |= {} if is_local else {"base_model": module.model}
-    parts = {"base model": Path(module.model).name if is_local else module.model}
+    parts: dict[str, Any] = {"base model": Path(module.model).name if is_local else module.model}
     parts |= _of_rollouts(module, data) if of_rollouts else {"records of a step": data.samples_per_step}
     parts |= {
         "stabilizers": ", ".join(_name(c) for c in callbacks if _defined_in(c).startswith(STABILIZERS)) or "none",
