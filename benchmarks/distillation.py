@@ -109,7 +109,8 @@ def accuracies(cells: list[Cell], out: Path) -> dict[Cell, list[float]]:
 
 def make_teacher(out: Path) -> tuple[str, float]:
     """Folder and held-out accuracy of the teacher; one that is there stays."""
-    folder, result = out / "teacher_weights", out / "teacher.json"
+    folder = out / "teacher_weights"
+    result = out / "teacher.json"
     if not result.exists():
         subprocess.run([sys.executable, "scripts/warm_start.py", "--out", str(folder), *TEACHER.split()], check=True)
         words = ["--config", "configs/distill.yaml", "--model.model", str(folder)]
@@ -144,10 +145,15 @@ def main() -> None:
         return accuracies(cells, args.out)
 
     searched = run(
-        [Cell(name, lag, SEARCH_SEED, rate, teacher) for lag in LAGS[:3] for name in METHODS for rate in RATES]
+        [
+            Cell(name, lag, SEARCH_SEED, rate=rate, teacher=teacher)
+            for lag in LAGS[:3]
+            for name in METHODS
+            for rate in RATES
+        ]
     )
     rates = {(name, lag): best_rate(name, min(lag, LAGS[2]), searched) for name in METHODS for lag in LAGS}
-    found = run([Cell(*key, seed, rate, teacher) for seed in args.seeds for key, rate in rates.items()])
+    found = run([Cell(*key, seed, rate=rate, teacher=teacher) for seed in args.seeds for key, rate in rates.items()])
     head = ["method", *(text for lag in LAGS for text in (f"lag {lag}", f"rate at lag {lag}"))]
     rows = []
     last: dict[tuple[str, int], list[float]] = {}

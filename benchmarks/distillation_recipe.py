@@ -30,7 +30,8 @@ TEACHER += ["--learning_rate", "5e-4"]
 STUDENT = "lit_async_rl/assets/sort_policy"
 SHARE = 0.95  # of the teacher's accuracy
 STEPS = 200  # of distillation, with half as many completions as a step of the quick start
-DISTILLED, REWARDED = "distillation", "GRPO"
+DISTILLED = "distillation"
+REWARDED = "GRPO"
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,14 @@ def main() -> None:
     folder = (args.out / "teacher_weights").resolve()
     make_teacher(folder)
     of_teacher = Cell("teacher", 0, str(folder))
-    runs = [Cell(method, seed, str(folder), args.rate) for seed in args.seeds for method in (DISTILLED, REWARDED)]
+    runs = [Cell(method, seed, str(folder), rate=args.rate) for seed in args.seeds for method in (DISTILLED, REWARDED)]
     Grid(run_cell, args.out, args.num_processes, cell_timeout_s=3600.0).run([of_teacher, *runs])
     teacher = curve(args.out / of_teacher.folder)[0][1]
     curves = {(run.method, run.seed): curve(args.out / run.folder) for run in runs}
     rows = []
     for seed in args.seeds:
-        distilled, rewarded = curves[DISTILLED, seed], curves[REWARDED, seed]
+        distilled = curves[DISTILLED, seed]
+        rewarded = curves[REWARDED, seed]
         row = [seed, distilled[0][1], distilled[-1][1], tokens_until(distilled, SHARE * teacher)]
         row += [tokens_until(distilled, rewarded[-1][1]), rewarded[-1][1], tokens_until(rewarded, SHARE * teacher)]
         rows.append([*row, tokens_until(rewarded, rewarded[-1][1])])

@@ -72,14 +72,16 @@ def main() -> None:
         folder = args.folder / args.recipe / str(seed)
         learned = str(folder / "sft" / "run" / LEARNED[args.recipe])
         stages = {
-            "sft": run_stage(folder / "sft", "sft", sft, seed, []),
-            "grpo": run_stage(folder / "grpo", "train", grpo, seed, ["--model.model", learned, *adapter]),
+            "sft": run_stage(folder / "sft", "sft", config=sft, seed=seed, flags=[]),
+            "grpo": run_stage(
+                folder / "grpo", "train", config=grpo, seed=seed, flags=["--model.model", learned, *adapter]
+            ),
         }
         seconds = [round(sum(stage[name] for stage in stages.values())) for name in ("wall_s", "processor_s")]
         curves = [[round(value, 3) for value in stage["accuracy"].values()] for stage in stages.values()]
         row = [seed, curves[0][0], curves[0][-1], curves[1][-1], *seconds]
         if args.recipe == "smollm2":
-            alone = run_stage(folder / "alone", "train", grpo, seed, [])
+            alone = run_stage(folder / "alone", "train", config=grpo, seed=seed, flags=[])
             values = [round(value, 3) for value in alone["accuracy"].values()]
             row += [values[-1], round(alone["processor_s"])]
             stages["alone"] = alone
