@@ -132,10 +132,11 @@ class Given(rl.Teacher):
         self.lm = lm
         self.packing = packing
 
-    def open(self, student, device):
-        from lit_async_rl.training.distillation import _OpenLocalTeacher
+    def open(self, student, device, mesh=None):
+        from lit_async_rl.training.distillation import _OpenLocalTeacher, vocabulary_of
 
-        return _OpenLocalTeacher(CausalPolicy(self.lm, student.chunk_tokens, self.packing).requires_grad_(False))
+        policy = CausalPolicy(self.lm, student.chunk_tokens, self.packing).requires_grad_(False)
+        return _OpenLocalTeacher(policy, vocabulary_of(student))
 
 
 def gradient(models, batch, chunk_tokens=4096, packing=None, coefficient=1.0, **settings):
