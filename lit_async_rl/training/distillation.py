@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.errors import EngineError, SetupError, StalledError, describe
 from lit_async_rl.losses.distillation import Divergence, divergence, with_tail
 from lit_async_rl.losses.reference_kl import reference_kl
 from lit_async_rl.models.architecture import stored_buffers
@@ -314,7 +314,11 @@ class _OpenEngineTeacher(RemoteTeacher):
             raise StalledError(f"{self.name} did not answer within EngineTeacher.timeout_s={self._timeout_s:g}")
         found = []
         for ids, call in zip(sequences, calls, strict=True):
-            if (answer := call.result()) is None:
+            try:
+                answer = call.result()
+            except Exception as error:
+                raise EngineError(f"{self.name}, the teacher: {describe(error)}") from error
+            if answer is None:
                 raise EngineError(f"{self.name} computes no log-probabilities")
             found.append([{token: logprob} for token, logprob in zip(ids[1:], answer, strict=True)])
         return found
