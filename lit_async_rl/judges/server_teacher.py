@@ -117,7 +117,9 @@ class _OpenServerTeacher(RemoteTeacher):
         except (TypeError, KeyError, ValueError, AttributeError, IndexError):
             fits = False
         if not fits:
-            raise EngineError(f"{self.name} returned no log-probabilities of the prompt's tokens (vLLM's `prompt_logprobs`)")
+            raise EngineError(
+                f"{self.name} returned no log-probabilities of the prompt's tokens (vLLM's `prompt_logprobs`)"
+            )
         self._check_texts(texts)
         return found
 
@@ -134,8 +136,8 @@ class _OpenServerTeacher(RemoteTeacher):
         if 2 * len(other) > len(own):
             raise EngineError(
                 f"{self.name} has another tokenizer than ServerTeacher.tokenizer="
-                f"{self._settings.tokenizer or self._settings.model!r}: its token {other[0]} is {texts[other[0]]!r}, and "
-                f"not {own[other[0]]!r}"
+                f"{self._settings.tokenizer or self._settings.model!r}: its token {other[0]} is {texts[other[0]]!r}, "
+                f"and not {own[other[0]]!r}"
             )
         self._has_same_texts = bool(own)
 

@@ -129,8 +129,7 @@ def check_same_tokens(student: str, teacher: str, setting: str = "model.distilla
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTeacher(Teacher):
-    """A frozen model in the trainer's process, sharded by FSDP2 as the policy is; under other strategies each rank
-    holds the whole of it.
+    """A frozen model in the trainer's process: FSDP2 shards it as it does the policy, else each rank has the whole.
 
     Args:
         model: Hugging Face name or folder.
@@ -205,8 +204,8 @@ class _OpenLocalTeacher(OpenTeacher):
     def _check_ids(self, input_ids: Int[Tensor, "B T"]) -> None:
         if (largest := int(input_ids.max())) >= self._size:
             raise EngineError(
-                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, and the "
-                f"student has sampled {largest}, padding of its vocabulary: begin with weights that never do"
+                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, and "
+                f"the student has sampled {largest}, padding of its vocabulary: begin with weights that never do"
             )
 
 
@@ -426,7 +425,8 @@ class _OpenSourceTeachers(OpenTeacher):
 
     def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
         if not batch.loss_mask.any():  # padding
-            return [teacher.compare(batch, measure) for teacher in self._teachers][0]
+            compared_by_all = [teacher.compare(batch, measure) for teacher in self._teachers]  # some are collective
+            return compared_by_all[0]
         owners = batch.loss_mask.new_zeros(batch.loss_mask.shape, dtype=torch.long)
         comparisons = []
         for number, (teacher, rows, part) in enumerate(self._parts(batch)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from agent_runs import lm
 from test_distillation import Given
-from test_whole_rollouts import found, gradient, make  # noqa: F401
+from test_whole_rollouts import found, gradient, make  # noqa: F401  a fixture
 
 import lit_async_rl as rl
 from lit_async_rl.baselines.optimal import Norms
@@ -40,13 +40,13 @@ def distilled(teacher, packing=None, loss=None, correction=None, baseline=None, 
     return module
 
 
-def slow(found, module, teacher, of_row):
+def slow(groups, module, teacher, of_row):
     """Mean over all tokens that train, row by row, with ordinary forward passes."""
     module.zero_grad()
     student = module.policy.causal_lm
     total = 0.0
     number = 0
-    for group in found:
+    for group in groups:
         for row in (row for rollout in group.rollouts for row in rollout.rows):
             prompt = group.prompt_ids if row.prompt_ids is None else row.prompt_ids
             ids = torch.tensor([[*prompt, *row.token_ids]])
@@ -64,7 +64,7 @@ def slow(found, module, teacher, of_row):
 
 @pytest.mark.parametrize("packing", [None, TREE], ids=["rows", "tree"])
 @pytest.mark.parametrize("settings", [{}, {"divergence": "jsd"}, {"gradient": "sampled"}, {"top_k": 5}], ids=str)
-def test_each_token_of_a_rollout_with_branches_is_compared_once(settings, packing, found, teacher):
+def test_each_token_of_a_rollout_with_branches_is_compared_once(settings, packing, found, teacher):  # noqa: F811
     module = distilled(teacher, packing, **settings)
     fast = gradient(found, module, shares_prefixes=packing is not None)
 
@@ -91,7 +91,7 @@ def test_each_token_of_a_rollout_with_branches_is_compared_once(settings, packin
     [("branches", Norms.SCORE), ("branches", Norms.PER_TRAJECTORY), ("single", Norms.GHOST)],
     ids=str,
 )
-def test_the_divergence_is_added_to_a_reward_with_the_optimal_baseline(norms, rows, found, teacher):
+def test_the_divergence_is_added_to_a_reward_with_the_optimal_baseline(norms, rows, found, teacher):  # noqa: F811
     """The gradient is the sum of both: the baseline's norms are of the policy gradient alone."""
     some = found if rows == "branches" else [single(group) for group in found]
     settings = dict(correction=rl.SequenceTruncatedIS(1.1), packing=TREE if rows == "branches" else None)
