@@ -268,6 +268,8 @@ class RemoteTeacher(OpenTeacher):
 class EngineTeacher(Teacher):
     """A teacher in an engine of its own, such as `VLLMEngine` on another GPU: for the sampled gradient.
 
+    Each rank starts one; a `ServerTeacher` is one for all.
+
     Args:
         model: Hugging Face name or folder.
         engine: template of the engine; it is set up with that model.

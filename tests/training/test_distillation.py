@@ -413,7 +413,7 @@ def test_a_teacher_that_fails_within_a_step_loses_nothing(tmp_path):
 
     whole = trained()
     trained(number=8)
-    assert torch.equal(trained(ckpt_path=str(tmp_path / "checkpoints" / "failed.ckpt")), whole)
+    assert torch.equal(trained(ckpt_path=str(tmp_path / "failed.ckpt")), whole)
 
 
 def test_fit_needs_no_reward_and_says_nothing_of_missing_signal(tmp_path, capsys, caplog, monkeypatch):
