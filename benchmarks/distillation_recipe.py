@@ -29,7 +29,7 @@ TEACHER = ["--hidden", "320", "--layers", "5", "--noise", "0", "--reversed", "0"
 TEACHER += ["--learning_rate", "5e-4"]
 STUDENT = "lit_async_rl/assets/sort_policy"
 SHARE = 0.95  # of the teacher's accuracy
-STEPS = 150  # of distillation, with half as many completions as a step of the quick start
+STEPS = 200  # of distillation, with half as many completions as a step of the quick start
 DISTILLED, REWARDED = "distillation", "GRPO"
 
 
@@ -40,7 +40,7 @@ class Cell:
     method: str
     seed: int
     teacher: str
-    rate: float = 1e-3
+    rate: float = 5e-4
 
     @property
     def folder(self) -> Path:
@@ -95,7 +95,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/distillation_recipe"))
     parser.add_argument("--output", type=Path, help="JSON file for the measurement")
