@@ -143,6 +143,11 @@ class WeightSync(pl.Callback):
         known = self._published_weights if data.engine.takes_changes else None
         data.feed.publish(module.version, module.stream_weights(data.engine.takes_adapters, known))
 
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Ends the teacher: Lightning does not call the module's `teardown` after an exception."""
+        if isinstance(pl_module, PolicyModule) and pl_module.objective.distiller is not None:
+            pl_module.objective.distiller.close()
+
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["steps_since_publication"] = self._steps_since(trainer)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lit_async_rl.errors import EngineError, SetupError
+from lit_async_rl.models.loading import load_tokenizer
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.runtime.loop import LoopThread
-from lit_async_rl.training.distillation import OpenTeacher, RemoteTeacher, Teacher, check_same_tokens
+from lit_async_rl.training.distillation import OpenTeacher, RemoteTeacher, Teacher, check_same_tokens, vocabulary_of
 from lit_async_rl.utils.checks import check_range
 
 MAX_TRIES = 4  # of the official client, for connections and statuses that may pass
@@ -52,17 +54,24 @@ class ServerTeacher(Teacher):
         check_range("ServerTeacher", "integer positive", max_concurrent=self.max_concurrent)
 
     def check(self, model: str) -> None:
-        check_same_tokens(model, self.tokenizer or self.model)
+        check_same_tokens(model, self.tokenizer or self.model, setting="ServerTeacher.tokenizer")
 
-    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
-        return _OpenServerTeacher(self)
+    def open(self, student: CausalPolicy, device: torch.device, mesh: DeviceMesh | None = None) -> OpenTeacher:
+        return _OpenServerTeacher(self, vocabulary_of(student))
 
 
 class _OpenServerTeacher(RemoteTeacher):
-    def __init__(self, settings: ServerTeacher) -> None:
+    def __init__(self, settings: ServerTeacher, student_size: int) -> None:
+        super().__init__(f"ServerTeacher.base_url={settings.base_url}", student_size)
         self._settings = settings
+        self._tokenizer = load_tokenizer(settings.tokenizer or settings.model)
+        self._has_same_texts = False  # known from the first answer on
         self._loop = LoopThread("teacher")
-        self._client = self._loop.call(self._connect(), START_S, "the client of a teacher")
+        try:
+            self._client = self._loop.call(self._connect(), START_S, "the client of a teacher")
+        except BaseException:
+            self._loop.close()
+            raise
 
     async def _connect(self) -> Any:
         try:
@@ -80,7 +89,7 @@ class _OpenServerTeacher(RemoteTeacher):
     def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
         asking = self._ask_all(sequences, num)
         timeout_s = self._settings.timeout_s
-        return self._loop.call(asking, timeout_s, "the teacher's answer", setting="ServerTeacher.timeout_s")
+        return self._loop.call(asking, timeout_s, f"the answer of {self.name}", setting="ServerTeacher.timeout_s")
 
     async def _ask_all(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
         places = asyncio.Semaphore(self._settings.max_concurrent)
@@ -94,22 +103,43 @@ class _OpenServerTeacher(RemoteTeacher):
     async def _ask_one(self, ids: list[int], num: int) -> list[dict[int, float]]:
         from openai import OpenAIError
 
-        name = f"ServerTeacher.base_url={self._settings.base_url}"
         try:
             answer = await self._client.completions.create(
                 model=self._settings.model, prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": num}
             )
-        except OpenAIError as error:
-            raise EngineError(f"{name}: {type(error).__name__}: {error}") from error
-        given: Any = getattr(answer.choices[0], "prompt_logprobs", None)
+        except (OpenAIError, ValueError) as error:  # the latter of an answer that is no JSON
+            raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
         try:
+            given: Any = answer.choices[0].prompt_logprobs
             found = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in given[1:]]
+            texts = {int(token): one.get("decoded_token") for place in given[1:] for token, one in place.items()}
             fits = len(found) == len(ids) - 1 and all(token in one for token, one in zip(ids[1:], found, strict=True))
-        except (TypeError, KeyError, ValueError, AttributeError):
+        except (TypeError, KeyError, ValueError, AttributeError, IndexError):
             fits = False
         if not fits:
-            raise EngineError(f"{name} returned no log-probabilities of the prompt's tokens (vLLM's `prompt_logprobs`)")
+            raise EngineError(
+                f"{self.name} returned no log-probabilities of the prompt's tokens (vLLM's `prompt_logprobs`)"
+            )
+        self._check_texts(texts)
         return found
+
+    def _check_texts(self, texts: Mapping[int, str | None]) -> None:
+        """Checks once that most tokens are the same text on the server; some are written differently by themselves.
+
+        Raises:
+            EngineError: they are not.
+        """
+        if self._has_same_texts:
+            return
+        own = {token: self._tokenizer.decode([token]) for token, text in texts.items() if text}
+        other = [token for token, text in own.items() if text.strip() != str(texts[token]).strip()]
+        if 2 * len(other) > len(own):
+            raise EngineError(
+                f"{self.name} has another tokenizer than ServerTeacher.tokenizer="
+                f"{self._settings.tokenizer or self._settings.model!r}: its token {other[0]} is {texts[other[0]]!r}, "
+                f"and not {own[other[0]]!r}"
+            )
+        self._has_same_texts = bool(own)
 
     def close(self) -> None:
         self._loop.close(self._client.close())

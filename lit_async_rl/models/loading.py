@@ -580,12 +580,21 @@ def stored_dtype(model: str) -> str:
 
 
 @contextmanager
-def errors_naming(setting: str) -> Iterator[None]:
-    """Context in which another model than the policy is loaded: errors name its setting in place of `model.model`."""
+def errors_naming(setting: str, section: str = "") -> Iterator[None]:
+    """Context in which another model than the policy is loaded: errors name its settings in place of `model`'s.
+
+    Args:
+        setting: in place of `model.model`.
+        section: in place of `model`; by default that of `setting`.
+    """
+    section = section or setting.rpartition(".")[0]
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
-        raise type(error)(str(error).replace("model.model", setting)) from error
+        text = str(error).replace("model.model", setting)
+        for name in ("dtype", "attn_implementation"):
+            text = text.replace(f"model.{name}", f"{section}.{name}")
+        raise type(error)(text) from error
 
 
 @contextmanager

@@ -16,7 +16,13 @@ import lightning.pytorch.strategies as strategies
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -91,14 +97,32 @@ class Sharding:
             return
         if mesh["tensor_parallel"].size() > 1:
             _divide_layers(policy, mesh["tensor_parallel"])
+        self.shard(policy, mesh["data_parallel"])
+
+    def shard(self, policy: CausalPolicy, mesh: DeviceMesh) -> None:
+        """Makes the units of FSDP2; arguments as of `apply`, but for a mesh of the data-parallel ranks."""
         dtype = None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
         # gradients are reduced in float32: sums over many ranks lose small gradients in bfloat16
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        options: dict[str, Any] = dict(mesh=mesh["data_parallel"], mp_policy=precision)
+        options: dict[str, Any] = dict(mesh=mesh, mp_policy=precision)
         for module in policy.modules():  # blocks first, because the root unit takes the parameters that are left
             if is_transformer_block(module):
                 fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(policy, **options)
+
+
+def shard_frozen(policy: CausalPolicy, mesh: DeviceMesh) -> None:
+    """Shards the blocks of a policy that does not train by FSDP2, in place.
+
+    `features` is a collective, and the head is not: ranks call it as often as they have chunks of tokens. As nothing
+    is computed backwards, embeddings and head are whole on each rank from the first forward pass on.
+
+    Args:
+        policy: on any device; its parameters move to that of the mesh, block by block.
+        mesh: data-parallel ranks.
+    """
+    Sharding().shard(policy, mesh)
+    register_fsdp_forward_method(policy, "features")
 
 
 def is_transformer_block(module: nn.Module) -> bool:

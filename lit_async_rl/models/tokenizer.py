@@ -288,7 +288,7 @@ class TextCodec:
         if unknown := sorted(set(options) - self.template_variables):
             raise ValueError(
                 f"a prompt's chat_template_kwargs or tools set {', '.join(unknown)}, which the chat template of "
-                f"{self.model!r} does not read; it reads {', '.join(sorted(self.template_variables))}"
+                f"{self.model!r} does not read; it reads {', '.join(sorted(self.template_variables)) or 'none'}"
             )
         return options
 

@@ -230,8 +230,10 @@ class SFTDataModule(pl.LightningDataModule):
             raise ValueError("data.validation.prompts needs data.reward, which scores the completions of these prompts")
         several = records if isinstance(records, list) and _are_sources(records) else [records]
         self._sources = [as_demonstrations(one, "data.records") for one in several]
-        if weights is not None and (len(weights) != len(self._sources) or min(weights) <= 0):
+        if weights is not None and len(weights) != len(self._sources):
             raise ValueError(f"data.weights must be a positive number for each of data.records, got {weights}")
+        for number, weight in enumerate(weights or []):
+            check_range("data", "positive", **{f"weights[{number}]": weight})
         self._held_out_source = (
             None if validation_records is None else as_demonstrations(validation_records, "data.validation_records")
         )

@@ -24,14 +24,16 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.errors import EngineError, SetupError, StalledError, describe
 from lit_async_rl.losses.distillation import Divergence, divergence, with_tail
 from lit_async_rl.losses.reference_kl import reference_kl
 from lit_async_rl.models.architecture import stored_buffers
-from lit_async_rl.models.loading import errors_naming, load_policy
+from lit_async_rl.models.loading import check_dtype, errors_naming, load_policy
 from lit_async_rl.models.policy import CausalPolicy, Compare, scatter
+from lit_async_rl.models.sharding import shard_frozen
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.training.token_stats import token_stats
@@ -39,12 +41,19 @@ from lit_async_rl.types import Prompt, RolloutBatch
 from lit_async_rl.utils.checks import check_choice, check_range
 
 MAX_ASKED = 16  # sequences at a time
+MAX_LOGPROB = 1e-2  # above 0 by rounding
 Gradient = Literal["analytic", "sampled"]
 Likeliest = tuple[Int[Tensor, "B T k"], Float[Tensor, "B T k"]]
 
 
 class OpenTeacher(ABC):
-    """A teacher that is ready."""
+    """A teacher that is ready.
+
+    Attributes:
+        is_collective: whether all ranks must ask it equally often, because each holds a part of it.
+    """
+
+    is_collective = False
 
     @abstractmethod
     def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
@@ -81,40 +90,46 @@ class Teacher(ABC):
         """
 
     @abstractmethod
-    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+    def open(self, student: CausalPolicy, device: torch.device, mesh: DeviceMesh | None = None) -> OpenTeacher:
         """Makes it ready, at the beginning of a fit.
 
         Args:
             student: policy in training.
             device: of the trainer.
+            mesh: data-parallel ranks over which FSDP2 shards the student; None under other strategies.
         """
 
 
-def check_same_tokens(student: str, teacher: str) -> None:
-    """Checks that two models read and write the same tokens.
+def vocabulary_of(policy: CausalPolicy) -> int:
+    """Number of token ids of a policy."""
+    return int(policy.causal_lm.config.get_text_config().vocab_size)
+
+
+def check_same_tokens(student: str, teacher: str, setting: str = "model.distillation.teacher") -> None:
+    """Checks that two models read and write the same tokens; `setting` names the teacher in messages.
 
     Raises:
         ValueError: they do not.
     """
     own = TextCodec(student)
-    with errors_naming("model.distillation.teacher"):
+    with errors_naming(setting):
         other = TextCodec(teacher)
     if own.vocabulary_digest != other.vocabulary_digest:
         raise ValueError(
-            f"model.distillation.teacher={teacher!r} has another tokenizer than model.model={student!r}: "
+            f"{setting}={teacher!r} has another tokenizer than model.model={student!r}: "
             "token probabilities can be compared only over one vocabulary"
         )
     templates = [getattr(codec.tokenizer, "chat_template", None) for codec in (own, other)]
     if None not in templates and templates[0] != templates[1]:
         raise ValueError(
-            f"model.distillation.teacher={teacher!r} has another chat template than model.model={student!r}: it would "
+            f"{setting}={teacher!r} has another chat template than model.model={student!r}: it would "
             "judge prompts in a form it was not trained on. Give both folders the same template"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTeacher(Teacher):
-    """A frozen model in the trainer's process; each rank holds the whole of it.
+    """A frozen model in the trainer's process: FSDP2 shards it as it does the policy, else each rank has the whole.
 
     Args:
         model: Hugging Face name or folder.
@@ -126,29 +141,38 @@ class LocalTeacher(Teacher):
     dtype: str = "float32"
     attn_implementation: str | None = None
 
+    def __post_init__(self) -> None:
+        check_dtype("LocalTeacher.dtype", self.dtype)
+
     def check(self, model: str) -> None:
         check_same_tokens(model, self.model)
 
-    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
-        with errors_naming("model.distillation.teacher"):
+    def open(self, student: CausalPolicy, device: torch.device, mesh: DeviceMesh | None = None) -> OpenTeacher:
+        with errors_naming("model.distillation.teacher", section="LocalTeacher"):
             lm = load_policy(self.model, dtype=self.dtype, attn_implementation=self.attn_implementation)
-        policy = CausalPolicy(lm, student.chunk_tokens, student.packing)
-        return _OpenLocalTeacher(policy.requires_grad_(False).to(device))
+        policy = CausalPolicy(lm, student.chunk_tokens, student.packing).requires_grad_(False)
+        if mesh is not None:
+            shard_frozen(policy, mesh)
+        return _OpenLocalTeacher(policy.to(device), vocabulary_of(student), is_collective=mesh is not None)
 
 
 class _OpenLocalTeacher(OpenTeacher):
-    def __init__(self, policy: CausalPolicy) -> None:
+    def __init__(self, policy: CausalPolicy, student_size: int, is_collective: bool = False) -> None:
         self.policy = policy
+        self.is_collective = is_collective
+        self._size = vocabulary_of(policy)
+        self._shared_size = min(student_size, self._size)  # padding behind the same tokens differs
 
     @torch.no_grad()
     def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
+        self._check_ids(batch.input_ids)
         return token_stats(self.policy, batch).logprobs
 
     @torch.no_grad()
     def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
-        features, predicts, _ = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)
+        features, predicts = self._features(batch)
         found = [
-            self.policy.log_distribution(part, batch.temperature).topk(num)
+            self._shared(self.policy.log_distribution(part, batch.temperature)).topk(num)
             for part in features.split(self.policy.chunk_tokens)
         ]
         ids = torch.cat([one.indices for one in found])
@@ -157,22 +181,45 @@ class _OpenLocalTeacher(OpenTeacher):
 
     def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
         with torch.no_grad():
-            features = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)[0]
+            features, _ = self._features(batch)
 
         def compared(student: Float[Tensor, "n V"], numbers: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
             with torch.no_grad():
-                teacher = self.policy.log_distribution(features[numbers], batch.temperature)
-            if student.shape[-1] != teacher.shape[-1]:  # padding behind the same tokens
-                size = min(student.shape[-1], teacher.shape[-1])
-                student = student[:, :size].log_softmax(-1)
-                teacher = teacher[:, :size].log_softmax(-1)
-            return measure(student, teacher)
+                teacher = self._shared(self.policy.log_distribution(features[numbers], batch.temperature))
+            return measure(self._shared(student), teacher)
 
         return compared
 
+    def _shared(self, logprobs: Float[Tensor, "n V"]) -> Float[Tensor, "n S"]:
+        """Log-probabilities among the ids that student and teacher have."""
+        if logprobs.shape[-1] == self._shared_size:
+            return logprobs
+        return logprobs[:, : self._shared_size].log_softmax(-1)
+
+    def _features(self, batch: RolloutBatch) -> tuple[Float[Tensor, "N H"], Bool[Tensor, "B T1"]]:
+        self._check_ids(batch.input_ids)
+        features, predicts, _ = self.policy.features(batch.input_ids, batch.loss_mask, batch.tree_groups)
+        return features, predicts
+
+    def _check_ids(self, input_ids: Int[Tensor, "B T"]) -> None:
+        if (largest := int(input_ids.max())) >= self._size:
+            raise EngineError(
+                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, and "
+                f"the student has sampled {largest}, padding of its vocabulary: begin with weights that never do"
+            )
+
 
 class RemoteTeacher(OpenTeacher):
-    """A teacher that is asked for the log-probabilities of whole sequences, at temperature 1."""
+    """A teacher that is asked for the log-probabilities of whole sequences, at temperature 1.
+
+    Args:
+        name: its setting with value, for messages.
+        student_size: number of token ids of the student.
+    """
+
+    def __init__(self, name: str, student_size: int) -> None:
+        self.name = name
+        self._student_size = student_size
 
     @abstractmethod
     def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
@@ -193,9 +240,10 @@ class RemoteTeacher(OpenTeacher):
         found = torch.full(found_ids.shape, -math.inf)
         for row, (_, choices) in self._answers(batch.input_ids, batch.loss_mask, num=num).items():
             for place, choice in enumerate(choices, start=1):
-                best = sorted(choice.items(), key=lambda one: -one[1])[:num]
+                known = (one for one in choice.items() if one[0] < self._student_size)
+                best = sorted(known, key=lambda one: -one[1])[:num]
                 if len(best) < num:
-                    raise EngineError(f"the teacher gave {len(best)} tokens of model.distillation.top_k={num}")
+                    raise EngineError(f"{self.name} gave {len(best)} tokens of model.distillation.top_k={num}")
                 found_ids[row, place] = torch.tensor([token for token, _ in best])
                 found[row, place] = torch.tensor([logprob for _, logprob in best])
         device = batch.input_ids.device
@@ -210,6 +258,9 @@ class RemoteTeacher(OpenTeacher):
         ends = {row: int(mask[row].nonzero()[-1]) + 1 for row in rows}
         sequences = {row: input_ids[row, : ends[row]].tolist() for row in rows}
         answers = self.ask(list(sequences.values()), num)
+        for token, logprob in (one for answer in answers for choice in answer for one in choice.items()):
+            if not -math.inf < logprob <= MAX_LOGPROB:
+                raise EngineError(f"{self.name} gave {logprob} as the log-probability of token {token}")
         return {row: (ids, answer) for (row, ids), answer in zip(sequences.items(), answers, strict=True)}
 
 
@@ -217,10 +268,12 @@ class RemoteTeacher(OpenTeacher):
 class EngineTeacher(Teacher):
     """A teacher in an engine of its own, such as `VLLMEngine` on another GPU: for the sampled gradient.
 
+    Each rank starts one; a `ServerTeacher` is one for all.
+
     Args:
         model: Hugging Face name or folder.
         engine: template of the engine; it is set up with that model.
-        timeout_s: for its start, and for the answers of one micro-batch.
+        timeout_s: for the answers of one micro-batch.
     """
 
     model: str
@@ -231,19 +284,27 @@ class EngineTeacher(Teacher):
     gives_likeliest = False
     any_temperature = False
 
+    def __post_init__(self) -> None:
+        check_range("EngineTeacher", "positive", timeout_s=self.timeout_s)
+
     def check(self, model: str) -> None:
         check_same_tokens(model, self.model)
 
-    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
+    def open(self, student: CausalPolicy, device: torch.device, mesh: DeviceMesh | None = None) -> OpenTeacher:
         engine = self.engine.fresh()
-        engine.setup(self.model)
-        lm = load_policy(self.model)
-        engine.load_weights(0, chain(lm.named_parameters(), stored_buffers(lm)))
-        return _OpenEngineTeacher(engine, self.timeout_s)
+        try:
+            engine.setup(self.model)
+            lm = load_policy(self.model)
+            engine.load_weights(0, chain(lm.named_parameters(), stored_buffers(lm)))
+        except BaseException:
+            engine.close()
+            raise
+        return _OpenEngineTeacher(engine, self.timeout_s, vocabulary_of(student))
 
 
 class _OpenEngineTeacher(RemoteTeacher):
-    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
+    def __init__(self, engine: RolloutEngine, timeout_s: float, student_size: int) -> None:
+        super().__init__(f"EngineTeacher.engine={type(engine).__name__}", student_size)
         self._engine = engine
         self._timeout_s = timeout_s
         self._threads = ThreadPool(MAX_ASKED, name="teacher")  # an engine that batches gets several at a time
@@ -251,11 +312,15 @@ class _OpenEngineTeacher(RemoteTeacher):
     def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
         calls = [self._threads.submit(self._engine.prompt_logprobs, list(ids)) for ids in sequences]
         if wait(calls, self._timeout_s).not_done:
-            raise StalledError(f"the teacher did not answer within EngineTeacher.timeout_s={self._timeout_s:g}")
+            raise StalledError(f"{self.name} did not answer within EngineTeacher.timeout_s={self._timeout_s:g}")
         found = []
         for ids, call in zip(sequences, calls, strict=True):
-            if (answer := call.result()) is None:
-                raise EngineError(f"EngineTeacher.engine={type(self._engine).__name__} computes no log-probabilities")
+            try:
+                answer = call.result()
+            except Exception as error:
+                raise EngineError(f"{self.name}, the teacher: {describe(error)}") from error
+            if answer is None:
+                raise EngineError(f"{self.name} computes no log-probabilities")
             found.append([{token: logprob} for token, logprob in zip(ids[1:], answer, strict=True)])
         return found
 
@@ -275,6 +340,13 @@ class SourceTeachers(Teacher):
 
     key: str
     teachers: dict[str, str | Teacher]
+
+    def __post_init__(self) -> None:
+        if not self.teachers or any(isinstance(teacher, SourceTeachers) for teacher in self.teachers.values()):
+            raise ValueError(
+                "SourceTeachers.teachers must have a teacher for each source, none of which is a SourceTeachers; got "
+                f"{self.teachers}"
+            )
 
     @property
     def all(self) -> list[Teacher]:
@@ -311,8 +383,15 @@ class SourceTeachers(Teacher):
         for teacher in self.all:
             teacher.check(model)
 
-    def open(self, student: CausalPolicy, device: torch.device) -> OpenTeacher:
-        return _OpenSourceTeachers([teacher.open(student, device) for teacher in self.all])
+    def open(self, student: CausalPolicy, device: torch.device, mesh: DeviceMesh | None = None) -> OpenTeacher:
+        opened: list[OpenTeacher] = []
+        try:
+            for teacher in self.all:
+                opened.append(teacher.open(student, device, mesh))
+        except BaseException:
+            _OpenSourceTeachers(opened).close()
+            raise
+        return _OpenSourceTeachers(opened)
 
 
 class _OpenSourceTeachers(OpenTeacher):
@@ -320,18 +399,21 @@ class _OpenSourceTeachers(OpenTeacher):
         self._teachers = teachers
 
     def _parts(self, batch: RolloutBatch) -> Iterator[tuple[OpenTeacher, Int[Tensor, " n"], RolloutBatch]]:
-        """Each teacher that has rows, their numbers, and the batch of them."""
+        """Each teacher that has rows, their numbers, and the batch of them; collective ones with a row that is none."""
         if batch.source is None:
             raise SetupError("the batch does not name the sources of its prompts: is WeightSync among the callbacks?")
         for number, teacher in enumerate(self._teachers):
             rows = (batch.source == number).nonzero()[:, 0]
             if len(rows):
                 yield teacher, rows, batch.select(rows, batch.input_ids.shape[1])
+            elif teacher.is_collective:
+                blank = batch.replace(loss_mask=torch.zeros_like(batch.loss_mask))
+                yield teacher, rows, blank.select(rows.new_zeros(1), batch.input_ids.shape[1])
 
     def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
         found = torch.zeros_like(batch.behavior_logprobs)
         for teacher, rows, part in self._parts(batch):
-            found[rows] = teacher.sampled(part).to(found.dtype)
+            found[rows] = teacher.sampled(part)[: len(rows)].to(found.dtype)
         return found
 
     def likeliest(self, batch: RolloutBatch, num: int) -> Likeliest:
@@ -339,13 +421,14 @@ class _OpenSourceTeachers(OpenTeacher):
         logprobs = batch.behavior_logprobs.new_zeros(ids.shape)
         for teacher, rows, part in self._parts(batch):
             chosen = teacher.likeliest(part, num)
-            ids[rows] = chosen[0]
-            logprobs[rows] = chosen[1].to(logprobs.dtype)
+            ids[rows] = chosen[0][: len(rows)]
+            logprobs[rows] = chosen[1][: len(rows)].to(logprobs.dtype)
         return ids, logprobs
 
     def compare(self, batch: RolloutBatch, measure: Callable[[Tensor, Tensor], Tensor]) -> Compare:
         if not batch.loss_mask.any():  # padding
-            return self._teachers[0].compare(batch, measure)
+            compared_by_all = [teacher.compare(batch, measure) for teacher in self._teachers]  # some are collective
+            return compared_by_all[0]
         owners = batch.loss_mask.new_zeros(batch.loss_mask.shape, dtype=torch.long)
         comparisons = []
         for number, (teacher, rows, part) in enumerate(self._parts(batch)):
@@ -454,7 +537,7 @@ class Distiller:
 
     def check(self, student: CausalPolicy, model: str) -> None:
         """Checks that the teacher can teach this model; errors as of `Teacher.check`."""
-        size = student.causal_lm.config.get_text_config().vocab_size
+        size = vocabulary_of(student)
         if self.settings.top_k is not None and self.settings.top_k >= size:
             raise ValueError(
                 f"model.distillation.top_k={self.settings.top_k} must be less than the vocabulary, {size} tokens: null "
@@ -462,9 +545,9 @@ class Distiller:
             )
         self.settings.source.check(model)
 
-    def open(self, student: CausalPolicy, device: torch.device) -> None:
+    def open(self, student: CausalPolicy, device: torch.device, mesh: DeviceMesh | None = None) -> None:
         """Makes the teacher ready; arguments as of `Teacher.open`."""
-        self.teacher = self.settings.source.open(student, device)
+        self.teacher = self.settings.source.open(student, device, mesh)
 
     def close(self) -> None:
         """Ends the teacher. Safe to call twice."""

@@ -400,7 +400,8 @@ class PolicyModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         if (distiller := self.objective.distiller) is not None:
-            distiller.open(self.policy, self.device)
+            mesh = None if self.device_mesh is None else self.device_mesh["data_parallel"]
+            distiller.open(self.policy, self.device, mesh)
         if self.self_check and not is_sharded(self.trainer.strategy.model or self):
             with self.trainer.precision_plugin.train_step_context():
                 check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))

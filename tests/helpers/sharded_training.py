@@ -19,12 +19,15 @@ import torch.distributed as dist
 from flow import MODEL, barrier_engine, fit, make_data, make_module
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.tensor import DTensor
 
 from lit_async_rl.callbacks import EngineCheck, GradientClipping
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.models.lora import LoRA
-from lit_async_rl.models.sharding import FSDPStrategy, Sharding
-from lit_async_rl.training.distillation import Distillation
+from lit_async_rl.models.sharding import FSDPStrategy, Sharding, is_transformer_block
+from lit_async_rl.prompts.sources import InMemoryPrompts
+from lit_async_rl.tasks import SortDigits
+from lit_async_rl.training.distillation import Distillation, LocalTeacher, SourceTeachers
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -64,6 +67,32 @@ class Record(pl.Callback):
             self.rewards.append(sum(r.reward for g in groups for r in g.rollouts))
 
 
+class CheckTeachers(pl.Callback):
+    """Under FSDP2 no rank holds the whole of a teacher."""
+
+    def __init__(self, strategy: str) -> None:
+        self.is_sharded = strategy == "fsdp2"
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        if (distiller := pl_module.objective.distiller) is not None:
+            for teacher in distiller.ready._teachers:
+                blocks = [m for m in teacher.policy.modules() if is_transformer_block(m)]
+                assert blocks
+                assert {isinstance(p, DTensor) for block in blocks for p in block.parameters()} == {self.is_sharded}
+
+
+def teachers() -> dict[str, Any]:
+    """The first policy teaches its successors, which rewards move away from it: two copies, by the prompt's parity.
+
+    Micro-batches have prompts of one of them only, and different numbers of chunks.
+    """
+    sources = SourceTeachers(key="kind", teachers={"even": MODEL, "odd": LocalTeacher(model=MODEL)})
+    prompts = [SortDigits(8, size=1000)[n] for n in range(1000)]
+    records = [dict(prompt=p.text, answer=p.answer, kind=("even", "odd")[n % 2]) for n, p in enumerate(prompts)]
+    distillation = Distillation(teacher=sources, with_reward=True)
+    return dict(prompts=InMemoryPrompts(records), distillation=distillation, logprob_chunk_tokens=13)
+
+
 def run(
     strategy: str,
     staleness: int,
@@ -71,6 +100,7 @@ def run(
     begin: str | None = None,
     keep: str | None = None,
     stream=False,
+    prompts: Any = None,
     **extra: Any,
 ):
     pl.seed_everything(0, verbose=False)
@@ -82,6 +112,7 @@ def run(
         micro_batches_per_step=accumulate,
         stream_groups=stream,
         engine=barrier_engine(),
+        **({} if prompts is None else {"prompts": prompts}),
     )
     module = make_module(**(dict(loss=Reinforce(), learning_rate=1e-4) | extra))
     saving = [ModelCheckpoint(keep, "{step}", every_n_train_steps=5, save_top_k=-1)] if keep else []
@@ -91,7 +122,7 @@ def run(
         module,
         data,
         STEPS,
-        callbacks=[record, clip, *checks, *saving],
+        callbacks=[record, clip, CheckTeachers(strategy), *checks, *saving],
         ckpt_path=begin,
         strategy=make_strategy(strategy),
         devices=WORLD,
@@ -207,8 +238,7 @@ def main(job: str, output: str, *arguments: str) -> None:
     result = cross(arguments[0], arguments[1:]) if job == "crossing" else {}
     for setting in filter(None, settings.split(",")):
         staleness, accumulate = map(int, setting.rstrip("sd").split("x"))
-        # the first policy teaches its successors, which rewards move away from it
-        teacher = dict(distillation=Distillation(teacher=MODEL, with_reward=True)) if setting.endswith("d") else {}
+        teacher = teachers() if setting.endswith("d") else {}
         result[setting] = run(
             strategy,
             staleness,

@@ -139,10 +139,11 @@ def test_fit_returns_the_module_that_a_placed_rank_has_trained(address, tmp_path
         groups_per_step=2,
         group_size=4,
         accelerator="cpu",
+        distillation=rl.Distillation(teacher=rl.asset("sort_policy"), with_reward=True),
         cluster=rl.RayCluster(address=address, trainer_resources={"CPU": 0.5}),
     )
     assert trainer.lightning_module.version == 2
-    assert "policy/loss" in trainer.callback_metrics
+    assert {"policy/loss", "policy/teacher_divergence"} <= set(trainer.callback_metrics)
     assert (tmp_path / "runs/version_0/config.yaml").read_text().count("class_path: RayCluster") == 1
 
 

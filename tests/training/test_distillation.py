@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lit_async_rl as rl
+from lit_async_rl.callbacks import SaveOnFailure
 from lit_async_rl.cli.app import main
 from lit_async_rl.errors import EngineError
 from lit_async_rl.losses.distillation import divergence, with_tail
@@ -132,10 +133,11 @@ class Given(rl.Teacher):
         self.lm = lm
         self.packing = packing
 
-    def open(self, student, device):
-        from lit_async_rl.training.distillation import _OpenLocalTeacher
+    def open(self, student, device, mesh=None):
+        from lit_async_rl.training.distillation import _OpenLocalTeacher, vocabulary_of
 
-        return _OpenLocalTeacher(CausalPolicy(self.lm, student.chunk_tokens, self.packing).requires_grad_(False))
+        policy = CausalPolicy(self.lm, student.chunk_tokens, self.packing).requires_grad_(False)
+        return _OpenLocalTeacher(policy, vocabulary_of(student))
 
 
 def gradient(models, batch, chunk_tokens=4096, packing=None, coefficient=1.0, **settings):
@@ -219,6 +221,36 @@ def test_a_run_with_a_teacher_for_each_source():
                 fit(module, data, 2)
         else:
             fit(module, data, 2)
+
+
+@pytest.mark.parametrize("sizes", [(17, 21), (21, 17)], ids=["larger teacher", "larger student"])
+def test_vocabularies_may_have_different_padding_behind_the_same_tokens(models, sizes):
+    """The divergence is over the ids that both have, in nats of what is left when the others are taken out."""
+    torch.manual_seed(2)
+    config = models[0].config.to_dict()
+    student, teacher = (
+        GPT2LMHeadModel(GPT2Config(**(config | {"vocab_size": size}))).double().eval() for size in sizes
+    )
+    for lm in (student, teacher):
+        with torch.no_grad():
+            lm.lm_head.weight[17:] *= 5  # likely ones
+    batch = batch_of(student)
+    _, own, signals = gradient((student, teacher), batch)
+    total = 0.0
+    for row, place in batch.loss_mask.nonzero().tolist():
+        both = (lm(batch.input_ids[row : row + 1, :place]).logits[0, -1, :17] / 0.8 for lm in (student, teacher))
+        p, q = (logits.log_softmax(-1) for logits in both)
+        total = total + batch.token_weights[row, place] * (p.exp() * (p - q.detach())).sum()
+        assert float(signals["divergence"][row, place]) == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-9)
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(student.parameters()))])
+    assert (own - wanted).norm() < 1e-9 * wanted.norm()
+    ids, _ = Given(teacher).open(CausalPolicy(student), torch.device("cpu")).likeliest(batch, 9)
+    assert int(ids.max()) < 17
+    strange = batch.replace(input_ids=torch.where(batch.loss_mask, 20, batch.input_ids))
+    for settings in ({}, {"top_k": 3}, {"gradient": "sampled"}):
+        if sizes[1] == 17:
+            with pytest.raises(EngineError, match="has 17 token ids, and the student has sampled 20, padding of its"):
+                gradient((student, teacher), strange, **settings)
 
 
 def test_the_sampled_gradient_is_unbiased_with_importance_weights_and_biased_without(models):
@@ -334,6 +366,56 @@ def test_a_resumed_run_goes_on_to_the_bit_and_the_teacher_is_not_in_the_checkpoi
     assert known == rl.Distillation(teacher=MODEL)
 
 
+class Failing(rl.Teacher):
+    """A teacher in this process that fails when it is asked for the n-th time."""
+
+    def __init__(self, number):
+        self.number = number
+        self.is_closed = False
+
+    def open(self, student, device, mesh=None):
+        opened = rl.LocalTeacher(model=MODEL).open(student, device)
+        compare = opened.compare
+        numbers = iter(range(1, 1000))
+
+        def counted(batch, measure):
+            if next(numbers) == self.number:
+                raise EngineError("planted")
+            return compare(batch, measure)
+
+        opened.compare = counted
+        opened.close = lambda: setattr(self, "is_closed", True)
+        return opened
+
+
+def test_a_teacher_that_fails_within_a_step_loses_nothing(tmp_path):
+    """In the second of two micro-batches; the step is done again by a run that goes on to the bit."""
+
+    def trained(number=0, ckpt_path=None):
+        torch.manual_seed(0)
+        teacher = Failing(number)
+        module = make_module(random_init=True, distillation=rl.Distillation(teacher=teacher))
+        data = make_data(
+            schedule="fixed_lag",
+            max_staleness=2,
+            engine=barrier_engine(),
+            micro_batches_per_step=2,
+            reward=rl.no_reward,
+        )
+        settings = dict(callbacks=[SaveOnFailure()], default_root_dir=tmp_path, enable_checkpointing=True)
+        if number:
+            with pytest.raises(EngineError, match="planted"):
+                fit(module, data, 6, **settings)
+        else:
+            fit(module, data, 6, ckpt_path=ckpt_path, **settings)
+        assert teacher.is_closed
+        return parameters(module)
+
+    whole = trained()
+    trained(number=8)
+    assert torch.equal(trained(ckpt_path=str(tmp_path / "failed.ckpt")), whole)
+
+
 def test_fit_needs_no_reward_and_says_nothing_of_missing_signal(tmp_path, capsys, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = rl.fit(
@@ -384,6 +466,19 @@ def test_the_configuration_trains(tmp_path):
 def test_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         rl.Distillation(**(dict(teacher=MODEL) | settings))
+
+
+def test_teachers_that_cannot_be_made():
+    with pytest.raises(ValueError, match=r"LocalTeacher\.dtype must be the name of a torch dtype .*, got 'float17'"):
+        rl.LocalTeacher(model=MODEL, dtype="float17")
+    with pytest.raises(ValueError, match=r"EngineTeacher\.timeout_s must be positive, got -1"):
+        rl.EngineTeacher(model=MODEL, engine=rl.EmbeddedEngine(), timeout_s=-1)
+    inner = rl.SourceTeachers(key="kind", teachers={"a": MODEL})
+    for teachers in ({}, {"b": inner}):
+        with pytest.raises(ValueError, match=r"SourceTeachers\.teachers must have a teacher for each source"):
+            rl.SourceTeachers(key="kind", teachers=teachers)
+    with pytest.raises(ValueError, match=r"LocalTeacher\.attn_implementation='none' cannot be used"):
+        rl.LocalTeacher(model=MODEL, attn_implementation="none").open(None, torch.device("cpu"))
 
 
 def test_what_only_the_start_can_know(tmp_path):
@@ -445,9 +540,42 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
+def answer(*places):
+    """As of vLLM."""
+    return {"choices": [{"text": "", "index": 0, "prompt_logprobs": [None, *places]}]}
+
+
+STRANGE = (float("nan"), float("-inf"), 0.5)
+
+
+def two_tokens():
+    """A batch of a prompt of one token and a completion of one."""
+    shape = (1, 2)
+    return RolloutBatch(
+        input_ids=torch.tensor([[3, 5]]),
+        attention_mask=torch.ones(shape, dtype=torch.bool),
+        loss_mask=torch.tensor([[False, True]]),
+        behavior_logprobs=torch.zeros(shape),
+        versions=torch.zeros(shape, dtype=torch.long),
+        advantages=torch.zeros(shape),
+        token_weights=torch.zeros(shape),
+        rewards=torch.zeros(1),
+        group_index=torch.zeros(1, dtype=torch.long),
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
+        (200, {"choices": []}, "returned no log-probabilities of the prompt's tokens"),
+        (200, "<html>", "JSONDecodeError"),
+        *((200, answer({"5": {"logprob": value}}), f"gave {value} as the log-probability") for value in STRANGE),
+        (200, answer({"5": {"logprob": -1.0, "decoded_token": "你"}}), "has another tokenizer than .* its token 5 is"),
+        (
+            200,
+            answer({"5": {"logprob": -1.0}, "99": {"logprob": -0.5}}),
+            r"gave 1 tokens of model.distillation.top_k=2",
+        ),
         (404, {"error": {"message": "no such model"}}, "no such model"),
         (200, {"choices": [{"text": "", "index": 0}]}, "returned no log-probabilities of the prompt's tokens"),
         (200, {"choices": [{"text": "", "prompt_logprobs": [None, {"5": {"logprob": "x"}}]}]}, "returned no log-prob"),
@@ -459,7 +587,8 @@ class Answering(BaseHTTPRequestHandler):
     ],
 )
 def test_a_server_that_cannot_be_a_teacher_is_named(models, status, body, message):
-    handler = type("Handler", (Answering,), dict(status=status, body=json.dumps(body).encode()))
+    body = body if isinstance(body, str) else json.dumps(body)
+    handler = type("Handler", (Answering,), dict(status=status, body=body.encode()))
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/v1"
@@ -468,7 +597,7 @@ def test_a_server_that_cannot_be_a_teacher_is_named(models, status, body, messag
         )
         try:
             with pytest.raises(EngineError, match=f"ServerTeacher.base_url={address}.*{message}"):
-                teacher.ask([[3, 5]], 0)
+                teacher.likeliest(two_tokens(), 2)
         finally:
             teacher.close()
             server.shutdown()
