@@ -131,7 +131,7 @@ class _OpenServerTeacher(RemoteTeacher):
         """
         if self._has_same_texts:
             return
-        own = {token: self._tokenizer.decode([token]) for token, text in texts.items() if text}
+        own = {token: str(self._tokenizer.decode([token])) for token, text in texts.items() if text}
         other = [token for token, text in own.items() if text.strip() != str(texts[token]).strip()]
         if 2 * len(other) > len(own):
             raise EngineError(

@@ -471,8 +471,8 @@ def test_settings_that_contradict_each_other(settings, message):
 def test_teachers_that_cannot_be_made():
     with pytest.raises(ValueError, match=r"LocalTeacher\.dtype must be the name of a torch dtype .*, got 'float17'"):
         rl.LocalTeacher(model=MODEL, dtype="float17")
-    with pytest.raises(ValueError, match=r"EngineTeacher\.timeout_s must be positive, got -1"):
-        rl.EngineTeacher(model=MODEL, engine=rl.EmbeddedEngine(), timeout_s=-1)
+    with pytest.raises(ValueError, match=r"EngineTeacher\.timeout_s must be positive, got -1\.0"):
+        rl.EngineTeacher(model=MODEL, engine=rl.EmbeddedEngine(), timeout_s=-1.0)
     inner = rl.SourceTeachers(key="kind", teachers={"a": MODEL})
     for teachers in ({}, {"b": inner}):
         with pytest.raises(ValueError, match=r"SourceTeachers\.teachers must have a teacher for each source"):
