@@ -650,6 +650,9 @@ class RayEngine(EngineWrapper):
     def _ignore(self, entry: ReplicaEntry, answer: Any) -> None:
         pass
 
+    def _forget_calls(self, entry: ReplicaEntry) -> None:
+        self._calls = {ref: call for ref, call in self._calls.items() if call.replica is not entry}
+
     def _turn(self, timeout_s: float) -> None:
         """Handles the answers that are there; waits at most `timeout_s` for the first."""
         with self._lock:
@@ -958,8 +961,7 @@ class RayEngine(EngineWrapper):
         """Ends a replica that has finished what it had. The lock is held."""
         self._entries.remove(entry)
         self._num_tokens_before += entry.num_tokens
-        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
-            del self._calls[ref]
+        self._forget_calls(entry)
         start_thread(self._stop, [entry], name="stop-replica")
 
     # -- faults -------------------------------------------------------------------------------------------------------
@@ -1034,29 +1036,16 @@ class RayEngine(EngineWrapper):
         for sample in entry.unverified:  # of weights that were never proved right
             sample.assignment.received.discard(sample.position)
             held[sample.assignment.request.id] = sample.assignment
-        entry.held = {}
-        entry.unverified = []
         entry.why = reason
         entry.num_failures += 1
         if is_running:
             entry.num_wrong = 1 if entry.num_good >= NUM_SAMPLES_TO_FORGIVE else entry.num_wrong + 1
             entry.num_good = 0
-        entry.num_starts += 1
         self._num_tokens_before += entry.num_tokens
-        entry.busy_s = entry.num_tokens = entry.num_running = 0
-        entry.sent = entry.accepted = entry.verified = entry.proved = -1
-        entry.is_proving = False
-        entry.is_silent = entry.is_stalled = False
-        entry.behind = None
-        entry.is_named = entry.is_handing_back = False
-        entry.was_there = False
-        entry.weights = None
-        entry.latest = 0
-        entry.sums = {}
+        entry.forget_process()
         self.num_lost += 1
         self._placement.remove(entry.number)
-        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
-            del self._calls[ref]
+        self._forget_calls(entry)
         is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
         is_over |= failure is not None and not self._has_been_ready and is_new
         if is_over:
