@@ -70,6 +70,7 @@ from lit_async_rl.ray.actors import (
 )
 from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
 from lit_async_rl.ray.identity import describe_model, find_other_arithmetic, find_other_model
+from lit_async_rl.ray.logs import read_place
 from lit_async_rl.ray.ownership import ReplicaActors
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.ray.process import TakenOver, call_actor, stop_actors
@@ -741,7 +742,7 @@ class RayEngine(EngineWrapper):
 
     def _claimed(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         entry.called = time.monotonic()
-        entry.place = _place(answer)
+        entry.place = read_place(answer)
         self._call(entry, self._started, "start", base_of(self._model))
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
@@ -759,7 +760,7 @@ class RayEngine(EngineWrapper):
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
             return
-        entry.place = _place(answer) | {"dtype": str(answer["dtype"])}
+        entry.place = read_place(answer) | {"dtype": str(answer["dtype"])}
         longest = int(answer["max_model_len"])
         problem = find_other_model(answer["model"], self._described)
         if not problem and self._has_been_ready and longest < self._max_model_len:
@@ -1123,11 +1124,6 @@ class RayEngine(EngineWrapper):
         """Ends a Ray that was started here, unless another engine of this process uses it."""
         runtime.release(self)
         super().end()
-
-
-def _place(answer: Mapping[str, Any]) -> dict[str, Any]:
-    named = {name: str(answer[name]) for name in ("host", "node")}
-    return {"pid": int(answer["pid"]), "logs": list(map(str, answer["logs"])), **named}
 
 
 _NOTHING: dict[str, Any] = {"assignments": [], "completions": [], "tensors": {}, "state": None}

@@ -11,6 +11,7 @@ import torch
 
 from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.engines.embedded.own_process import unpack_completions
+from lit_async_rl.ray.logs import describe_place
 from lit_async_rl.types import Completion, GenerationRequest
 
 
@@ -224,7 +225,7 @@ class ReplicaEntry(ReplicaProcess):
         """For messages."""
         if not self.place:
             return f"replica {self.number}"
-        return f"replica {self.number} (pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]})"
+        return f"replica {self.number} ({describe_place(self.place)})"
 
     def forget_process(self) -> None:
         """Begins with the next process, of which nothing is known."""

@@ -9,8 +9,10 @@ import traceback
 from typing import Any
 
 from lit_async_rl.ray.logs import where_it_is
+from lit_async_rl.utils.checks import find_other_kind
 
 MAX_ERROR_CHARS = 4000
+ERROR = {"type": str, "message": str, "at": str, "is_final": bool, "ends_run": bool, "is_ours": bool}
 # parts of files' names in the frames of an error that are not the user's own code
 NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "asyncio", "concurrent", "ray"))
 
@@ -73,6 +75,5 @@ def find_fault(error: Any) -> str:
     """Fault in the `error` of an answer, in words; empty if valid."""
     if not isinstance(error, dict):
         return f"an error that is {type(error).__name__}"
-    kinds = {"type": str, "message": str, "at": str, "is_final": bool, "ends_run": bool, "is_ours": bool}
-    wrong = next((name for name, kind in kinds.items() if type(error.get(name)) is not kind), "")
-    return f"an error whose {wrong} is {error.get(wrong)!r:.100}" if wrong else ""
+    wrong = find_other_kind(error, ERROR)
+    return f"an error whose {wrong}" if wrong else ""
