@@ -58,11 +58,11 @@ from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import (
-    REFUSED_S,
     RETRY_S,
     Resources,
     as_error,
     first_line,
+    is_refused,
     kill_actor,
     last_line,
     log_of,
@@ -753,9 +753,8 @@ class RayEngine(EngineWrapper):
             if not self._has_been_ready:
                 self._error = self._error or EngineError(f"{entry.where} did not start: {last_line(error)}")
             return False
-        now = time.monotonic()
-        is_refused = now - entry.called < REFUSED_S  # at once: the process is not there yet; later: it died meanwhile
-        return is_refused and now - entry.began <= self.startup_timeout_s
+        has_time = time.monotonic() - entry.began <= self.startup_timeout_s
+        return has_time and is_refused(self._ray, error, entry.called)
 
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:

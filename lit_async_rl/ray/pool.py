@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.ray import runtime
-from lit_async_rl.ray.actors import REFUSED_S, RETRY_S, Resources, first_line, kill_actor, last_line, log_of
+from lit_async_rl.ray.actors import RETRY_S, Resources, first_line, is_refused, kill_actor, last_line, log_of
 from lit_async_rl.ray.logs import describe_place, read_place
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.runtime.files import LimitedLog
@@ -223,14 +223,8 @@ class ActorPool(ABC):
 
     def _make_actor(self, name: str) -> Any:
         kind, arguments = self.actor()
-        options = self._ray.remote(kind).options(
-            name=name,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=MAX_CALLS,
-            **self.settings.resources.options,
-        )
-        return options.remote(*arguments)
+        options = self.settings.resources.restarting
+        return self._ray.remote(kind).options(name=name, max_concurrency=MAX_CALLS, **options).remote(*arguments)
 
     async def _serve(self) -> None:
         self._lives = [self.spawn(self._live(number, actor)) for number, actor in enumerate(self._actors)]
@@ -411,8 +405,7 @@ class ActorPool(ABC):
             try:
                 answer = await actor.start.remote(*self.given)
             except Exception as error:
-                # Ray refuses calls of an actor that it brings back; where it has not, the process has ended
-                num_ended += time.monotonic() - called >= REFUSED_S
+                num_ended += not is_refused(self._ray, error, called)
                 if num_ended < MAX_STARTS and not isinstance(error, self._ray.exceptions.ActorDiedError):
                     await asyncio.sleep(RETRY_S)
                     continue

@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import os
 import traceback
+from collections.abc import Awaitable
 from typing import Any
 
 from lit_async_rl.ray.logs import where_it_is
@@ -52,6 +53,15 @@ class PoolWorker:
     async def ping(self) -> dict[str, Any]:
         """Answers, unless something blocks the event loop."""
         return {}
+
+
+async def closed(close: Awaitable[Any]) -> dict[str, Any]:
+    """Answer of an actor that closes something of the user; a `warning` says what that has raised."""
+    try:
+        await close
+    except Exception as error:
+        return {"error": described(error), "warning": f"raised {type(error).__name__}: {error}"}
+    return {}
 
 
 def described(error: BaseException) -> dict[str, Any]:
