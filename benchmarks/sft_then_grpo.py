@@ -1,9 +1,12 @@
-"""The quick start's task from random weights: supervised fine-tuning on flawed answers, then GRPO.
+"""Two stages from one start: supervised fine-tuning, then GRPO.
 
-    OMP_NUM_THREADS=1 python benchmarks/sft_then_grpo.py --seeds 5 --output docs/measurements/sft_then_grpo.json
+    OMP_NUM_THREADS=1 python benchmarks/sft_then_grpo.py --output docs/measurements/sft_then_grpo.json
+    OMP_NUM_THREADS=1 python benchmarks/sft_then_grpo.py --recipe smollm2 --seeds 3 \
+        --output docs/measurements/sft_then_grpo_smollm2.json
 
-Each seed runs `lit-async-rl sft --config configs/warm_start.yaml`, and `lit-async-rl train --config
-configs/quickstart.yaml` from the model that it has written. Started again, it goes on with the seeds that are missing.
+`sort` is the quick start's task from random weights, by `configs/warm_start.yaml` and `quickstart.yaml`. `smollm2` is
+mental arithmetic, by `configs/smollm2_sft.yaml` and `smollm2.yaml`, beside GRPO alone. Started again, it goes on with
+the stages that are missing.
 """
 
 from __future__ import annotations
@@ -16,61 +19,97 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from common.measurement import measurement, write_measurement
 
-STAGES = {"sft": "warm_start", "train": "quickstart"}
+CONFIGS = {"sort": ("warm_start", "quickstart"), "smollm2": ("smollm2_sft", "smollm2")}
+LEARNED = {"sort": "model", "smollm2": "adapter"}  # what the first stage writes
+UNITS = {
+    "sort": "held-out accuracy after SFT and GRPO from random weights",
+    "smollm2": "held-out accuracy after SFT and GRPO, less that of GRPO alone",
+}
 
 
-def run_stage(command: str, seed: int, folder: Path, flags: list[str]) -> dict[str, float]:
-    """Held-out accuracy before and after a stage, its seconds, and those of its processors."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.monotonic()
-    logger = ["--trainer.logger.save_dir", str(folder), "--trainer.logger.name", command]
-    words = ["--config", f"configs/{STAGES[command]}.yaml", "--seed_everything", str(seed), "--data.seed", str(seed)]
-    subprocess.run(["lit-async-rl", command, *words, *logger, "--trainer.logger.version", "run", *flags], check=True)
-    wall_s = time.monotonic() - began
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with (folder / command / "run" / "metrics.csv").open() as file:
-        accuracy = [float(row["val/pass@1"]) for row in csv.DictReader(file) if row["val/pass@1"]]
-    processor_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return dict(before=accuracy[0], after=accuracy[-1], wall_s=wall_s, processor_s=processor_s)
+def run_stage(folder: Path, command: str, config: str, seed: int, flags: list[str]) -> dict[str, Any]:
+    """Held-out accuracies by step, seconds, and those of the processors; of a stage that has run, as it was."""
+    result = folder / "result.json"
+    if not result.exists():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.monotonic()
+        words = ["--config", f"configs/{config}.yaml", "--seed_everything", str(seed), "--data.seed", str(seed), *flags]
+        for name, value in (("save_dir", folder.parent), ("name", folder.name), ("version", "run")):
+            words += [f"--trainer.logger.{name}", str(value)]
+        subprocess.run(["lit-async-rl", command, *words], check=True)
+        wall_s = time.monotonic() - began
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        with (folder / "run" / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["val/pass@1"]]
+        found = {
+            "accuracy": {row["step"]: float(row["val/pass@1"]) for row in rows},
+            "wall_s": wall_s,
+            "processor_s": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
+        }
+        result.write_text(json.dumps(found))
+    stage: dict[str, Any] = json.loads(result.read_text())
+    return stage
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", choices=list(CONFIGS), default="sort")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("runs/sft_then_grpo"))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--machine", default="two cores, float32")
     args = parser.parse_args()
+    sft, grpo = CONFIGS[args.recipe]
+    adapter = [] if args.recipe == "sort" else ["--model.lora.continue_adapter", "true"]
     rows = []
+    drawn: list[dict[str, Any]] = []
     for seed in range(args.seeds):
-        result = args.folder / f"{seed}.json"
-        if not result.exists():
-            folder = args.folder / str(seed)
-            tuned = run_stage("sft", seed, folder, flags=[])
-            trained = run_stage("train", seed, folder, flags=["--model.model", str(folder / "sft" / "run" / "model")])
-            result.write_text(json.dumps({"sft": tuned, "train": trained}))
-        found = json.loads(result.read_text())
-        seconds = {name: sum(stage[name] for stage in found.values()) for name in ("wall_s", "processor_s")}
-        accuracy = [found["sft"]["before"], found["sft"]["after"], found["train"]["after"]]
-        rows.append([seed, *(round(one, 3) for one in accuracy), *(round(one) for one in seconds.values())])
-        print(*rows[-1], flush=True)
-    held_out = [row[3] for row in rows]
+        folder = args.folder / args.recipe / str(seed)
+        learned = str(folder / "sft" / "run" / LEARNED[args.recipe])
+        stages = {
+            "sft": run_stage(folder / "sft", "sft", sft, seed, []),
+            "grpo": run_stage(folder / "grpo", "train", grpo, seed, ["--model.model", learned, *adapter]),
+        }
+        seconds = [round(sum(stage[name] for stage in stages.values())) for name in ("wall_s", "processor_s")]
+        curves = [[round(value, 3) for value in stage["accuracy"].values()] for stage in stages.values()]
+        row = [seed, curves[0][0], curves[0][-1], curves[1][-1], *seconds]
+        if args.recipe == "smollm2":
+            alone = run_stage(folder / "alone", "train", grpo, seed, [])
+            values = [round(value, 3) for value in alone["accuracy"].values()]
+            row += [values[-1], round(alone["processor_s"])]
+            stages["alone"] = alone
+        rows.append(row)
+        drawn.append(stages)
+        print(*row, flush=True)
     if args.output:
+        columns = ["seed", "before", "after SFT", "after GRPO", "wall time, s", "processor time, s"]
+        gains = [row[3] for row in rows]
+        if args.recipe == "smollm2":
+            columns += ["GRPO alone", "its processor time, s"]
+            gains = [row[3] - row[6] for row in rows]
         found = measurement(
             args.output.stem,
-            round(statistics.mean(held_out), 3),
-            f"held-out accuracy after SFT and GRPO from random weights, mean of {len(rows)} seeds",
-            columns=["seed", "random weights", "after SFT", "after GRPO", "wall time, s", "processor time, s"],
+            round(statistics.mean(gains), 3),
+            f"{UNITS[args.recipe]}, mean of {len(rows)} seeds",
+            columns=columns,
             rows=rows,
-            command=f"python benchmarks/sft_then_grpo.py --seeds {args.seeds}",
+            command=f"python benchmarks/sft_then_grpo.py --recipe {args.recipe} --seeds {args.seeds}",
             machine=args.machine,
-            interval=[min(held_out), max(held_out)],
+            interval=[round(min(gains), 3), round(max(gains), 3)],
         )
-        write_measurement(args.output, found)
+        curves = {name: mean_curve([stages[name]["accuracy"] for stages in drawn]) for name in drawn[0]}
+        write_measurement(args.output, found | {"curves": curves})
+
+
+def mean_curve(accuracies: list[dict[str, float]]) -> list[list[float]]:
+    """[step, accuracy], mean over seeds."""
+    means = {step: statistics.mean(values[step] for values in accuracies) for step in accuracies[0]}
+    return [[int(step), round(value, 4)] for step, value in means.items()]
 
 
 if __name__ == "__main__":

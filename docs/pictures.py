@@ -179,8 +179,43 @@ def before_and_after() -> Figure:
     return figure
 
 
+# -- The stages around RL ---------------------------------------------------------------------------------------------
+
+
+def stages() -> Figure:
+    """Held-out accuracy: SFT before GRPO beside GRPO alone, by steps; distillation beside GRPO, by sampled tokens."""
+    tuned, distilled = load("sft_then_grpo_smollm2"), load("distillation_recipe")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 8.4), layout="constrained")
+    sft, grpo, alone = (tuned["curves"][name] for name in ("sft", "grpo", "alone"))
+    length = sft[-1][0]
+    _line(above, [[step - length, value] for step, value in sft], colour=GREEN, label="SFT")
+    _line(above, grpo, colour=BLUE, label="GRPO after SFT")
+    _line(above, alone, colour=GREY, label="GRPO alone")
+    above.set_title("SmolLM2-135M, mental arithmetic", fontsize=FONT, loc="left", fontweight="bold")
+    above.set_xlabel("optimizer steps", fontsize=FONT)
+    for method, colour in (("distillation", BLUE), ("GRPO", GREY)):
+        points = [[tokens / 1e3, value] for tokens, value in distilled["curves"][method]]
+        _line(below, points, colour=colour, label=method)
+    below.axhline(distilled["teacher"], color="0.6", linestyle=":", linewidth=1)
+    below.text(0, distilled["teacher"], "teacher", fontsize=FONT, va="bottom")
+    below.set_title("0.5M student, 5M teacher, sorting", fontsize=FONT, loc="left", fontweight="bold")
+    below.set_xlabel("sampled tokens, thousands", fontsize=FONT)
+    for axis in (above, below):
+        axis.set(ylim=(0, 1.08))
+        axis.set_ylabel("held-out accuracy", fontsize=FONT)
+        axis.tick_params(labelsize=FONT)
+        axis.legend(fontsize=FONT, loc="lower right", frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _line(axis: Any, points: Sequence[Sequence[float]], *, colour: str, label: str) -> None:
+    axis.plot(*zip(*points, strict=True), color=colour, linewidth=2.5, label=label)
+
+
 def main(folder: Path = ASSETS) -> None:
     """Draws all of them."""
+    _save(stages(), folder / "stages.png")
     for name, panels in SPEEDUPS.items():
         _save(speedups(panels), folder / f"{name}.png")
     _save(before_and_after(), folder / "smollm2.png")

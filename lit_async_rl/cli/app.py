@@ -43,10 +43,12 @@ from lit_async_rl.cli.config_checks import (
     check_class_paths,
     check_config_files,
     check_sections,
+    check_stage,
     check_values,
     config_files,
     files_first,
     places_of_callback,
+    stage_of,
 )
 from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.cli.model_card import push, write_card
@@ -65,7 +67,7 @@ from lit_async_rl.training.wandb_runs import label_run
 from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.lightning_types import AnyTrainer
-from lit_async_rl.utils.public_names import public
+from lit_async_rl.utils.public_names import part, public
 from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.secrets import concealed
 
@@ -90,11 +92,13 @@ class AsyncRLCLI(LightningCLI):
         cluster: of `cluster:`; None without it.
         places_ranks: whether the cluster is to place the ranks; there is no trainer, model or data module then.
         is_dry_run: whether only the placement is shown; there are none, either.
+        stage: command that reads such configurations.
         module_class: of `model:`; `data_class`: of `data:`.
         left_out: default callbacks that this command does not have.
         has_cluster: whether there is a section `cluster:`.
     """
 
+    stage: ClassVar[str] = "train"
     module_class: ClassVar[type[PolicyModule]] = PolicyModule
     data_class: ClassVar[type[LightningDataModule]] = RolloutDataModule
     left_out: ClassVar[Sequence[str]] = ()
@@ -133,6 +137,7 @@ class AsyncRLCLI(LightningCLI):
         """Refuses invalid configuration files and class paths before anything is called."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
+        check_stage(given, self.stage)
         check_sections(given, parser._actions)
         set_parsing_settings(import_path_denylist=[])  # makes errors of warnings of modules such as `os`
         try:
@@ -375,12 +380,19 @@ def _train_in_rank(args: Sequence[str], place: Place) -> None:
     _train(args, place)
 
 
+def _cli_of(args: Sequence[str] | None) -> type[AsyncRLCLI]:
+    """The command line that a configuration was written for."""
+    stage = stage_of(sys.argv[1:] if args is None else args)
+    supervised = part("supervised.command") if stage == "sft" else None
+    return AsyncRLCLI if supervised is None else supervised.SFTCLI  # type: ignore[no-any-return]
+
+
 def evaluate(args: Sequence[str] | None = None) -> None:
-    """Held-out pass@1 and pass@k of a checkpoint, with samples."""
+    """Held-out pass@1 and pass@k of a checkpoint, with samples; held-out loss, if it was fine-tuned."""
     with command():
-        cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        cli = _cli_of(args)(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
         check_range("", ">= 0", num_shown=cli.config["num_shown"])
-        if cli.datamodule.validation.source is None:
+        if not cli.datamodule.validates:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         if not cli.trainer.limit_val_batches:
             raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
@@ -389,19 +401,21 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=ckpt_path, verbose=False)[0]
         if not cli.trainer.is_global_zero:  # the metrics are reduced over ranks, so one prints them
             return
-        table = Table("prompt", "completion", "answer", "reward", title="samples")
-        one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
-        for sample in one_of_each[: cli.config["num_shown"]]:
-            row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
-            table.add_row(*map(escape, row))
         console = Console()
-        console.print(table)
+        if num_scored := cli.model.validator.num_scored:
+            table = Table("prompt", "completion", "answer", "reward", title="samples")
+            one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
+            for sample in one_of_each[: cli.config["num_shown"]]:
+                row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
+                table.add_row(*map(escape, row))
+            console.print(table)
         width = max(map(len, metrics))
         for name, value in metrics.items():
             half_width = cli.model.validator.half_widths.get(name)
             error = "" if half_width is None else f" ± {half_width:.4f}"
             console.print(f"{name:{width}} {value:.4f}{error}")
-        console.print(f"n = {cli.model.validator.num_scored} prompts; ± is a 95 % interval over them")
+        if num_scored:
+            console.print(f"n = {num_scored} prompts; ± is a 95 % interval over them")
 
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -410,7 +424,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 def export(args: Sequence[str] | None = None) -> None:
     """Writes a checkpoint as a Hugging Face folder with a model card; optionally uploads it."""
     with command():
-        cli = AsyncRLCLI(
+        cli = _cli_of(args)(
             args,
             {
                 "--out": {"type": str, "required": True, "help": "folder to write"},

@@ -23,7 +23,7 @@ STABILIZERS = "lit_async_rl.callbacks.stabilizers."
 def write_card(
     folder: Path,
     module: PolicyModule,
-    data: RolloutDataModule,
+    data: Any,
     callbacks: Sequence[Callback],
     checkpoint: Path,
 ) -> None:
@@ -32,41 +32,56 @@ def write_card(
     Args:
         folder: of the export.
         module: with the checkpoint's version.
-        data: of the configuration.
+        data: of the configuration; that of rollouts has bounds and groups, that of records none.
         callbacks: of the Trainer.
         checkpoint: its run's `metrics.csv`, if it exists, has data ages and accuracy.
     """
     is_local = Path(module.model).exists()
+    of_rollouts = isinstance(data, RolloutDataModule)
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    metadata |= {"tags": ["lit-async-rl", "reinforcement-learning", "grpo"]}
+    metadata |= {"tags": ["lit-async-rl", *(("reinforcement-learning", "grpo") if of_rollouts else ("sft",))]}
     metadata |= {} if is_local else {"base_model": module.model}
+    parts: dict[str, Any] = {"base model": Path(module.model).name if is_local else module.model}
+    parts |= _of_rollouts(module, data) if of_rollouts else {"records of a step": data.samples_per_step}
+    parts |= {
+        "stabilizers": ", ".join(_name(c) for c in callbacks if _defined_in(c).startswith(STABILIZERS)) or "none",
+        "adapters": "none" if module.policy.has_adapters is False else "LoRA, merged",
+        "learning rate, largest": "of the optimizer" if module.learning_rate is None else f"{module.learning_rate:g}",
+        "version (number of weight updates)": module.version,
+    }
+    parts |= _measured(checkpoint.parent.parent / "metrics.csv")
+    rows = [f"| {name} | {value} |" for name, value in parts.items()]
+    tool = f"[lit-async-rl]({HOME}) {lit_async_rl.__version__}"
+    how = [f"Fine-tuned on records with {tool}; a version is the weights after one update."]
+    if of_rollouts:
+        how = [
+            f"Trained by reinforcement learning with {tool}. The data were sampled by slightly",
+            "older versions of the policy while it trained; a version is the weights after one update.",
+        ]
+    lines = ["---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", "", f"# {folder.resolve().name}", ""]
+    (folder / CARD).write_text("\n".join([*lines, *how, "", "| | |", "|---|---|", *rows, ""]))
+
+
+def _of_rollouts(module: PolicyModule, data: RolloutDataModule) -> dict[str, Any]:
+    """The method: what the gradient is, and from which data."""
     objective = module.objective
-    parts = {
-        "base model": Path(module.model).name if is_local else module.model,
+    parts: dict[str, Any] = {
         "loss": _name(objective.loss),
         "proximal policy": _name(objective.proximal),
         "correction of stale data": _name(objective.correction),
         "baseline or advantage": _name(objective.baseline or data.advantage),
         "average over tokens": _name(data.aggregation),
-        "stabilizers": ", ".join(_name(c) for c in callbacks if _defined_in(c).startswith(STABILIZERS)) or "none",
-        "adapters": "none" if module.policy.has_adapters is False else "LoRA, merged",
-        "learning rate, largest": "of the optimizer" if module.learning_rate is None else f"{module.learning_rate:g}",
         "completions of a prompt": data.group_size,
         "prompts of a step": data.groups_per_step,
-        "version (number of weight updates)": module.version,
         "bound on the age of a trained token": f"{data.max_staleness} versions",
     }
-    parts |= _measured(checkpoint.parent.parent / "metrics.csv")
-    rows = [f"| {name} | {value} |" for name, value in parts.items()]
-    lines = [
-        *("---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", ""),
-        f"# {folder.resolve().name}",
-        "",
-        f"Trained by reinforcement learning with [lit-async-rl]({HOME}) {lit_async_rl.__version__}. The data were",
-        "sampled by slightly older versions of the policy while it trained; a version is the weights after one update.",
-        *("", "| | |", "|---|---|", *rows, ""),
-    ]
-    (folder / CARD).write_text("\n".join(lines))
+    if objective.distiller is not None:
+        distillation = objective.distiller.settings
+        teacher = distillation.teacher
+        parts["teacher"] = Path(teacher).name if isinstance(teacher, str) else _name(teacher)
+        parts["divergence from the teacher"] = f"{distillation.divergence}, {distillation.gradient} gradient"
+        parts["rewards"] = "train, too" if distillation.with_reward else "only measured"
+    return parts
 
 
 def _measured(table: Path) -> dict[str, str]:
@@ -81,6 +96,8 @@ def _measured(table: Path) -> dict[str, str]:
         found["age of the trained tokens, mean and maximum"] = f"{statistics.mean(ages):.2f}, {oldest:g} versions"
     if ratios := _column(rows, "importance/ess_ratio"):
         found["effective sample size over rollouts, mean"] = f"{statistics.mean(ratios):.2f}"
+    if losses := _column(rows, "val/loss"):
+        found["held-out loss, first and last"] = f"{losses[0]:.3f}, {losses[-1]:.3f}"
     if accuracies := _column(rows, "val/pass@1"):
         found["held-out accuracy, first and last"] = f"{accuracies[0]:.3f}, {accuracies[-1]:.3f}"
     return found

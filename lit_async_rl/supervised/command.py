@@ -18,6 +18,7 @@ from lit_async_rl.utils.saving import check_last_is_saved
 class SFTCLI(AsyncRLCLI):
     """The command line with `SFTModule` and `SFTDataModule`, whose `epochs` are the length without `max_steps`."""
 
+    stage = "sft"
     module_class = SFTModule
     data_class = SFTDataModule
     left_out = LEFT_OUT

@@ -88,6 +88,11 @@ class SFTModule(PolicyModule):
             self._sums = []
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the step and counts the version, which a publication does in RL."""
+        super().optimizer_step(*args, **kwargs)
+        self.version += self.take_updated()
+
     def _stats(self, batch: RolloutBatch) -> TokenStats:
         stats: TokenStats = self.policy(
             batch.input_ids, batch.loss_mask, group_index=batch.group_index, needs_entropy=False

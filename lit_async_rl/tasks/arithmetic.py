@@ -62,6 +62,7 @@ class MentalArithmetic(PromptSource):
         kinds: kinds of problems.
         held_out: share of held-out problems.
         smallest_factor: smallest number of products.
+        worked: answers are `7 x 8 = 56` in place of `56`: demonstrations for fine-tuning.
 
     Raises:
         ValueError: a number is too small, a kind is unknown, or `held_out` is not between 0 and 1.
@@ -75,6 +76,7 @@ class MentalArithmetic(PromptSource):
         kinds: Sequence[str] = ("sums", "differences", "products", "two_steps"),
         held_out: float = HELD_OUT_SHARE,
         smallest_factor: int = 2,
+        worked: bool = False,
     ) -> None:
         check_range("MentalArithmetic", "integer >= 1", largest=largest, smallest_factor=smallest_factor)
         check_range("MentalArithmetic", f"integer >= {smallest_factor}", largest_factor=largest_factor)
@@ -86,6 +88,7 @@ class MentalArithmetic(PromptSource):
         self.split = split
         self.smallest_factor = smallest_factor
         self.largest_factor = largest_factor
+        self.worked = worked
         distinct = {p.text: p for kind in kinds for p in _KINDS[kind](self)}  # 10 + 10 belongs to two kinds
         problems = [p for p in distinct.values() if is_held_out(p.key, held_out) == (split == "held_out")]
         random.Random(0).shuffle(problems)
@@ -97,7 +100,8 @@ class MentalArithmetic(PromptSource):
     def __getitem__(self, index: int) -> Prompt:
         problem = self._problems[index]
         question = f"What is {problem.text}? Answer with just the number."
-        return Prompt(messages=[{"role": "user", "content": question}], answer=str(problem.answer))
+        answer = f"{problem.text} = {problem.answer}" if self.worked else str(problem.answer)
+        return Prompt(messages=[{"role": "user", "content": question}], answer=answer)
 
 
 class _Problem(NamedTuple):

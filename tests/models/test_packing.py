@@ -12,6 +12,7 @@ from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
+from tiny_models import SPARSE
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -21,6 +22,7 @@ from lit_async_rl.models import packing as packing_module
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.packing import PrefixTreePacking, attention_mask, pack
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.routers import routers_of
 from lit_async_rl.models.tree_attention import TreeMask, tree_mask
 from lit_async_rl.training.module import CHECKPOINTING, PolicyModule
 from lit_async_rl.utils.object_config import as_config, as_objects
@@ -92,10 +94,10 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1)
 
 
-def results(policy, ids, mask, group_index):
+def results(policy, ids, mask, group_index, experts=None):
     """Log-probabilities, entropies, and the gradient of a weighted sum of both."""
     policy.zero_grad()
-    stats = policy(ids, mask, 0.7, entropy_grad=True, group_index=group_index)
+    stats = policy(ids, mask, 0.7, entropy_grad=True, group_index=group_index, experts=experts)
     weights = torch.linspace(-1, 2, mask.numel()).view_as(stats.logprobs)
     (weights * stats.logprobs + 0.3 * stats.entropy).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
@@ -153,6 +155,46 @@ def test_random_trees_with_a_mask_equal_rows(attention, row_tokens):
     lm.set_attn_implementation(attention)
     for seed in (2, 3):
         assert_same(lm, trees(seed), 1e-9, PrefixTreePacking(row_tokens))
+
+
+def experts_of(ids, lm, seed):
+    """Recorded experts that depend on a token's prefix; some rows' differ from those of equal prefixes."""
+    shape = (len(list(routers_of(lm))), lm.config.num_experts_per_tok)
+    experts = torch.zeros(*ids.shape, *shape, dtype=torch.int16)
+    chance = random.Random(seed)
+    for number, row in enumerate(ids.tolist()):
+        own = chance.randrange(2, len(row)) if chance.random() < 0.3 else len(row)  # from here on
+        for place in range(len(row)):
+            drawn = random.Random(str((row[: place + 1], number if place >= own else -1)))
+            experts[number, place] = torch.tensor(
+                [drawn.sample(range(lm.config.num_experts), shape[1]) for _ in range(shape[0])]
+            )
+    return experts
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("make", list(SPARSE.values()), ids=list(SPARSE))
+@pytest.mark.usefixtures("in_float64")
+def test_random_trees_with_replayed_experts_equal_rows(make, split, monkeypatch):
+    """Six levels deep; where experts differ, equal tokens are computed apart."""
+    monkeypatch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape: split)
+    lm = make().double().eval()
+    lm.set_experts_implementation("eager")  # the grouped kernel takes no float64
+    for seed in (0, 4):
+        batch = trees(seed)
+        experts = experts_of(batch[0], lm, seed)
+        rows, packed = CausalPolicy(lm), CausalPolicy(lm, packing=PrefixTreePacking())
+        expected = results(rows, *batch, experts=experts)
+        for value, right in zip(results(packed, *batch, experts=experts), expected, strict=True):
+            assert (value - right).norm() <= 1e-9 * right.norm()
+        others = results(packed, *batch)[0]
+        assert (others - expected[0])[batch[1]].abs().max() > 0.01, "the routers did not follow the experts"
+        ids, mask, group_index = batch
+        sizes = [
+            packed.packing.features(lm, ids[:, :-1], mask[:, 1:], group_index, chosen)[1].num_tokens
+            for chosen in (None, experts[:, :-1])
+        ]
+        assert sizes[0] < sizes[1] < mask.numel()
 
 
 @pytest.mark.slow

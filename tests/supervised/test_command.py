@@ -11,6 +11,7 @@ import pytest
 import yaml
 from battery import discovered, make
 from flow import MODEL, parameters
+from safetensors import safe_open
 from tuning import fit, make_data, make_module
 
 import lit_async_rl as rl
@@ -75,6 +76,19 @@ def test_the_command_trains_says_its_configuration_and_resumes(tmp_path, monkeyp
     assert "resumed" in capsys.readouterr().out
     again = SFTModule.load_from_checkpoint("runs/version_0/checkpoints/last.ckpt")
     assert parameters(again).equal(parameters(first))
+    of_run = ["--config", "runs/version_0/config.yaml", "--ckpt_path", "runs/version_0/checkpoints/last.ckpt"]
+    console.main(["evaluate", *of_run])
+    said = capsys.readouterr().out
+    assert f"val/loss           {float(rows[-1]['val/loss']):.4f}" in said
+    assert "samples" not in said, "no held-out prompts are set"
+    console.main(["export", *of_run, "--out", "exported"])
+    with safe_open("exported/model.safetensors", "pt") as file:
+        weight = file.get_tensor("model.norm.weight")
+    assert weight.equal(first.policy.causal_lm.model.norm.weight)
+    card = Path("exported/README.md").read_text()
+    assert "| version (number of weight updates) | 5 |" in card
+    assert f"| held-out loss, first and last | {float(rows[0]['val/loss']):.3f}, " in card
+    assert "reinforcement" not in card
     python = rl.sft(
         MODEL,
         SortDigits(4, size=5),

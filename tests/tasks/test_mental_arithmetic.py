@@ -27,6 +27,14 @@ def test_answers_are_right_and_no_problem_occurs_twice():
             assert eval(expression.replace("x", "*")) == int(prompt.answer) >= 0
 
 
+def test_worked_answers_restate_the_problem():
+    plain, worked = MentalArithmetic(kinds=["products"]), MentalArithmetic(kinds=["products"], worked=True)
+    for n in range(len(plain)):
+        problem = plain[n].messages[0]["content"].removeprefix("What is ").partition("?")[0]
+        assert worked[n].messages == plain[n].messages
+        assert worked[n].answer == f"{problem} = {plain[n].answer}"
+
+
 def test_numbers_are_held_out_in_both_orders():
     train, held_out = questions("train"), questions("held_out")
     assert not train.keys() & held_out.keys()
