@@ -177,7 +177,7 @@ class Sample:
 
 @dataclass(eq=False, kw_only=True)
 class ReplicaProcess:
-    """What the trainer's side knows of one process of a replica, and of no other."""
+    """State of one process of a replica as the trainer's side sees it; the next process begins with a new one."""
 
     held: dict[int, Assignment] = field(default_factory=dict)  # by request
     latest: int = 0  # number of its latest assignment

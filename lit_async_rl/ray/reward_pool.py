@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lit_async_rl.errors import FinalRewardError, LostRewardError, RewardError, RewardSetupError
 from lit_async_rl.ray.pool import (
@@ -455,7 +455,7 @@ def _find_wrong_notes(answer: Mapping[str, Any]) -> str:
     return ""
 
 
-def _is_named(values: Any, *kinds: type) -> bool:
+def _is_named(values: Any, *kinds: type) -> TypeGuard[dict[str, Any]]:
     """Whether something is a dictionary by name, of values of exactly these kinds, or of any."""
     return isinstance(values, dict) and all(
         type(name) is str and (not kinds or type(value) in kinds) for name, value in values.items()
