@@ -14,14 +14,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from word_counts import NO_WORDS, ROOT, num_words, text
+from word_counts import FENCE, NO_WORDS, ROOT, num_words, text
 
 MIN_WORDS = 6
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*±†\[]|lit-async)|(?<=[.!?]\*\*)\s+|(?<=[.!?]\))\s+(?=[A-Z`*±†\[]|lit-async)")
+SENTENCE = re.compile(
+    r"(?<=[.!?])\s+(?=[A-Z`*±†\[]|lit-async)|(?<=[.!?]\*\*)\s+|(?<=[.!?]\))\s+(?=[A-Z`*±†\[]|lit-async)"
+)
 BLOCK = re.compile(r"\n\s*\n|\n(?=(?:[*#|-]|\d+\.) )")
 ITEM = re.compile(r"(?:[*-]|\d+\.)\s+")
 NO_SENTENCES = re.compile(r"<small>.*?</small>|!\[[^\]]*\]\([^)]*\)", re.S)  # sources of tables, pictures
-CODE = re.compile(r"`[^`\n]+`")  # `<name>` in it is no tag
+CODE = re.compile(r"`(?:[^`\n]|\n(?!\s*\n))+`")  # may span lines; an address, a tag or brackets in it are text
+HIDDEN = str.maketrans("<[]:", "\0\1\2\3")
+SHOWN = str.maketrans("\0\1\2\3", "<[]:")
 SAID_BY = {"warn", "warning", "info", "error", "print", "rank_zero_warn"}
 
 
@@ -31,19 +35,20 @@ def of_page(path: Path) -> Iterator[tuple[str, str]]:
     A sentence that a list completes (its items begin in lower case) has the items; a label in bold type stays with the
     sentence behind it.
     """
-    content = CODE.sub(lambda code: code[0].replace("<", "\0"), NO_SENTENCES.sub(" ", text(path)))
+    content = FENCE.sub("\n\n|\n\n", NO_SENTENCES.sub(" ", text(path)))
+    content = CODE.sub(lambda code: code[0].translate(HIDDEN), content)
     for pattern in NO_WORDS:
-        content = pattern.sub("\n\n|\n\n" if "```" in pattern.pattern else "", content)
+        content = pattern.sub("", content)
     heading, begun = path.name, ""
     for block in [*BLOCK.split(content), "|"]:
-        block = block.strip().replace("\0", "<")
+        block = block.strip()
         item = ITEM.sub("", block, count=1) if ITEM.match(block) else block
         if begun and not (item != block and item[:1].islower()):
             yield from ((f"{path.name}: {heading}", sentence) for sentence in _split(begun))
             begun = ""
         if block.startswith("#"):
             heading, _, item = block.partition("\n")
-            heading = heading.lstrip("# ")
+            heading = heading.lstrip("# ").translate(SHOWN)
         if not block.startswith("|"):
             begun += f" {item}"
 
@@ -56,9 +61,14 @@ def _split(block: str) -> Iterator[str]:
         is_label = part.endswith("?**") or (part.endswith("**") and num_words(sentence) < MIN_WORDS)
         label = sentence if is_label or sentence.count("**") % 2 else ""
         if not label:
-            yield re.sub(r"[\[\]]", "", sentence)
+            yield _without_brackets(sentence)
     if label:
-        yield re.sub(r"[\[\]]", "", label)
+        yield _without_brackets(label)
+
+
+def _without_brackets(sentence: str) -> str:
+    """A sentence with the text of its links; brackets of code stay."""
+    return re.sub(r"[\[\]]", "", sentence).translate(SHOWN)
 
 
 def of_messages(path: Path) -> Iterator[tuple[str, str]]:
@@ -75,7 +85,7 @@ def of_messages(path: Path) -> Iterator[tuple[str, str]]:
 def _shown(value: ast.expr) -> str:
     """The text of a literal; each inserted value is `…`."""
     if isinstance(value, ast.Constant):
-        return re.sub(r"%[.\d]*[a-z]", "…", value.value) if isinstance(value.value, str) else ""
+        return re.sub(r"%[.\d]*[a-z]", "…", value.value).replace("%%", "%") if isinstance(value.value, str) else ""
     if isinstance(value, ast.JoinedStr):
         return "".join(_shown(part) for part in value.values)
     return "…" if isinstance(value, ast.FormattedValue) else ""

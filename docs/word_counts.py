@@ -14,8 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FIRST = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "configs/README.md")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
 NO_WORDS = (
-    re.compile(r"^( *)```.*?^\1```", re.M | re.S),  # code
+    FENCE,  # code
     re.compile(r"<!--.*?-->|</?\w[^>]*>", re.S),  # comments and tags
     re.compile(r"^\[[^\]]+\]: \S+$", re.M),  # addresses of links
     re.compile(r"(?<=\])(?:\([^)\s]*\)|\[[^\]]*\])"),  # targets of links

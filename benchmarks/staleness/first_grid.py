@@ -105,7 +105,8 @@ def decision() -> str:
     small = "88 thousand parameters"
     clip = "a clip (PPO, M2PO, DPPO) that you want to keep"
     rows = [
-        [language_model, "16 versions old", "a lower bound; if it must be, token TIS at a third of the rate",
+        [language_model, "16 versions old",
+         "a lower bound; if it must be 16, token TIS at a third of the learning rate",
          f"token TIS {model('token_tis', 16)}; VCPO {model('vcpo', 16)}; "
          f"without correction {model('uncorrected', 16)}"],
         [language_model, "64 versions old (1.6 generations †)", "a lower bound: none of four methods keeps half",
@@ -113,14 +114,15 @@ def decision() -> str:
          f"without correction {model('uncorrected', 64)}"],
         [small, "4 versions old", "VCPO: `configs/stabilizers/vcpo.yaml`",
          f"{kept(tails, 'vcpo', 4)}; without correction {kept(tails, 'uncorrected', 4)}"],
-        [small, "16 or 32 versions old", "VCPO, or its baseline alone (`opob`), at the rate of a synchronous run",
-         f"lag 16: {tuned_share('vcpo', 16)} and {tuned_share('opob', 16)} ([tables](#equal-tuning)); "
+        [small, "16 or 32 versions old",
+         "VCPO, or its baseline alone (`opob`), at the learning rate of a synchronous run",
+         f"lag 16: {tuned_share('vcpo', 16)} and {tuned_share('opob', 16)} ([table](#equal-tuning)); "
          f"lag 32: {kept(tails, 'vcpo', 32)} and {kept(tails, 'opob', 32)}"],
         [small, "64 versions old or more", "not known: no run had six generations",
-         "VCPO after 1.6 to 3.8 generations †: 0.88 to 1.01 ([every lag](#every-lag))"],
+         "VCPO after 1.6 to 3.8 generations †: 0.88 to 1.00 ([every lag](#every-lag))"],
         [small, "of several versions, as weights change in flight", "VCPO",
          f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
-        [small, "sampled by an engine in bfloat16 or INT8", "VCPO where it is stale, too; nothing where it is fresh",
+        [small, "sampled by an engine in bfloat16 or INT8", "for stale data VCPO, for fresh data no correction",
          f"lag 32: {kept_by_other_engines('vcpo')}, without correction {kept_by_other_engines('uncorrected')}"],
         [small, f"stale, with {clip}", "a third of the learning rate",
          f"PPO-clip, lag 32: {kept(tails, 'ppo_clip', 32, scale=0.3)} instead of {kept(tails, 'ppo_clip', 32)}; "
@@ -128,9 +130,9 @@ def decision() -> str:
         [small, "stale, and the loss must not change", "`AdaptiveStaleness`: a bound by effective sample size",
          f"{kept('mixed_lag', 'uncorrected+adaptive_staleness', 16)} instead of "
          f"{kept('mixed_lag', 'uncorrected', 16)}"],
-        [small, "dropped when it is late", "a bound by admission, which drops nothing",
+        [small, "dropped when it is late", "a bound by admission, which drops no rollouts",
          f"VCPO with drops {kept('length_bias', 'vcpo+drop_longest', 16)}, without {kept('length_bias', 'vcpo', 16)}"],
-        ["both", "stale, and you think of GAC", "VCPO or token TIS", "see [GAC](#gac)"],
+        ["both", "stale, and you consider GAC", "VCPO or token TIS", "see [GAC](#gac)"],
     ]  # fmt: skip
     return markdown(["policy", "its data is", "use", "share of the synchronous gain kept"], rows)
 

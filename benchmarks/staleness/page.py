@@ -207,7 +207,7 @@ def hard() -> str:
         ["regime", "loss", "lag", "present version", "earlier version", f"`{CORRECTED}` from the start"], rows
     )
     share = f"{total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})"
-    return f"{table}\n\nShare of these runs that keep half of the gain with the present version: {share}."
+    return f"{table}\n\nShare of the repeated runs that keep half of the gain with the present version: {share}."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:
@@ -397,7 +397,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         paired, "gac_pairs", "heavy_tails", "token_tis", only="method.str.startswith('token_tis')"
     ),
     "gac_before": first_grid.gac_before,
-    "equal_tuning": lambda: equal_tuning() or _not_run("equal_tuning"),
+    "equal_tuning": lambda: equal_tuning(16) or _not_run("equal_tuning"),
+    "equal_tuning_lag_64": lambda: equal_tuning(64) or _not_run("equal_tuning"),
     "sources": sources,
 }
 

@@ -35,8 +35,8 @@ def ranked(runs: pd.DataFrame, reference: pd.Series) -> str:
     return markdown(HEAD, [cells for _, cells in sorted(rows, key=lambda row: -row[0])])
 
 
-def equal_tuning() -> str | None:
-    """A ranking for each lag of the grid in which every method has the same search and seeds; None if there is none.
+def equal_tuning(at_lag: int) -> str | None:
+    """The ranking at a lag of the grid in which every method has the same search and seeds; None if there is none.
 
     Where the seeds have not been run yet, what the search found.
     """
@@ -44,7 +44,7 @@ def equal_tuning() -> str | None:
     if runs is None:
         return None
     tables = []
-    for (regime, lag), found in runs[runs["lag"] > 0].groupby(KEY[::2]):
+    for (regime, lag), found in runs[runs["lag"] == at_lag].groupby(KEY[::2]):
         searched = found[found["seed"] >= FIRST_SEARCH_SEED]
         counted = tuned_alike(found)
         title = f"Lag {lag} (`{regime}`, {generations(found['steps'].max(), int(lag))} generations)"
@@ -53,7 +53,7 @@ def equal_tuning() -> str | None:
         else:
             reference = synchronous(runs, str(regime))["final"]
             tables += [f"{title}:", ranked(counted, reference)]
-    return "\n\n".join(tables)
+    return "\n\n".join(tables) or None
 
 
 def tuned_share(method: str, lag: int, regime: str = "heavy_tails") -> str:

@@ -23,7 +23,7 @@ from lit_async_rl.callbacks.run.progress import (
     LogsAbove,
     OneAtATime,
     Progress,
-    first_that_fit,
+    lines_that_fit,
     step_of,
 )
 from lit_async_rl.data.module import RolloutDataModule
@@ -166,11 +166,7 @@ class _Items:
         self.items = items
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        left = list(self.items)
-        while left:
-            line = first_that_fit(left, options.max_width) or left[:1]
-            del left[: len(line)]
-            yield Text("  ".join(line))
+        yield from map(Text, lines_that_fit(self.items, options.max_width))
 
 
 class _View:
@@ -181,7 +177,7 @@ class _View:
         console.lock = live._lock
         self._view = view
         self._live = live
-        self._last = ""
+        self._last: list[str] = []
         live.start()
         self._logs = LogsAbove()
         self._drawing = Repeating(self._draw, every_s=1.0 / REFRESH_HZ, name="live view")
@@ -195,7 +191,7 @@ class _View:
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
         """Has the next drawing show the step, and keeps the line for the end."""
         self._view.items_of_step = tuple(items)
-        self._last = "  ".join([step_of(number, total), *items])
+        self._last = [step_of(number, total), *items]
 
     def validation(self, number: int, total: float) -> None:
         """Nothing: the phase says so."""
@@ -206,8 +202,8 @@ class _View:
     def end(self) -> None:
         """Prints the line of the last step, which stays."""
         if self._last:
-            self.print(self._last)
-            self._last = ""
+            self.print("\n".join(lines_that_fit(self._last, self._live.console.width)))
+            self._last = []
 
     def close(self) -> None:
         self.end()

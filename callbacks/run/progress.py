@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.callbacks import ProgressBar
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBars
 from rich.table import Column
+from rich.text import Text
 
 from lit_async_rl.callbacks.parts import signs_of
 from lit_async_rl.data.module import RolloutDataModule
@@ -137,8 +139,8 @@ class OneAtATime(Console):
     """A console that serialises output of threads, from cursor movement to the last character.
 
     rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
-    line would stay on the screen. And where it prints, words that are longer than a line, such as paths, stay in one
-    piece: the terminal wraps them, so that they can be copied.
+    line would stay on the screen. Long lines are broken between words. A word longer than a line, such as a path, stays
+    in one piece: the terminal wraps it, so that it can be copied.
 
     Args:
         settings: of rich's console.
@@ -162,10 +164,24 @@ class OneAtATime(Console):
             self.lock.release()
 
     def print(self, *objects: Any, **how: Any) -> None:
-        how.setdefault("overflow", "ignore")
+        how.setdefault("overflow", "ignore")  # rich wraps nothing then
         how.setdefault("crop", False)
+        if self.is_terminal:
+            objects = tuple(self._at_words(one) if isinstance(one, (str, Text)) else one for one in objects)
         with self.lock:
             super().print(*objects, **how)
+
+    def _at_words(self, text: str | Text) -> Text:
+        """Text whose lines end between words; its own lines stay apart."""
+        whole = Text(text) if isinstance(text, str) else text
+        rows: list[Text] = []
+        for line in whole.split("\n", allow_blank=True):
+            filled = lines_that_fit(line.plain.split(" "), self.width, gap=" ")
+            ends = accumulate(len(row) + 1 for row in filled[:-1])  # and the space behind each
+            rows += line.divide(list(ends))
+        for row in rows[:-1]:
+            row.rstrip()
+        return Text("\n").join(rows)
 
 
 class LogsAbove:
@@ -196,14 +212,25 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
-def first_that_fit(items: Sequence[str], width: int) -> list[str]:
-    """The first items that fit into a line of this width, two spaces apart."""
+def first_that_fit(items: Sequence[str], width: int, gap: str = "  ") -> list[str]:
+    """The first items that fit into a line of this width."""
     kept: list[str] = []
     for item in items:
-        if len("  ".join([*kept, item])) > width:
+        if len(gap.join([*kept, item])) > width:
             break
         kept.append(item)
     return kept
+
+
+def lines_that_fit(items: Sequence[str], width: int, gap: str = "  ") -> list[str]:
+    """All items, as many in a line as fit; an item longer than a line has one of its own."""
+    lines = []
+    left = list(items)
+    while left:
+        line = first_that_fit(left, width, gap) or left[:1]
+        del left[: len(line)]
+        lines.append(gap.join(line))
+    return lines
 
 
 class Progress(ProgressBar):

@@ -372,8 +372,8 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         if not all(row.turns for row in rollout.rows):
             raise ValueError(
                 f"data.advantage={type(self).__name__} needs the turns of each branch of an agent's conversation, but "
-                "a rollout has branches without: an earlier version recorded it, or an engine that does not give them. "
-                "Use an advantage of whole rollouts: GroupMeanStd"
+                "a rollout has a branch without turns: the rollout comes from an earlier version of lit-async-rl, or "
+                "from an engine that reports no turns. Use an advantage of whole rollouts: GroupMeanStd"
             )
         return [(row.turns or (), len(row.token_ids)) for row in rollout.rows]
 

@@ -245,8 +245,8 @@ class ChatRenderer:
         written = self.segments(messages, tools, closed, sampled=sampled)[-1]
         if not written.startswith(asked):
             raise AgentCallError(
-                f"the chat template of {self.codec.model!r} asks for a turn with {asked[-40:]!r}, and does not write "
-                "this one so: give the turn its reasoning, or switch thinking off (chat_template_kwargs)",
+                f"the chat template of {self.codec.model!r} asks for a turn with {asked[-40:]!r}, but writes this "
+                "turn differently: give the turn its reasoning, or switch thinking off (chat_template_kwargs)",
                 UNSTABLE,
             )
         calls = messages[-1].get("tool_calls", ())

@@ -415,7 +415,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             error = "" if half_width is None else f" ± {half_width:.4f}"
             console.print(f"{name:{width}} {value:.4f}{error}")
         if num_scored:
-            console.print(f"n = {num_scored} prompts; ± is a 95 % interval over them")
+            console.print(f"n = {num_scored} prompts; ± is a 95 % interval over prompts")
 
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

@@ -97,8 +97,8 @@ def collate_step(
     of_rollouts = aggregation.of_step(groups)
     if len(of_rollouts) != (number := sum(len(group.rollouts) for group in groups)):
         raise ValueError(
-            f"data.aggregation={type(aggregation).__name__} must return one token weight for each of the step's "
-            f"{number} rollouts, got {len(of_rollouts)}"
+            f"data.aggregation={type(aggregation).__name__} must return one weight per rollout, which applies to each "
+            f"of the rollout's tokens: the step has {number} rollouts, got {len(of_rollouts)} weights"
         )
     weights = iter(of_rollouts)
     for group, rows in zip(groups, advantages, strict=True):

@@ -206,7 +206,9 @@ def grade(
 
     references = references_of(reward)
     if completion is None and references is None:
-        raise ValueError("the file has no answers (--completion), and the reward does not define a correct answer")
+        raise ValueError(
+            "the file has no completions to grade (--completion), and the reward does not say which answer is correct"
+        )
     full_marks = 1.0 if references is None else references.full_marks
     for number, record in records.items():
         try:

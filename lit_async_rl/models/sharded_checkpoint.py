@@ -211,5 +211,5 @@ class _MetadataReader(pickle.Unpickler):
             ("pathlib._local", "PosixPath"): PurePosixPath,  # the same class in Python 3.13
         }
         if (module, name) not in others:
-            raise pickle.UnpicklingError(f"it contains code, which is never executed: {module}.{name}")
+            raise pickle.UnpicklingError(f"the file contains code, which is never executed: {module}.{name}")
         return others[module, name]

@@ -393,12 +393,12 @@ class RecordPrompts(PromptSource):
             raise ValueError(f"{where}: there is no such field, only {error.args[0]}") from None
         except ValueError as error:
             what = "text, a number or messages" if setting == "prompt_field" else "text, a number or a list of them"
-            raise ValueError(f"{where}: it must hold {what}, not {error}") from None
+            raise ValueError(f"{where}: the field must hold {what}, not {error}") from None
 
     def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
         where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
         if self.template != "{prompt}":
-            raise ValueError(f"{where}: it holds messages, but template={self.template!r} is for text prompts")
+            raise ValueError(f"{where}: the field holds messages, but template={self.template!r} is for text prompts")
         try:
             return checked_messages(_field(record, self.prompt_field))
         except ValueError as error:

@@ -148,7 +148,9 @@ def _read_manifest(folder: Path) -> list[TapeFile] | None:
 def _check_order(files: Sequence[TapeFile]) -> None:
     for before, after in pairwise(files):
         if after.first <= before.last:
-            raise ValueError(f"{after.path} holds steps {_steps(after)}, but {before.path.name} holds some of these")
+            raise ValueError(
+                f"{after.path} holds steps {_steps(after)}, but {before.path.name} holds some of these steps, too"
+            )
 
 
 def _is_set_aside(file: TapeFile) -> bool:

@@ -153,7 +153,7 @@ class CombinedReward:
             except (TypeError, ValueError) as error:
                 raise RewardError(f"its part {name!r} returned {error}") from None
         if not parts:
-            raise RewardError(f"none of its parts applies: {', '.join(found)} returned None")
+            raise RewardError(f"no part of the reward applies: {', '.join(found)} returned None")
         return Score(self.combined(parts), parts)
 
     def combined(self, parts: Mapping[str, float]) -> float:

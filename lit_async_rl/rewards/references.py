@@ -248,8 +248,8 @@ def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> 
     named = [(fault, fault.prompt.text if fault.prompt.answer is None else fault.prompt.answer) for fault in faults]
     examples = "; ".join(f"{_short(name)} {fault.problem}" for fault, name in named[:NUM_EXAMPLES])
     log.warning(
-        "%s grades %d of %d references sampled from %s incorrectly: %s%s. Such prompts teach the policy nothing, or "
-        "teach it errors: rewrite these answers, leave them out, or use another reward",
+        "%s grades %d of %d references sampled from %s incorrectly: %s%s. Prompts with such references teach the "
+        "policy nothing, or errors: rewrite these references, leave out their prompts, or use another reward",
         name,
         len(faults),
         num_checked,

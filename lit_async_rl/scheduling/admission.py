@@ -173,7 +173,7 @@ class Admission:
         """Takes a chosen group in this round; returns its deadline."""
         deadline = self.drop(index)
         if deadline < self.round:
-            raise StalenessError(f"group {index} was due in round {deadline}, but it is round {self.round} now")
+            raise StalenessError(f"group {index} was due in round {deadline}, but the present round is {self.round}")
         self.num_taken += 1
         return deadline
 

@@ -263,7 +263,7 @@ class RollBackToCheckpoint(_LimitedRollback):
         try:
             duplicate(newest, kept, is_replaced)
         except OSError as error:
-            log.warning("RollBackToCheckpoint could not keep %s, so it keeps an older one: %s", newest, error)
+            log.warning("RollBackToCheckpoint could not keep %s, so the older checkpoint is kept: %s", newest, error)
             return
         self.path = str(kept)
         self._original = newest.name

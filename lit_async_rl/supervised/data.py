@@ -92,7 +92,7 @@ class Rows(PromptSource):
         for why, count in self.left_out.items():
             log.warning("%d of %d records were left out: %s", count, len(source), why)
         if not self._rows:
-            raise ValueError(f"{source.where(0)} and all others were left out: {', '.join(self.left_out)}")
+            raise ValueError(f"{source.where(0)} and all other records were left out: {', '.join(self.left_out)}")
 
     def _leave_out(self, why: str) -> None:
         self.left_out[why] = self.left_out.get(why, 0) + 1
@@ -227,7 +227,7 @@ class SFTDataModule(pl.LightningDataModule):
         check_choice("data", get_args(LossOn), loss_on=loss_on)
         check_choice("data", get_args(TooLong), too_long=too_long)
         if validation.source is not None and reward is None:
-            raise ValueError("data.validation.prompts needs data.reward, which scores their completions")
+            raise ValueError("data.validation.prompts needs data.reward, which scores the completions of these prompts")
         several = records if isinstance(records, list) and _are_sources(records) else [records]
         self._sources = [as_demonstrations(one, "data.records") for one in several]
         if weights is not None and (len(weights) != len(self._sources) or min(weights) <= 0):
@@ -293,7 +293,7 @@ class SFTDataModule(pl.LightningDataModule):
     def codec(self) -> TextCodec:
         """The model's tokenizer."""
         if self._codec is None:
-            raise SetupError("SFTDataModule has no model yet: give it one, or to a Trainer with a module")
+            raise SetupError("SFTDataModule has no model yet: set its model, or pass it to a Trainer with a module")
         return self._codec
 
     @property
@@ -417,8 +417,8 @@ class SFTDataModule(pl.LightningDataModule):
                 raise ValueError(f"data.{name} is {value}, and was {saved} in the checkpoint. {START_ANEW}")
         if [rows.digest() for rows in self.rows] != state["rows"]:
             raise ValueError(
-                "data.records, their tokens, or those that train (data.loss_on, max_tokens, too_long) are not those of "
-                f"the checkpoint. {START_ANEW}"
+                "data.records, their tokens, or which tokens are trained on (data.loss_on, max_tokens, too_long) "
+                f"differ from the checkpoint. {START_ANEW}"
             )
 
     # -- of a run and its validations, as RolloutDataModule has them --------------------------------------------------

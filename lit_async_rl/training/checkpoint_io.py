@@ -127,8 +127,8 @@ def _warn_if_unreadable(path: Path) -> None:
         read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
         log.warning(
-            "%s. No run can be resumed from it. What a callback or module saves (state_dict, on_save_checkpoint, "
-            "hyperparameters) must be tensors, numbers, text, and lists and dictionaries of these",
+            "%s. No run can be resumed from this checkpoint. What a callback or module saves (state_dict, "
+            "on_save_checkpoint, hyperparameters) must be tensors, numbers, text, and lists and dictionaries of these",
             error,
         )
 

@@ -309,8 +309,8 @@ def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
         for setting in SETTINGS_WITH_MOMENTS:
             if optimizer.defaults.get(setting) and not groups[0].get(setting):
                 raise ValueError(
-                    f"{name} has {setting}=True, but the checkpoint lacks the moments that this needs: leave the "
-                    "option out"
+                    f"{name} has {setting}=True, but the checkpoint lacks the moments that {setting} needs: leave "
+                    "the option out"
                 )
 
 

@@ -252,7 +252,7 @@ class NothingForGroups:
         (lambda prompt, completion: [1.0], r"returned \[1.0\], which is not a number"),
         (awaited_nothing, "returned None, which is not a number"),
         (NothingForGroups(), "returned None, which is not a number"),
-        (rl.CombinedReward({"a": lambda prompt, completion: None}), "none of its parts applies: a returned None"),
+        (rl.CombinedReward({"a": lambda prompt, completion: None}), "no part of the reward applies: a returned None"),
         (lambda prompt, completion: time.sleep(3), "did not return within data.scoring.timeout_s=0.2"),
     ],
     ids=["None", "text", "NaN", "list", "async", "group", "combined", "hangs"],

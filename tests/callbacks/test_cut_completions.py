@@ -17,7 +17,7 @@ def shares_of(caplog, max_tokens, **changes):
     settings = dict(val_check_interval=1, check_val_every_n_epoch=None)
     with caplog.at_level(logging.WARNING, logger="lit_async_rl"):
         trainer = fit(make_module(), data, 2, callbacks=[RolloutMonitor(), evaluation], **settings)
-    lines = [record.getMessage() for record in caplog.records if "are truncated at" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "were cut off at" in record.getMessage()]
     (of_all, of_one) = (evaluation.results[-1].metrics[name] for name in ("cut_share", "held/cut_share"))
     shares = [float(trainer.callback_metrics[f"{name}/cut_share"]) for name in ("rollout", "val")]
     return [*shares, of_all, of_one], lines
@@ -28,7 +28,7 @@ def test_completions_that_are_all_cut_are_said_once_for_each_limit(caplog, filte
     shares, lines = shares_of(caplog, max_tokens=4, filters=filters)
     assert shares == [1.0] * 4
     assert len(lines) == 2
-    assert all("100 % of the completions are truncated at data.sampling.max_tokens=4," in line for line in lines)
+    assert all("100 % of the completions were cut off at data.sampling.max_tokens=4 before" in line for line in lines)
 
 
 def test_completions_that_end_by_themselves_are_not(caplog):

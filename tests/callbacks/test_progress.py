@@ -227,20 +227,25 @@ def test_who_logs_while_holding_a_lock_that_a_drawing_needs_waits_for_no_drawing
     assert "replica 1 is lost" in written.getvalue()
 
 
-def test_a_path_that_is_longer_than_a_line_is_printed_in_one_piece_above_a_drawing():
+def test_above_a_drawing_lines_end_between_words_and_a_path_longer_than_a_line_stays_in_one_piece():
     path = "/a/folder/whose/name/is/longer/than/the/whole/line/of/the/terminal/last.ckpt"
     written = io.StringIO()
     bars = Bars(OneAtATime(file=written, force_terminal=True, width=40))
     bars.step(1, 2.0, ["reward 0.50"])
     bars.print(f"saved {path} after step 1")
     print(f"a warning of {path}", flush=True)
+    bars.print("the trainer waits 10% of the time, publishing takes 5%")
+    print("the trainer waits 20% of the time, publishing takes 6%", flush=True)
     bars.step(2, 2.0, ["reward 0.75"])
     bars.close()
     screen = pyte.Screen(40, 30)
     pyte.Stream(screen).feed(written.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display]
+    for share, publishing in (("10%", "5%"), ("20%", "6%")):
+        first = lines.index(f"the trainer waits {share} of the time,")
+        assert lines[first + 1] == f"publishing takes {publishing}"
     seen = "".join(screen.display)
-    assert f"saved {path} after step 1" in seen
-    assert f"a warning of {path}" in seen
+    assert seen.count(path) == 2
     assert seen.count("step 2/2") == 1
     assert "step 1/2" not in seen
 

@@ -58,7 +58,7 @@ def test_json_that_is_no_json_is_refused_with_its_line(tmp_path: Path, literal: 
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a", "answer": "1"}}\n{{"prompt": "a", "answer": {literal}}}\n')
     with pytest.raises(
-        ValueError, match=r"line 2, answer_field='answer': it must hold .*, not (nan|inf), which is not"
+        ValueError, match=r"line 2, answer_field='answer': the field must hold .*, not (nan|inf), which is not"
     ):
         JsonlPrompts(str(file))
 

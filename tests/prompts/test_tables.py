@@ -42,7 +42,7 @@ def answer_of(source, index):
     try:
         return source[index].answer
     except ValueError as error:  # sources of files refuse a prompt without the answer that they are told to read
-        return None if "answer_field='answer': it must hold text, a number" in str(error) else str(error)
+        return None if "answer_field='answer': the field must hold text, a number" in str(error) else str(error)
 
 
 def test_truth_has_one_spelling_through_all_loaders(tmp_path):
@@ -70,7 +70,7 @@ def test_a_whole_float_is_written_as_an_integer():
 def test_an_empty_cell_is_refused_at_the_start_with_its_line(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("prompt,answer\n1 + 1,2\nnothing,  \n")
-    with pytest.raises(ValueError, match=r"a.csv, line 3, answer_field='answer': it must hold text, .*, not 'None'"):
+    with pytest.raises(ValueError, match=r"line 3, answer_field='answer': the field must hold text, .*, not 'None'"):
         as_source(str(file), "data.prompts")
     assert as_source([{"prompt": "nothing", "answer": None}], "data.prompts")[0].answer is None
 

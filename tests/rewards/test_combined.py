@@ -64,7 +64,7 @@ def test_sum_product_and_gates_are_what_the_docstring_says(parts, weight, least)
     weighted = rl.CombinedReward(rewards, weights={gate: weight}, gates={gate: least})
     product = rl.CombinedReward(rewards, combine="product")
     if not known:
-        with pytest.raises(RewardError, match="none of its parts applies"):
+        with pytest.raises(RewardError, match="no part of the reward applies"):
             weighted(PROMPT, "4")
         return
     closed = gate in known and known[gate] < least
