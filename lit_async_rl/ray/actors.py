@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,14 @@ class Resources:
         }
 
     @property
+    def restarting(self) -> dict[str, Any]:
+        """Options of an actor that Ray starts again whenever its process or node is gone.
+
+        Calls are not tried again by Ray: whoever has made one knows what is missing.
+        """
+        return self.options | {"max_restarts": -1, "max_task_retries": 0}
+
+    @property
     def by_name(self) -> dict[str, float]:
         """All that is more than nothing, by the name that Ray gives it."""
         amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.others or {})}
@@ -56,6 +65,14 @@ class Resources:
     def __str__(self) -> str:
         parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.others or {})}
         return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
+
+
+def is_refused(ray: Any, error: Exception, called: float) -> bool:
+    """Whether a call has failed because Ray is still bringing its actor back: it says so at once.
+
+    Later the process has died meanwhile, and `ActorDiedError` is for good.
+    """
+    return time.monotonic() - called < REFUSED_S and not isinstance(error, ray.exceptions.ActorDiedError)
 
 
 def kill_actor(ray: Any, actor: Any, is_for_good: bool) -> None:

@@ -17,8 +17,19 @@ from lit_async_rl.utils.checks import check_range
 DEFAULT_CPUS = 0.5  # of a rank, a replica and an actor of a pool: two of each fit on a machine with two cores
 
 
+class _Placed:
+    """Actors, each with resources of its own."""
+
+    resources: dict[str, int | float] | None
+
+    @property
+    def needs(self) -> Resources:
+        """Resources of each actor."""
+        return _as_needs(self.resources)
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineReplicas:
+class EngineReplicas(_Placed):
     """Replicas of the engine: `cluster.engines`.
 
     Args:
@@ -49,16 +60,6 @@ class EngineReplicas:
         check_resources(f"{owner}.resources", self.resources)
 
     @property
-    def num_cpus(self) -> float:
-        """CPUs of one replica, as Ray counts them."""
-        return self.needs.num_cpus
-
-    @property
-    def needs(self) -> Resources:
-        """Resources of each replica."""
-        return _as_needs(self.resources)
-
-    @property
     def least(self) -> int:
         """Fewest replicas."""
         return self.replicas if self.min is None else self.min
@@ -70,7 +71,7 @@ class EngineReplicas:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardActors:
+class RewardActors(_Placed):
     """Actors that call `data.reward`: `cluster.rewards`.
 
     Args:
@@ -93,14 +94,9 @@ class RewardActors:
         check_range("cluster.rewards", "integer >= 1", actors=self.actors, calls=self.calls)
         check_resources("cluster.rewards.resources", self.resources)
 
-    @property
-    def needs(self) -> Resources:
-        """Resources of each actor."""
-        return _as_needs(self.resources)
-
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentActors:
+class EnvironmentActors(_Placed):
     """Actors that play the episodes of an environment: `cluster.environments`.
 
     Args:
@@ -117,11 +113,6 @@ class EnvironmentActors:
     def __post_init__(self) -> None:
         check_range("cluster.environments", "integer >= 1", actors=self.actors)
         check_resources("cluster.environments.resources", self.resources)
-
-    @property
-    def needs(self) -> Resources:
-        """Resources of each actor."""
-        return _as_needs(self.resources)
 
 
 class ClusterSettings:
@@ -170,8 +161,8 @@ class ClusterSettings:
         """
         self.check()
         num_ranks = self.trainer_ranks if self.places_ranks else 0
-        num_cpus = num_ranks * self.rank_resources(has_gpus=False).get("CPU", 0.0)
-        num_cpus += self.engines.most * self.engines.num_cpus if self.has_replicas else 0.0
+        num_cpus = num_ranks * self.needs_of_rank(has_gpus=False).num_cpus
+        num_cpus += self.engines.most * self.engines.needs.num_cpus if self.has_replicas else 0.0
         num_cpus += sum(pool.actors * pool.needs.num_cpus for pool in (self.rewards, self.environments) if pool)
         ray = runtime.connect(self.address, num_cpus=num_cpus, what="cluster", user=self)
         try:
@@ -179,15 +170,14 @@ class ClusterSettings:
         finally:
             runtime.release(self)
 
-    def rank_resources(self, has_gpus: bool) -> dict[str, float]:
+    def needs_of_rank(self, has_gpus: bool) -> Resources:
         """Resources of one rank.
 
         Args:
             has_gpus: whether the trainer may use GPUs, and the cluster has some.
         """
-        if self.trainer_resources is not None:
-            return {name: float(amount) for name, amount in self.trainer_resources.items()}
-        return {"CPU": DEFAULT_CPUS} | ({"GPU": 1.0} if has_gpus else {})
+        given = {"CPU": DEFAULT_CPUS, "GPU": float(has_gpus)}
+        return _as_needs(given if self.trainer_resources is None else self.trainer_resources)
 
 
 def _as_needs(resources: Mapping[str, int | float] | None) -> Resources:

@@ -40,6 +40,11 @@ class Role:
         """Resources of each, in words."""
         return _listed(self.needs)
 
+    @property
+    def all(self) -> str:
+        """Resources of all together, in words."""
+        return _listed({name: self.number * amount for name, amount in self.needs.items()})
+
 
 @dataclass
 class Node:
@@ -75,7 +80,7 @@ def roles_of(cluster: ClusterSettings, has_gpus: bool, *, at_least: bool = False
     """
     roles = []
     if cluster.places_ranks:
-        needs = {name: one for name, one in cluster.rank_resources(has_gpus=has_gpus).items() if one}
+        needs = cluster.needs_of_rank(has_gpus=has_gpus).by_name
         roles.append(Role("cluster.trainer_ranks", cluster.trainer_ranks, needs, is_packed=True))
     if cluster.has_replicas:
         engines = cluster.engines
@@ -93,9 +98,8 @@ def find_lack(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
     for role in roles:
         room = sum(node.room_for(role.needs) for node in nodes)
         if room < role.number:
-            needed = _listed({name: role.number * amount for name, amount in role.needs.items()})
             return (
-                f"{role.setting}={role.number} with {role.each} each need {needed}, and the cluster has "
+                f"{role.setting}={role.number} with {role.each} each need {role.all}, and the cluster has "
                 f"{_total(role.needs, nodes)} on {_nodes(len(nodes))}: there is room for {room:g}"
             )
     together: dict[str, float] = {}
@@ -165,12 +169,11 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
         for number in range(role.number):
             free = [node for node in nodes if node.has_room(role.needs)]
             if not free:
-                total = {name: role.number * amount for name, amount in role.needs.items()}
                 had = {name: sum(node.left.get(name, 0.0) for node in nodes) for name in role.needs}
                 had = {name: amount + number * role.needs[name] for name, amount in had.items()}
                 beside = " beside the others" if role is not roles[0] else ""
                 raise SetupError(
-                    f"{role.setting}={role.number} with {role.each} each do not fit: they need {_listed(total)}, "
+                    f"{role.setting}={role.number} with {role.each} each do not fit: they need {role.all}, "
                     f"the cluster has {_listed(had)}{beside} on {_nodes(len(nodes))}, and there is room for {number}"
                 )
             held = [node.held[role.setting] for node in free]

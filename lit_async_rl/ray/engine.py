@@ -58,11 +58,11 @@ from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import (
-    REFUSED_S,
     RETRY_S,
     Resources,
     as_error,
     first_line,
+    is_refused,
     kill_actor,
     last_line,
     log_of,
@@ -70,6 +70,7 @@ from lit_async_rl.ray.actors import (
 )
 from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
 from lit_async_rl.ray.identity import describe_model, find_other_arithmetic, find_other_model
+from lit_async_rl.ray.logs import read_place
 from lit_async_rl.ray.ownership import ReplicaActors
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.ray.process import TakenOver, call_actor, stop_actors
@@ -650,6 +651,9 @@ class RayEngine(EngineWrapper):
     def _ignore(self, entry: ReplicaEntry, answer: Any) -> None:
         pass
 
+    def _forget_calls(self, entry: ReplicaEntry) -> None:
+        self._calls = {ref: call for ref, call in self._calls.items() if call.replica is not entry}
+
     def _turn(self, timeout_s: float) -> None:
         """Handles the answers that are there; waits at most `timeout_s` for the first."""
         with self._lock:
@@ -738,7 +742,7 @@ class RayEngine(EngineWrapper):
 
     def _claimed(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         entry.called = time.monotonic()
-        entry.place = _place(answer)
+        entry.place = read_place(answer)
         self._call(entry, self._started, "start", base_of(self._model))
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
@@ -749,14 +753,13 @@ class RayEngine(EngineWrapper):
             if not self._has_been_ready:
                 self._error = self._error or EngineError(f"{entry.where} did not start: {last_line(error)}")
             return False
-        now = time.monotonic()
-        is_refused = now - entry.called < REFUSED_S  # at once: the process is not there yet; later: it died meanwhile
-        return is_refused and now - entry.began <= self.startup_timeout_s
+        has_time = time.monotonic() - entry.began <= self.startup_timeout_s
+        return has_time and is_refused(self._ray, error, entry.called)
 
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
             return
-        entry.place = _place(answer) | {"dtype": str(answer["dtype"])}
+        entry.place = read_place(answer) | {"dtype": str(answer["dtype"])}
         longest = int(answer["max_model_len"])
         problem = find_other_model(answer["model"], self._described)
         if not problem and self._has_been_ready and longest < self._max_model_len:
@@ -958,8 +961,7 @@ class RayEngine(EngineWrapper):
         """Ends a replica that has finished what it had. The lock is held."""
         self._entries.remove(entry)
         self._num_tokens_before += entry.num_tokens
-        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
-            del self._calls[ref]
+        self._forget_calls(entry)
         start_thread(self._stop, [entry], name="stop-replica")
 
     # -- faults -------------------------------------------------------------------------------------------------------
@@ -1034,29 +1036,16 @@ class RayEngine(EngineWrapper):
         for sample in entry.unverified:  # of weights that were never proved right
             sample.assignment.received.discard(sample.position)
             held[sample.assignment.request.id] = sample.assignment
-        entry.held = {}
-        entry.unverified = []
         entry.why = reason
         entry.num_failures += 1
         if is_running:
             entry.num_wrong = 1 if entry.num_good >= NUM_SAMPLES_TO_FORGIVE else entry.num_wrong + 1
             entry.num_good = 0
-        entry.num_starts += 1
         self._num_tokens_before += entry.num_tokens
-        entry.busy_s = entry.num_tokens = entry.num_running = 0
-        entry.sent = entry.accepted = entry.verified = entry.proved = -1
-        entry.is_proving = False
-        entry.is_silent = entry.is_stalled = False
-        entry.behind = None
-        entry.is_named = entry.is_handing_back = False
-        entry.was_there = False
-        entry.weights = None
-        entry.latest = 0
-        entry.sums = {}
+        entry.forget_process()
         self.num_lost += 1
         self._placement.remove(entry.number)
-        for ref in [ref for ref, call in self._calls.items() if call.replica is entry]:
-            del self._calls[ref]
+        self._forget_calls(entry)
         is_over = max(entry.num_failures, entry.num_wrong) >= MAX_FAILURES or entry.is_draining
         is_over |= failure is not None and not self._has_been_ready and is_new
         if is_over:
@@ -1134,11 +1123,6 @@ class RayEngine(EngineWrapper):
         """Ends a Ray that was started here, unless another engine of this process uses it."""
         runtime.release(self)
         super().end()
-
-
-def _place(answer: Mapping[str, Any]) -> dict[str, Any]:
-    named = {name: str(answer[name]) for name in ("host", "node")}
-    return {"pid": int(answer["pid"]), "logs": list(map(str, answer["logs"])), **named}
 
 
 _NOTHING: dict[str, Any] = {"assignments": [], "completions": [], "tensors": {}, "state": None}

@@ -11,6 +11,7 @@ import torch
 
 from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.engines.embedded.own_process import unpack_completions
+from lit_async_rl.ray.logs import describe_place
 from lit_async_rl.types import Completion, GenerationRequest
 
 
@@ -174,15 +175,11 @@ class Sample:
     completion: Completion
 
 
-@dataclass(eq=False)
-class ReplicaEntry:
-    """A replica as the trainer's side sees it."""
+@dataclass(eq=False, kw_only=True)
+class ReplicaProcess:
+    """State of one process of a replica as the trainer's side sees it; the next process begins with a new one."""
 
-    number: int
-    actor: Any = None
-    state: State = State.STARTING
     held: dict[int, Assignment] = field(default_factory=dict)  # by request
-    place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
     latest: int = 0  # number of its latest assignment
     sent: int = -1  # newest version that it was given
     accepted: int = -1
@@ -192,33 +189,48 @@ class ReplicaEntry:
     behind: float | None = None  # since when it is LOADING because others had newer weights, after it was READY
     is_named: bool = False  # as such, in a line
     is_handing_back: bool = False  # it was asked for what others are to continue
-    why: str = ""  # it was lost last
     sums: dict[str, int] = field(default_factory=dict)  # of its weights, as reported
     unverified: list[Sample] = field(default_factory=list)  # with tokens of newer versions than that
-    began: float = 0.0  # of its latest start
-    called: float = 0.0  # when `start` was called
     answered: float = 0.0  # when it last said anything
     is_silent: bool = False  # and a line has said so
     is_stalled: bool = False  # it answered, and gave no token; until it does, whatever others continue meanwhile
     heard: float = 0.0  # when it last had all it was asked for, or gave a token; while it loads, when it was asked to
+    busy_s: float = 0.0
+    num_tokens: int = 0
+    num_running: int = 0
+    weights: tuple[int, dict[str, int]] | None = None  # version and checksums of what an earlier trainer has left in it
+    was_there: bool = False  # its process and weights are those of an earlier trainer
+
+
+@dataclass(eq=False)
+class ReplicaEntry(ReplicaProcess):
+    """A replica as the trainer's side sees it."""
+
+    number: int
+    actor: Any = None
+    state: State = State.STARTING
+    place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
+    why: str = ""  # it was lost last
+    began: float = 0.0  # of its latest start
+    called: float = 0.0  # when `start` was called
     num_failures: int = 0  # in a row, without a finished sample in between
     num_wrong: int = 0  # of them, or within `NUM_SAMPLES_TO_FORGIVE`, those in which its process did wrong
     num_good: int = 0  # samples since then
     num_starts: int = 0
-    busy_s: float = 0.0
-    num_tokens: int = 0
-    num_running: int = 0
     retry_at: float | None = None
     is_draining: bool = False
-    weights: tuple[int, dict[str, int]] | None = None  # version and checksums of what an earlier trainer has left in it
-    was_there: bool = False  # its process and weights are those of an earlier trainer
 
     @property
     def where(self) -> str:
         """For messages."""
         if not self.place:
             return f"replica {self.number}"
-        return f"replica {self.number} (pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]})"
+        return f"replica {self.number} ({describe_place(self.place)})"
+
+    def forget_process(self) -> None:
+        """Begins with the next process, of which nothing is known."""
+        self.num_starts += 1
+        vars(self).update(vars(ReplicaProcess()))
 
     @property
     def may_prove(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,15 +22,17 @@ from lit_async_rl.ray.pool import (
     NoActors,
     PoolSettings,
     Process,
+    find_wrong_reward,
+    new_future,
     nothing_wrong,
     pack_prompt,
 )
 from lit_async_rl.rewards.scorer import reward_name
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.checks import as_reward
+from lit_async_rl.utils.checks import find_other_kind
 from lit_async_rl.utils.elsewhere import RemoteProxy
 
-FIELDS = {"text": str, "reward": float, "done": bool}
+FIELDS = {"text": str, "done": bool}
 EPISODES = "episodes"  # that a process has
 
 
@@ -45,7 +48,7 @@ class EnvironmentPool(ActorPool):
         super().__init__(settings)
         self._environment = environment
         self._numbers = itertools.count()
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def what(self) -> str:
@@ -57,17 +60,13 @@ class EnvironmentPool(ActorPool):
         return EnvironmentWorker, (self._environment,)
 
     def hand_out(self) -> None:
-        waiting = self._waiting
-        self._waiting = []
-        for one in waiting:
-            if not one.done():
+        while self._waiting:
+            if not (one := self._waiting.popleft()).done():
                 one.set_result(None)
 
     def fail_waiting(self, error: NoActors) -> None:
-        waiting = self._waiting
-        self._waiting = []
-        for one in waiting:
-            if not one.done():
+        while self._waiting:
+            if not (one := self._waiting.popleft()).done():
                 one.set_exception(error)
 
     def new_number(self) -> int:
@@ -81,7 +80,7 @@ class EnvironmentPool(ActorPool):
             NoActors: there will be none.
         """
         while (process := self.least_loaded(EPISODES)) is None:
-            waiting = asyncio.get_running_loop().create_future()
+            waiting = new_future()
             self._waiting.append(waiting)
             await waiting
         return process
@@ -218,14 +217,8 @@ def _find_wrong(answer: dict[str, Any]) -> str:
     """Fault in an observation, in words; empty if valid, or if there is an error in its place."""
     if answer.get("error") is not None:
         return ""
-    for name, kind in FIELDS.items():
-        if type(answer.get(name)) is not kind:
-            return f"an observation whose {name} is {answer.get(name)!r:.100}"
-    state = answer.get("state")
-    if state is not None and type(state) is not str:
-        return f"an observation whose state is {state!r:.100}"
-    try:
-        as_reward(answer["reward"])
-    except ValueError as error:
-        return f"an observation whose reward is {error}"
-    return ""
+    kinds = FIELDS if answer.get("state") is None else FIELDS | {"state": str}
+    if wrong := find_other_kind(answer, kinds):
+        return f"an observation whose {wrong}"
+    wrong = find_wrong_reward(answer.get("reward"))
+    return f"an observation whose reward is {wrong}" if wrong else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_async_rl.environments.base import Observation, close_one
 from lit_async_rl.ray.pool import unpack_prompt
-from lit_async_rl.ray.pool_worker import PoolWorker, described
+from lit_async_rl.ray.pool_worker import PoolWorker, closed, described
 from lit_async_rl.utils.checks import as_reward
 
 
@@ -59,7 +59,7 @@ class EnvironmentWorker(PoolWorker):
         episode = self._episodes.pop(number, None)
         if episode is None or episode is self._environment:  # that one is closed at the end of the run
             return {}
-        return await _close(episode)
+        return await closed(close_one(episode))
 
     async def stop(self) -> dict[str, Any]:
         """Closes the environment, after the episodes that are left; then the actor may be killed."""
@@ -70,16 +70,7 @@ class EnvironmentWorker(PoolWorker):
             await asyncio.wait(running)
         for number in list(self._episodes):
             await self.end(number)
-        return await _close(self._environment)
-
-
-async def _close(owner: Any) -> dict[str, Any]:
-    """Closes an episode or environment; what it raised, as plain data."""
-    try:
-        await close_one(owner)
-    except Exception as error:
-        return {"error": described(error), "warning": f"raised {type(error).__name__}: {error}"}
-    return {}
+        return await closed(close_one(self._environment))
 
 
 def _packed(observation: Observation) -> dict[str, Any]:

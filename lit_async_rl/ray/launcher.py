@@ -29,7 +29,7 @@ from typing import Any
 
 from lit_async_rl.api.cluster import Outcome, Place
 from lit_async_rl.errors import RankError, SetupError, StalledError
-from lit_async_rl.ray.actors import kill_actor, last_line
+from lit_async_rl.ray.actors import Resources, kill_actor, last_line
 from lit_async_rl.ray.cluster_settings import ClusterSettings
 from lit_async_rl.ray.coordinator import Coordinator
 from lit_async_rl.ray.dry_run import connected_with_room
@@ -84,7 +84,7 @@ def launch(cluster: ClusterSettings, job: Callable[[Place], None], *, uses_gpus:
     """
     with connected_with_room(cluster, uses_gpus=uses_gpus) as ray:
         has_gpus = uses_gpus and ray.cluster_resources().get("GPU", 0) > 0
-        run = _Run(ray, cluster, cluster.rank_resources(has_gpus=has_gpus))
+        run = _Run(ray, cluster, cluster.needs_of_rank(has_gpus=has_gpus))
         try:
             with run.coordinated(job), _received_signals() as received:
                 return run.until_the_end(received)
@@ -128,10 +128,10 @@ class _Run:
         resources: of one rank, as Ray counts them.
     """
 
-    def __init__(self, ray: Any, cluster: ClusterSettings, resources: Mapping[str, float]) -> None:
+    def __init__(self, ray: Any, cluster: ClusterSettings, resources: Resources) -> None:
         self._ray = ray
         self._cluster = cluster
-        self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._resources = resources
         self._name = f"run-{uuid.uuid4().hex[:12]}"
         self._screen = Screen()
         self._num_ranks = cluster.trainer_ranks
@@ -197,24 +197,18 @@ class _Run:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needs = dict(self._resources)
-        bundle = dict(needs) or {"CPU": 0.001}  # Ray has no empty ones
+        needs = self._resources.by_name
+        bundle = needs or {"CPU": 0.001}  # Ray has no empty ones
         group = placement_group([bundle] * self._num_ranks, strategy="PACK")
         actors: list[Any] = []
         try:
             with announced("room for the trainer ranks on the Ray cluster"):
-                each = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
+                each = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
                 self._await(group.wait, f"with {each} each found no room: others use it, or a node is gone")
-            options = {
-                "num_cpus": needs.pop("CPU", 0.0),
-                "num_gpus": needs.pop("GPU", 0.0),
-                "memory": needs.pop("memory", None),
-                "resources": needs,
-            }
             kind = self._ray.remote(RankActor)
             for number in range(self._num_ranks):
                 place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-                actors.append(kind.options(scheduling_strategy=place, **options).remote())
+                actors.append(kind.options(**self._resources.options | {"scheduling_strategy": place}).remote())
             yield actors
         finally:
             for actor in actors:

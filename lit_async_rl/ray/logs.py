@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lit_async_rl.utils.checks import find_other_kind
 
 MAX_LINE_CHARS = 300
 DEATH = "Fatal Python error: "
+PLACE = {"pid": int, "host": str, "node": str, "logs": list}
 NOT_OF_INTEREST = (":job_id:", ":actor_name:", "Extension modules:")  # lines of a worker's log
 
 
@@ -23,6 +26,22 @@ def where_it_is(ray: Any) -> dict[str, Any]:
         "node": ray.get_runtime_context().get_node_id(),
         "logs": [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")],
     }
+
+
+def read_place(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an actor's answer that `where_it_is` has given.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if wrong := find_other_kind(answer, PLACE):
+        raise TypeError(f"a process whose {wrong}")
+    return {name: answer[name] for name in PLACE} | {"logs": list(map(str, answer["logs"]))}
+
+
+def describe_place(place: Mapping[str, Any]) -> str:
+    """Process and machine of an actor, for messages."""
+    return f"pid {place['pid']}, {place['host']}, node {place['node'][:8]}"
 
 
 def tail(paths: Sequence[str], num_lines: int) -> str:

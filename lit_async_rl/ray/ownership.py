@@ -49,7 +49,7 @@ class ReplicaActors:
         self.trainer = uuid.uuid4().hex
         self._ray = ray
         self._recipe = Recipe.of(engine)
-        self._options = resources.options
+        self._options = resources.restarting
         run = os.environ.get(RUN_ID)
         self._coordinator = None if run is None else ray.get_actor(run, namespace=NAMESPACE)
         digest = digest_of(engine, {"name": model, "needs": vars(resources)})

@@ -41,11 +41,13 @@ from typing import Any, TypeVar
 
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.ray import runtime
-from lit_async_rl.ray.actors import REFUSED_S, RETRY_S, Resources, first_line, kill_actor, last_line, log_of
+from lit_async_rl.ray.actors import RETRY_S, Resources, first_line, is_refused, kill_actor, last_line, log_of
+from lit_async_rl.ray.logs import describe_place, read_place
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import as_reward
 
 TICK_S = 0.2  # between two looks whether an actor is there
 PING_S = 5.0  # for a process to answer while none of its calls blocks it
@@ -109,7 +111,7 @@ class Process:
     @property
     def where(self) -> str:
         """For messages."""
-        return f"pid {self.place['pid']}, {self.place['host']}, node {self.place['node'][:8]}"
+        return describe_place(self.place)
 
 
 @dataclass(frozen=True)
@@ -221,14 +223,8 @@ class ActorPool(ABC):
 
     def _make_actor(self, name: str) -> Any:
         kind, arguments = self.actor()
-        options = self._ray.remote(kind).options(
-            name=name,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=MAX_CALLS,
-            **self.settings.resources.options,
-        )
-        return options.remote(*arguments)
+        options = self.settings.resources.restarting
+        return self._ray.remote(kind).options(name=name, max_concurrency=MAX_CALLS, **options).remote(*arguments)
 
     async def _serve(self) -> None:
         self._lives = [self.spawn(self._live(number, actor)) for number, actor in enumerate(self._actors)]
@@ -409,8 +405,7 @@ class ActorPool(ABC):
             try:
                 answer = await actor.start.remote(*self.given)
             except Exception as error:
-                # Ray refuses calls of an actor that it brings back; where it has not, the process has ended
-                num_ended += time.monotonic() - called >= REFUSED_S
+                num_ended += not is_refused(self._ray, error, called)
                 if num_ended < MAX_STARTS and not isinstance(error, self._ray.exceptions.ActorDiedError):
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -419,10 +414,11 @@ class ActorPool(ABC):
                     f"its process has ended while it started ({first_line(error)})" if was_made else last_line(error)
                 )
                 continue
-            if isinstance(answer, dict) and _is_place(answer):
-                return answer
-            said = answer.get("error") if isinstance(answer, dict) else None
-            cause = str(said or "its start was not answered")[:2000]
+            try:
+                return read_place(answer)
+            except (AttributeError, TypeError):
+                said = answer.get("error") if isinstance(answer, dict) else None
+                cause = str(said or "its start was not answered")[:2000]
         self._num_given_up += 1
         self._why = f"{where}: {cause}"
         log.warning("%s: an actor is not restarted again: %s", self.settings.name, self._why)
@@ -509,9 +505,15 @@ def _find_wrong(answer: Any, check: Callable[[dict[str, Any]], str]) -> str:
     return (error is not None and find_fault(error)) or check(answer)
 
 
-def _is_place(answer: Mapping[str, Any]) -> bool:
-    kinds = {"pid": int, "host": str, "node": str, "logs": list}
-    return all(type(answer.get(name)) is kind for name, kind in kinds.items())
+def find_wrong_reward(value: Any) -> str:
+    """Fault of a reward in an answer, in words that follow "is"; empty if valid."""
+    if type(value) is not float:
+        return f"{value!r:.100}"
+    try:
+        as_reward(value)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def pack_prompt(prompt: Prompt) -> dict[str, Any]:

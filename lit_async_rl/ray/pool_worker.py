@@ -6,11 +6,14 @@ import asyncio
 import faulthandler
 import os
 import traceback
+from collections.abc import Awaitable
 from typing import Any
 
 from lit_async_rl.ray.logs import where_it_is
+from lit_async_rl.utils.checks import find_other_kind
 
 MAX_ERROR_CHARS = 4000
+ERROR = {"type": str, "message": str, "at": str, "is_final": bool, "ends_run": bool, "is_ours": bool}
 # parts of files' names in the frames of an error that are not the user's own code
 NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "asyncio", "concurrent", "ray"))
 
@@ -52,6 +55,15 @@ class PoolWorker:
         return {}
 
 
+async def closed(close: Awaitable[Any]) -> dict[str, Any]:
+    """Answer of an actor that closes something of the user; a `warning` says what that has raised."""
+    try:
+        await close
+    except Exception as error:
+        return {"error": described(error), "warning": f"raised {type(error).__name__}: {error}"}
+    return {}
+
+
 def described(error: BaseException) -> dict[str, Any]:
     """An error as plain data: its type and message, where it was raised, and whether another try may help."""
     if not isinstance(error, asyncio.CancelledError):  # which is nobody's fault
@@ -73,6 +85,5 @@ def find_fault(error: Any) -> str:
     """Fault in the `error` of an answer, in words; empty if valid."""
     if not isinstance(error, dict):
         return f"an error that is {type(error).__name__}"
-    kinds = {"type": str, "message": str, "at": str, "is_final": bool, "ends_run": bool, "is_ours": bool}
-    wrong = next((name for name, kind in kinds.items() if type(error.get(name)) is not kind), "")
-    return f"an error whose {wrong} is {error.get(wrong)!r:.100}" if wrong else ""
+    wrong = find_other_kind(error, ERROR)
+    return f"an error whose {wrong}" if wrong else ""

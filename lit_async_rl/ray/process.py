@@ -45,16 +45,11 @@ def make_actor(ray: Any, made: bytes, options: Mapping[str, Any]) -> Any:
     Args:
         ray: the module, connected.
         made: see `ReplicaProcess`.
-        options: `Resources.options`.
+        options: `Resources.restarting`.
     """
     groups = {OTHER_GROUP: 1} | dict.fromkeys(GROUPS.values(), 1)
     kind = ray.remote(concurrency_groups=groups)(ReplicaProcess)
-    return kind.options(
-        name=f"lit_async_rl.replica.{uuid.uuid4().hex[:8]}",
-        max_restarts=-1,
-        max_task_retries=0,  # requests are placed again by the engine, which knows what is missing
-        **options,
-    ).remote(made)
+    return kind.options(name=f"lit_async_rl.replica.{uuid.uuid4().hex[:8]}", **options).remote(made)
 
 
 def call_actor(actor: Any, method: str, *args: Any) -> Any:

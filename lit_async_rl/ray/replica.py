@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine, set_up
-from lit_async_rl.engines.embedded.own_process import pack_completions, unpack_requests
+from lit_async_rl.engines.embedded.own_process import as_json, pack_completions, unpack_requests
 from lit_async_rl.errors import StalledError
 from lit_async_rl.models.weights import LORA_A, LORA_B
 from lit_async_rl.ray.identity import describe_model
@@ -47,7 +47,6 @@ from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
 POLL_S = 0.05  # an abort waits for at most this
 GATHER_S = 0.01  # an answer costs both processes a millisecond or two, and others are about to be finished
-MAX_ERROR_CHARS = 4000
 HAND_OVER_S = 5.0  # for what an earlier trainer had asked for to end
 PROOF = -(2**62)  # id of the request that proves which weights sample; resumed samples count down from -1
 
@@ -104,15 +103,9 @@ def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
             return method(self, *args, **kwargs)
         except Exception as error:
             traceback.print_exc()  # into the log of this process
-            return {"error": as_data(error)}
+            return {"error": as_json(error)}
 
     return answer
-
-
-def as_data(error: BaseException) -> dict[str, str]:
-    """An error as plain data, see `from_json` of the embedded engine."""
-    text = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
-    return {"type": type(error).__name__, "message": str(error), "traceback": text}
 
 
 class Replica:
@@ -461,7 +454,7 @@ class Replica:
         except Exception as error:
             traceback.print_exc()
             with self._changed:
-                self._failure = as_data(error)
+                self._failure = as_json(error)
                 self._changed.notify_all()
 
     def _keep(self, finished: Sequence[Completion]) -> None:

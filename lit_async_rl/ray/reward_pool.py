@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lit_async_rl.errors import FinalRewardError, LostRewardError, RewardError, RewardSetupError
 from lit_async_rl.ray.pool import (
@@ -25,6 +25,7 @@ from lit_async_rl.ray.pool import (
     NotSent,
     PoolSettings,
     Process,
+    find_wrong_reward,
     first_of,
     new_future,
     pack_prompt,
@@ -34,7 +35,6 @@ from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward, wants
 from lit_async_rl.rewards.scorer import is_async, reward_name
 from lit_async_rl.types import Prompt, Score
-from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.elsewhere import RemoteProxy
 
 ONLY = "reward"  # name of a reward without parts
@@ -435,40 +435,28 @@ def _find_wrong(values: Any, number: int) -> str:
 def _find_wrong_value(value: Any) -> str:
     if value is None:
         return ""
+    numbers = [value]
     if isinstance(value, dict):
         if set(value) == {"wrong"}:
             return "" if isinstance(value["wrong"], str) else f"a reason that is {value['wrong']!r:.100}"
         parts = value.get("parts")
-        if set(value) != {"value", "parts"} or not isinstance(parts, dict) or not all(map(_is_text, parts)):
+        if set(value) != {"value", "parts"} or not _is_named(parts):
             return f"a reward that is {value!r:.100}"
-        return next((wrong for one in (value["value"], *parts.values()) if (wrong := _find_wrong_number(one))), "")
-    return _find_wrong_number(value)
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _find_wrong_number(value: Any) -> str:
-    if type(value) is not float:
-        return f"a reward that is {value!r:.100}"
-    try:
-        as_reward(value)
-    except ValueError as error:
-        return f"a reward that is {error}"
-    return ""
+        numbers = [value["value"], *parts.values()]
+    return next((f"a reward that is {wrong}" for one in numbers if (wrong := find_wrong_reward(one))), "")
 
 
 def _find_wrong_notes(answer: Mapping[str, Any]) -> str:
     """Fault in state or metrics of an answer, in words; empty if valid."""
-    state = answer.get("state", {})
-    if not isinstance(state, dict) or not all(
-        type(name) is str and type(value) in (int, float, str, bool) for name, value in state.items()
-    ):
-        return f"a state that is {state!r:.100}"
-    metrics = answer.get("metrics", {})
-    if not isinstance(metrics, dict) or not all(
-        type(name) is str and type(value) is float for name, value in metrics.items()
-    ):
-        return f"metrics that are {metrics!r:.100}"
+    if not _is_named(answer.get("state", {}), int, float, str, bool):
+        return f"a state that is {answer['state']!r:.100}"
+    if not _is_named(answer.get("metrics", {}), float):
+        return f"metrics that are {answer['metrics']!r:.100}"
     return ""
+
+
+def _is_named(values: Any, *kinds: type) -> TypeGuard[dict[str, Any]]:
+    """Whether something is a dictionary by name, of values of exactly these kinds, or of any."""
+    return isinstance(values, dict) and all(
+        type(name) is str and (not kinds or type(value) in kinds) for name, value in values.items()
+    )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_async_rl.ray.pool import unpack_prompt
-from lit_async_rl.ray.pool_worker import PoolWorker, described
+from lit_async_rl.ray.pool_worker import PoolWorker, closed, described
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.rewards.scorer import is_async
@@ -162,13 +162,9 @@ class RewardWorker(PoolWorker):
 
     async def stop(self) -> dict[str, Any]:
         """Closes the rewards; then the actor may be killed."""
-        for part in self._parts.values():
-            if (close := getattr(hooks.owner_of(part), "close", None)) is not None:
-                try:
-                    await asyncio.get_running_loop().run_in_executor(None, close)
-                except Exception as error:
-                    return {"warning": f"raised {type(error).__name__}: {error}"}
-        return {}
+        closes = [getattr(hooks.owner_of(part), "close", None) for part in self._parts.values()]
+        answers = [await closed(asyncio.to_thread(close)) for close in closes if close is not None]
+        return next(filter(None, answers), {})
 
 
 def _packed(value: Any) -> Any:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import os
-import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
 from lit_async_rl.ray.security import CLUSTERS, auth_mode, is_loopback, refusal
 from lit_async_rl.runtime.ports import free_port
@@ -88,9 +89,9 @@ class RankActor:
 
         self._ip = str(ray.util.get_node_ip_address())
         self._rank = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._output = Output()
-        self._open_pipes = 0
+        self._reading: list[asyncio.Future[None]] = []  # of its pipes
         self._ended: Ended | None = None
 
     async def spot(self, cwd: str, folder: str | None) -> Spot:
@@ -128,16 +129,16 @@ class RankActor:
         if is_loopback(self._ip):
             environment[CLUSTERS] = "0"  # or the rank would look for its node at another address
         environment.pop("RAY_JOB_ID", None)  # the rank's is a job of its own
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *argv],
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PROGRAM, *argv),
             cwd=cwd,
             env=environment,
-            stdin=subprocess.PIPE,  # whose end tells the process that this one is gone
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=PIPE,  # whose end tells the process that this one is gone
+            stdout=PIPE,
+            stderr=PIPE,
         )
-        self._read(self._process.stdout, "stdout")
-        self._read(self._process.stderr, "stderr")
+        pipes: dict[Stream, Any] = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        self._reading = [asyncio.ensure_future(self._read(pipe, stream)) for stream, pipe in pipes.items()]
 
     async def follow(self) -> tuple[list[Said], Ended | None]:
         """New output as soon as there is some, and the end of the process once all of its output is told.
@@ -155,35 +156,21 @@ class RankActor:
     async def send_signal(self, number: int) -> None:
         """Has the process receive a signal, unless it has ended."""
         if self._process is not None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
 
     async def _end(self) -> Ended | None:
         """How the process has ended, after all of its output was read; None if it is running."""
-        if self._process is None or (status := self._process.poll()) is None:
+        if self._process is None or (status := self._process.returncode) is None:
             return None
-        reads_until = time.monotonic() + FINAL_S
-        while self._open_pipes and time.monotonic() < reads_until:  # a child of the process may hold one open
-            await asyncio.sleep(PAUSE_S / 10)
+        await asyncio.wait(self._reading, timeout=FINAL_S)  # a child of the process may hold a pipe open
         where = f"node {self._ip}, pid {self._process.pid}"
         return Ended(self._rank, status, where=where, last_lines="\n".join(self._output.last_lines))
 
-    def _read(self, pipe: IO[bytes] | None, stream: Stream) -> None:
-        """Has the event loop read a pipe until its end."""
-        if pipe is None:
-            raise RuntimeError("no pipe from the process")
-        loop = asyncio.get_running_loop()
+    async def _read(self, pipe: asyncio.StreamReader, stream: Stream) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        source = pipe.fileno()
-
-        def read() -> None:
-            data = os.read(source, 1 << 16)
+        while data := await pipe.read(1 << 16):
             self._output.add(stream, decoder.decode(data))
-            if not data:
-                loop.remove_reader(source)
-                self._open_pipes -= 1
-
-        self._open_pipes += 1
-        loop.add_reader(source, read)
 
 
 def misplaced(ip: str, cwd: str) -> str:

@@ -231,9 +231,7 @@ class WeightReader:
             buckets: references by number.
             received: filled with the tensors yielded, by name.
         """
-        has: dict[str, list[Place]] = {}
-        for place in places:
-            has.setdefault(place.name, []).append(place)
+        has = _chains(places)
         opened: dict[int, list[np.ndarray]] = {}
 
         def read(place: Place, offset: int = 0) -> Tensor:
@@ -267,11 +265,16 @@ class WeightReader:
 
     def keep(self, places: Iterable[Place]) -> None:
         """Notes that the engine has the weights of a table, which were not read from it."""
-        has: dict[str, list[Place]] = {}
-        for place in places:
-            has.setdefault(place.name, []).append(place)
-        self._has = has
+        self._has = _chains(places)
         self._changed = {}
+
+
+def _chains(places: Iterable[Place]) -> dict[str, list[Place]]:
+    """Each weight with its changes, by name."""
+    chains: dict[str, list[Place]] = {}
+    for place in places:
+        chains.setdefault(place.name, []).append(place)
+    return chains
 
 
 def is_factor(name: str) -> bool:

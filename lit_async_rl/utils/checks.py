@@ -152,6 +152,12 @@ def as_reward(value: Any) -> float:
     return number
 
 
+def find_other_kind(values: Mapping[str, Any], kinds: Mapping[str, type]) -> str:
+    """The first of some values that is not of exactly its kind, in words: `reward is 'x'`; empty if all are."""
+    wrong = next((name for name, kind in kinds.items() if type(values.get(name)) is not kind), "")
+    return f"{wrong} is {values.get(wrong)!r:.100}" if wrong else ""
+
+
 def check_objects(owner: str, **settings: object) -> None:
     """Refuses a name, a class or a mapping of settings in place of an object, which the YAML parser would have built.
 

@@ -51,7 +51,7 @@ def test_one_rank_without_needs_is_not_placed():
     assert not rl.RayCluster(engines=rl.EngineReplicas(replicas=2)).places_ranks
     assert rl.RayCluster(trainer_ranks=2).places_ranks
     assert rl.RayCluster(trainer_resources={"GPU": 1.0}).places_ranks
-    assert rl.RayCluster().rank_resources(has_gpus=True) == {"CPU": 0.5, "GPU": 1.0}
+    assert rl.RayCluster().needs_of_rank(has_gpus=True).by_name == {"CPU": 0.5, "GPU": 1.0}
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):

@@ -12,6 +12,7 @@ import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI, main
 from lit_async_rl.environments.episode_engine import name_of
 from lit_async_rl.errors import LostRewardError, RewardError, SetupError
+from lit_async_rl.ray import actors as ray_actors
 from lit_async_rl.ray import pool
 from lit_async_rl.ray.dry_run import Node, described, find_lack, place, roles_of
 from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observation
@@ -124,7 +125,8 @@ def test_an_actor_whose_process_ends_four_times_while_it_starts_is_given_up(monk
     now = [0.0]
     lengths = [0.3, 0.3, 20.0, 0.3, 20.0, 20.0, 20.0, 20.0]
     killed = []
-    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (pool, ray_actors):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(pool, "RETRY_S", 0.0)
 
     async def start():

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.embedded.engine import DecodeLoop
-from lit_async_rl.engines.embedded.own_process import as_bytes, as_tensors, pack_completions, unpack_requests
+from lit_async_rl.engines.embedded.own_process import as_bytes, as_json, as_tensors, pack_completions, unpack_requests
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.weights import UNCHANGED
@@ -174,8 +173,3 @@ def read_weights(folder: str, unchanged: Iterable[str]) -> Iterator[tuple[str, T
     yield from read_folder(folder)
     for name in unchanged:
         yield name, UNCHANGED
-
-
-def as_json(error: BaseException) -> dict[str, str]:
-    """Fields of an error for the trainer, see `from_json`."""
-    return {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}

@@ -8,6 +8,7 @@ import logging
 import shutil
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -42,6 +43,7 @@ from lit_async_rl.types import (
 PROGRAM = [sys.executable, "-c", "from lit_async_rl.engines.embedded.child import main; main()"]
 FILE_BYTES = 2**30  # size of a file of weights; the trainer holds a copy of one file while it writes
 CLOSE_TIMEOUT_S = 5.0
+MAX_TRACEBACK_CHARS = 4000  # of an error of the process; the last ones
 log = logging.getLogger(__name__)
 
 
@@ -376,6 +378,12 @@ class Connection:
         """Ends the process and unblocks all waits."""
         self._break(EngineError("the engine was closed"))
         self._child.end(patience_s=CLOSE_TIMEOUT_S)
+
+
+def as_json(error: BaseException) -> dict[str, str]:
+    """Fields of an error for the trainer, see `from_json`."""
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
+    return {"type": type(error).__name__, "message": str(error), "traceback": text}
 
 
 def from_json(error: Mapping[str, str]) -> Exception:
