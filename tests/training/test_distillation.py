@@ -477,8 +477,9 @@ def test_teachers_that_cannot_be_made():
     for teachers in ({}, {"b": inner}):
         with pytest.raises(ValueError, match=r"SourceTeachers\.teachers must have a teacher for each source"):
             rl.SourceTeachers(key="kind", teachers=teachers)
+    student = CausalPolicy(load_policy(MODEL))
     with pytest.raises(ValueError, match=r"LocalTeacher\.attn_implementation='none' cannot be used"):
-        rl.LocalTeacher(model=MODEL, attn_implementation="none").open(None, torch.device("cpu"))
+        rl.LocalTeacher(model=MODEL, attn_implementation="none").open(student, torch.device("cpu"))
 
 
 def test_what_only_the_start_can_know(tmp_path):
