@@ -18,6 +18,7 @@ from lit_async_rl.callbacks import SaveOnFailure
 from lit_async_rl.cli.app import main
 from lit_async_rl.errors import EngineError
 from lit_async_rl.losses.distillation import divergence, with_tail
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.training.distillation import Distiller, check_same_tokens
 from lit_async_rl.training.objective import Objective
