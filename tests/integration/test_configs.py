@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]
 NEEDS_HUB = {name: ["gsm8k_grpo.yaml"] for name in ("gsm8k_grpo_vllm.yaml", "multi_node_vllm.yaml")}  # behind others
 NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "code_reward.yaml": [], "smollm2.yaml": []}  # the last one: lit-async-rl fetch
-OTHERS = {"quickstart.yaml", "warm_start.yaml", "distill.yaml", *NEEDS_HUB}
+OTHERS = {"quickstart.yaml", "warm_start.yaml", "smollm2_sft.yaml", "distill.yaml", *NEEDS_HUB}
 OTHERS |= {"smollm2_price.yaml"}  # has that of smollm2.yaml
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}

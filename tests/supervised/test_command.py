@@ -16,6 +16,7 @@ from tuning import fit, make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.cli import console
+from lit_async_rl.supervised.command import SFTCLI
 from lit_async_rl.supervised.module import SFTModule
 from lit_async_rl.tasks import SortDigits
 
@@ -103,7 +104,7 @@ def test_the_command_trains_says_its_configuration_and_resumes(tmp_path, monkeyp
     assert parameters(python.lightning_module).equal(parameters(first))
 
 
-def test_the_shipped_configuration_is_one_of_this_command(tmp_path, monkeypatch):
+def test_the_shipped_configurations_are_of_this_command(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     flags = ["--data.records.init_args.prompts.init_args.size", "4", "--data.samples_per_step", "2"]
     flags += ["--data.validation.prompts.init_args.size", "4", "--data.validation_records.init_args.size", "4"]
@@ -111,6 +112,8 @@ def test_the_shipped_configuration_is_one_of_this_command(tmp_path, monkeypatch)
         ["sft", "--config", "configs/warm_start.yaml", *flags, "--trainer.logger.init_args.save_dir", str(tmp_path)]
     )
     assert (tmp_path / "warm_start" / "version_0" / "model" / "config.json").is_file()
+    monkeypatch.setattr(SFTCLI, "instantiate_classes", lambda self: None)  # SmolLM2 is not at hand
+    assert SFTCLI(["--config", "configs/smollm2_sft.yaml"]).config.data.epochs == 2
 
 
 def test_wrong_arguments_of_the_function_are_named():

@@ -74,6 +74,18 @@ def test_the_problems_of_the_shipped_configuration():
     assert not asked[0] & asked[1]
 
 
+def test_fine_tuning_has_the_problems_and_the_adapter_of_what_follows():
+    tuned, trained = (
+        yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text()) for name in ("smollm2_sft", "smollm2")
+    )
+    records = tuned["data"]["records"]["init_args"]
+    assert records == trained["data"]["prompts"]["init_args"] | {"worked": True}
+    assert tuned["data"]["validation"] == trained["data"]["validation"]
+    assert {name: tuned["model"][name] for name in ("model", "lora", "packing")} == {
+        name: trained["model"][name] for name in ("model", "lora", "packing")
+    }
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [("7", 1), ("3 + 4 = 7.", 1), ("12-5 is 7\n", 1), ("3 + 4 = 7, not 8", 0), ("seven", 0), ("-7", 0), ("7.5", 0)],
