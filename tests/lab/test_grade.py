@@ -128,7 +128,7 @@ def test_references_are_graded_for_themselves_where_there_are_no_answers(folder,
         (["rows.jsonl", "--reward", "grade_rewards.Needs"], "needs word: write a module with `reward = Needs(...)`"),
         (["rows.jsonl", "--reward", "grade_rewards.asyncio"], "must be a function"),
         (["rows.jsonl", "--num", "-1"], "num must be >= 0, got -1"),
-        (["prompts.jsonl", "--reward", "grade_rewards.length"], "the reward does not define a correct answer"),
+        (["prompts.jsonl", "--reward", "grade_rewards.length"], "the reward does not say which answer is correct"),
         (["rows.jsonl", "--out", "nowhere/x.jsonl"], "nowhere/x.jsonl"),
     ],
 )
