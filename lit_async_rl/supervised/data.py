@@ -66,7 +66,7 @@ class Rows(PromptSource):
     ) -> None:
         self._rows: list[Row] = []
         self.left_out: dict[str, int] = {}
-        num_cut = 0
+        num_cut = num_unknown = 0
         for number in range(len(source)):
             try:
                 row = encode(source[number])
@@ -86,9 +86,15 @@ class Rows(PromptSource):
                     self._leave_out(f"longer than {max_tokens} tokens, data.too_long={too_long}")
                     continue
                 num_cut += 1
+            num_unknown += bool((row.ids[row.trains] == encode.unknown_id).any())
             self._rows.append(row)
         if num_cut:
             log.warning("%d of %d records were cut at %d tokens (data.too_long)", num_cut, len(source), max_tokens)
+        if num_unknown:
+            token = encode.unknown_id
+            log.warning(
+                "%d of %d records train text that the tokenizer lacks (token %d)", num_unknown, len(source), token
+            )
         for why, count in self.left_out.items():
             log.warning("%d of %d records were left out: %s", count, len(source), why)
         if not self._rows:

@@ -46,12 +46,16 @@ class RowEncoder:
     Args:
         codec: tokenizer of the model.
         loss_on: whether all turns of the assistant train, or the last one.
+
+    Attributes:
+        unknown_id: token of all that the tokenizer does not know; None if it knows everything.
     """
 
     def __init__(self, codec: TextCodec, loss_on: LossOn) -> None:
         self._codec = codec
         self._renderer = ChatRenderer(codec)
         self._loss_on = loss_on
+        self.unknown_id = _unknown_id(codec.tokenizer)
 
     def __call__(self, prompt: Prompt) -> Row:
         """Row of a record.
@@ -163,3 +167,10 @@ class RowEncoder:
         if lost:
             raise ValueError(f"the chat template leaves out {lost[0]} of {where}, which the model would not learn")
         return text
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """Token of text that a tokenizer lacks. `tokenizer.unk_token` may be the end of a text, where none is lacking."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    text = getattr(model, "unk_token", None)
+    return None if text in (None, tokenizer.eos_token) else int(tokenizer.convert_tokens_to_ids(text))
