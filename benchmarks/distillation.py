@@ -48,6 +48,11 @@ METHODS = {
 }
 
 
+def num_steps(lag: int) -> int:
+    """Length of a run."""
+    return max(STEPS, GENERATIONS * lag)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run."""
@@ -73,7 +78,7 @@ class Cell:
         found += ["--data.engine.in_flight_weight_updates", "false"]
         found += ["--data.admission", "FixedLag"] if self.lag else []
         found += ["--seed_everything", str(self.seed), "--data.seed", str(self.seed)]
-        return [*found, "--trainer.max_steps", str(max(STEPS, GENERATIONS * self.lag))]
+        return [*found, "--trainer.max_steps", str(num_steps(self.lag))]
 
 
 def run_cell(cell: Cell, out: Path) -> None:
@@ -154,7 +159,8 @@ def main() -> None:
     )
     rates = {(name, lag): best_rate(name, min(lag, LAGS[2]), searched) for name in METHODS for lag in LAGS}
     found = run([Cell(*key, seed, rate=rate, teacher=teacher) for seed in args.seeds for key, rate in rates.items()])
-    head = ["method", *(text for lag in LAGS for text in (f"lag {lag}", f"rate at lag {lag}"))]
+    head = ["method"]
+    head += [text for lag in LAGS for text in (f"lag {lag}, {num_steps(lag)} steps", f"learning rate at lag {lag}")]
     rows = []
     last: dict[tuple[str, int], list[float]] = {}
     for name in METHODS:
@@ -171,7 +177,7 @@ def main() -> None:
         print(" | ".join(map(str, row)))
     if args.record is not None:
         name = "distillation, analytic"
-        kept = [(late - start) / (early - start) for late, early in zip(last[name, 64], last[name, 0], strict=False)]
+        kept = [(late - start) / (early - start) for late, early in zip(last[name, 16], last[name, 0], strict=False)]
         error = statistics.stdev(kept) / len(kept) ** 0.5
         ends = [f"{value:.3f}" for value in (of_teacher, start)]
         rows += [[text, end, *("" for _ in head[2:])] for text, end in zip(("teacher", "before"), ends, strict=True)]
@@ -180,7 +186,7 @@ def main() -> None:
             measurement(
                 name=args.record.stem,
                 value=round(statistics.fmean(kept), 3),
-                unit="of the gain of lag 0 at lag 64, by distillation with the analytic gradient, mean of pairs",
+                unit="of the gain of lag 0 at lag 16, by distillation with the analytic gradient, mean of pairs",
                 interval=[round(statistics.fmean(kept) + side * 2 * error, 3) for side in (-1, 1)],
                 columns=head,
                 rows=rows,
