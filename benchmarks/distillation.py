@@ -191,7 +191,8 @@ def main() -> None:
                 columns=head,
                 rows=rows,
                 command="python benchmarks/distillation.py --out runs/distillation",
-                machine="2 cores beside other work, float32; mean ± standard error (number of seeds); 2e-4 is the lowest learning rate searched",
+                machine="2 cores beside other work, float32; mean ± standard error (number of seeds); "
+                "2e-4 is the lowest learning rate searched",
             ),
         )
 
