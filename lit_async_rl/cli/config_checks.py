@@ -43,7 +43,7 @@ def files_first(args: Sequence[str]) -> list[str]:
     return files_of_all + with_prompt_sources(_with_combined_reward(flags))
 
 
-STAGES = {"records": "sft", "prompts": "train"}  # the command that reads configurations with this setting of `data`
+STAGES = {"sft": "records", "train": "prompts"}  # by command: the setting of `data` that its configurations have
 
 
 def stage_of(args: Sequence[str]) -> str | None:
@@ -51,7 +51,7 @@ def stage_of(args: Sequence[str]) -> str | None:
     files, flags = _divided(args)
     parts = [part for file in files if file.is_file() for part in with_bases(file)]
     data = [_entry(yaml.compose(part.read_bytes(), Loader=yaml.SafeLoader), "data") for part in parts]
-    for name, command in STAGES.items():
+    for command, name in STAGES.items():
         setting = re.compile(rf"--data\.{name}([.=]|$)")
         if any(_entry(one, name) is not None for one in data) or any(setting.match(flag) for flag in flags):
             return command
@@ -66,8 +66,7 @@ def check_stage(args: Sequence[str], command: str) -> None:
     """
     stage = stage_of(args)
     if stage not in (None, command):
-        name = next(name for name, reads in STAGES.items() if reads == stage)
-        raise ValueError(f"data.{name} is a setting of `lit-async-rl {stage}`, and not of `{command}`")
+        raise ValueError(f"data.{STAGES[stage]} is a setting of `lit-async-rl {stage}`, and not of `{command}`")
 
 
 # -- Prompts as the name of a file or data set, in place of a class ----------------------------------------------------

@@ -112,7 +112,6 @@ class _OpenServerTeacher(RemoteTeacher):
         try:
             given: Any = answer.choices[0].prompt_logprobs
             found = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in given[1:]]
-            texts = {int(token): one.get("decoded_token") for place in given[1:] for token, one in place.items()}
             fits = len(found) == len(ids) - 1 and all(token in one for token, one in zip(ids[1:], found, strict=True))
         except (TypeError, KeyError, ValueError, AttributeError, IndexError):
             fits = False
@@ -120,17 +119,18 @@ class _OpenServerTeacher(RemoteTeacher):
             raise EngineError(
                 f"{self.name} returned no log-probabilities of the prompt's tokens (vLLM's `prompt_logprobs`)"
             )
-        self._check_texts(texts)
+        if not self._has_same_texts:
+            self._check_texts(
+                {int(token): one.get("decoded_token") for place in given[1:] for token, one in place.items()}
+            )
         return found
 
     def _check_texts(self, texts: Mapping[int, str | None]) -> None:
-        """Checks once that most tokens are the same text on the server; some are written differently by themselves.
+        """Checks that most tokens are the same text on the server; some are written differently by themselves.
 
         Raises:
             EngineError: they are not.
         """
-        if self._has_same_texts:
-            return
         own = {token: str(self._tokenizer.decode([token])) for token, text in texts.items() if text}
         other = [token for token, text in own.items() if text.strip() != str(texts[token]).strip()]
         if 2 * len(other) > len(own):

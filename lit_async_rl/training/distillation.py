@@ -162,6 +162,7 @@ class _OpenLocalTeacher(OpenTeacher):
         self.is_collective = is_collective
         self._size = vocabulary_of(policy)
         self._shared_size = min(student_size, self._size)  # padding behind the same tokens differs
+        self._lacks_ids = self._size < student_size
 
     @torch.no_grad()
     def sampled(self, batch: RolloutBatch) -> Float[Tensor, "B T"]:
@@ -202,7 +203,8 @@ class _OpenLocalTeacher(OpenTeacher):
         return features, predicts
 
     def _check_ids(self, input_ids: Int[Tensor, "B T"]) -> None:
-        if (largest := int(input_ids.max())) >= self._size:
+        # read from the device only where it can matter: that waits for it
+        if self._lacks_ids and (largest := int(input_ids.max())) >= self._size:
             raise EngineError(
                 f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, and "
                 f"the student has sampled {largest}, padding of its vocabulary: begin with weights that never do"
