@@ -18,6 +18,7 @@ from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
 from lit_async_rl.callbacks.monitors.reward_hacking import RewardHackingMonitor
 from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor, ThroughputMonitor
 from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.callbacks.run.save_on_sigterm import SaveOnSigterm
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Verdict
@@ -206,11 +207,14 @@ def _checkpoint(trainer: AnyTrainer, has_trained: bool) -> str:
         return f"NOT SAVED, the disk is full. {what_is_saved(trainer)}"
     saved = trainer.checkpoint_callback
     path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
+    for saver in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(saver, SaveOnSigterm) and saver.path is not None:
+            path = saver.path
+    newest = getattr(trainer.strategy.checkpoint_io, "newest", None)
     if path and "://" not in path and not Path(path).exists():
         if not has_trained:  # restored from the checkpoint of an earlier run, whose folder may have been moved
             return ""
         return f"MISSING: {path} was saved, and is not there any more"
-    newest = getattr(trainer.strategy.checkpoint_io, "newest", None)
     if path and newest is not None and newest.step != trainer.global_step:
         return f"{path} of step {newest.step}"
     return path

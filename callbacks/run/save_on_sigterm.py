@@ -105,7 +105,7 @@ class SaveOnSigterm(Checkpoint):
 
     def _save(self, trainer: AnyTrainer) -> None:
         self.path = str((self._folder or Path(trainer.default_root_dir)) / "last.ckpt")
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
         is_saved = finish_saving(trainer)
         trainer.should_stop = True
         name = self.signal_name
@@ -219,7 +219,7 @@ class SaveOnFailure(Checkpoint):
             return
         path = str((self._folder or Path(trainer.default_root_dir)) / "failed.ckpt")
         try:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
             is_saved = finish_saving(trainer)
         except Exception as error:  # must not hide the error that ends the run, nor keep the engine from closing
             log.warning("%s was not saved: %s", path, describe(error))

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.table import Table
 
-from lit_async_rl.callbacks import RunSummary, SkipNonFinite
+from lit_async_rl.callbacks import RunSummary, SaveOnSigterm, SkipNonFinite
 from lit_async_rl.callbacks.monitors.run_summary import fitted
 from lit_async_rl.tasks import SortDigits
 
@@ -27,19 +27,24 @@ class Terminate(pl.Callback):
     """Ends the run half a second after its first step began."""
 
     def on_train_batch_end(self, trainer, *_):
+        self.trainer = trainer
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_second_run_that_is_ended_has_its_own_time_and_steps():
+def test_a_second_run_that_is_ended_has_its_own_time_steps_and_checkpoint(tmp_path):
     summary = RunSummary()
     trainer = fit(make_module(), make_data(), 3, [summary])
     first = summary.wall_s
     assert rows(summary, trainer)["optimizer steps"] == "3"
     summary.wall_s = 1e9  # of a long run
+    ending = Terminate()
+    callbacks = [summary, ending, ModelCheckpoint(every_n_train_steps=9), SaveOnSigterm()]
     with pytest.raises(SIGTERMException):
-        fit(make_module(), make_data(), 3, [summary, Terminate()])
-    assert rows(summary, trainer)["optimizer steps"] == "1"
+        fit(make_module(), make_data(), 3, callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
+    found = rows(summary, ending.trainer)
+    assert found["optimizer steps"] == "1"
+    assert found["checkpoint"] == str(tmp_path / "checkpoints" / "last.ckpt")
     assert 0.5 <= summary.wall_s < 100 + first
     assert summary.stats.num_tokens > 0
 
