@@ -29,7 +29,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.commands import output_of
-from lit_async_rl.runtime.files import part_name
+from lit_async_rl.runtime.files import naming_full_disk, part_name
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import OneLineParser
 
@@ -125,8 +125,9 @@ def _save(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path,
     part = part_name(folder)
     module: torch.nn.Module = lm  # the annotations of `PreTrainedModel.to` are lost in a decorator
     module.to(dtype)
-    lm.save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    with naming_full_disk(f"model {folder}"):
+        lm.save_pretrained(part)
+        tokenizer.save_pretrained(part)
     with suppress(FileNotFoundError):
         folder.rmdir()
     part.rename(folder)

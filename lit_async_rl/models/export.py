@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from lit_async_rl.errors import describe
+from lit_async_rl.runtime.files import naming_full_disk
 
 
 def export_model(
@@ -27,10 +28,14 @@ def export_model(
         tokenizer: tokenizer of the model.
         folder: output folder.
         weights: contiguous tensors by their Hugging Face names.
+
+    Raises:
+        OSError: the disk is full; the message names the folder.
     """
-    with _savable(lm, Path(folder)):
-        lm.save_pretrained(folder, state_dict=dict(weights))
-    tokenizer.save_pretrained(folder)
+    with naming_full_disk(f"model {folder}"):
+        with _savable(lm, Path(folder)):
+            lm.save_pretrained(folder, state_dict=dict(weights))
+        tokenizer.save_pretrained(folder)
 
 
 def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:

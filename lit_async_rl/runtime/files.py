@@ -207,10 +207,17 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether an error was caused by a full disk or an exceeded quota."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
+        number = cause.errno if isinstance(cause, OSError) else _errno_in(str(cause))
+        if number in DISK_FULL_ERRNOS:
             return True
         cause = cause.__context__
     return False
+
+
+def _errno_in(message: str) -> int | None:
+    """Number in an error of Rust's I/O, such as safetensors raises."""
+    found = re.search(r"\(os error (\d+)\)", message)
+    return int(found[1]) if found else None
 
 
 @contextmanager
@@ -284,6 +291,21 @@ def tolerate_full_disk(what: str) -> Iterator[None]:
         if not is_disk_full(error):
             raise
         log.warning("%s was not written: the disk is full", what)
+
+
+@contextmanager
+def naming_full_disk(what: str) -> Iterator[None]:
+    """Context of a library that writes files, whose errors of a full disk do not say what was not written.
+
+    Raises:
+        OSError: the disk is full; the message names `what`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise OSError(errno.ENOSPC, f"{what} was not written: the disk is full") from error
 
 
 def append(path: Path, text: str) -> None:

@@ -24,6 +24,7 @@ from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model
 from lit_async_rl.models.weights import is_sharded
+from lit_async_rl.runtime.files import naming_full_disk
 from lit_async_rl.supervised.data import SFTDataModule
 from lit_async_rl.supervised.module import SFTModule
 from lit_async_rl.training.checkpoint_io import check_checkpoint
@@ -184,8 +185,9 @@ def write_model(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule) -> 
             for config in lm.peft_config.values():  # found from any working folder
                 base = Path(str(config.base_model_name_or_path or module.model))
                 config.base_model_name_or_path = str(base.resolve()) if base.exists() else str(base)
-            lm.save_pretrained(folder)
-            data.codec.tokenizer.save_pretrained(folder)
+            with naming_full_disk(f"adapter {folder}"):
+                lm.save_pretrained(folder)
+                data.codec.tokenizer.save_pretrained(folder)
         return str(folder)
     folder = Path(run_of, "model")
     weights: dict[str, Any] = {}

@@ -235,6 +235,14 @@ def test_a_generation_config_that_transformers_does_not_save_is_exported_as_it_w
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), lm.parameters(), strict=True))
 
 
+def test_a_model_that_a_full_disk_does_not_take_is_named(tmp_path):
+    lm = load_policy(asset("small_sort_policy"))
+    tokenizer = load_tokenizer(asset("small_sort_policy"))
+    with full_disk(50_000), pytest.raises(OSError, match=f"model {tmp_path} was not written: the disk is full"):
+        export_model(lm, tokenizer, tmp_path, dict(lm.state_dict()))
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_a_tokenizer_or_configuration_that_cannot_be_saved_is_named_at_the_start(caplog):
     module, data = make_module(), make_data(groups_per_step=2)
     data.codec.tokenizer.init_kwargs["mine"] = object()  # JSON does not hold it
