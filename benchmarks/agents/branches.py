@@ -1,5 +1,8 @@
 """Does an agent with branches learn the same on prefix trees as on separate rows? Pairs of runs, one for each seed.
 
+The run on separate rows samples and records its rollouts; the run on trees trains on this tape. Two runs that sample
+are not comparable: an agent's calls meet in the engine as time has it, so that even two equal runs end up to 0.1 apart.
+
     python benchmarks/agents/branches.py --seeds 0 1 2 3 4 --out results/agent_branches
     python benchmarks/agents/branches.py --seeds 0 1 2 3 4 --out results/agent_branches \
         --output docs/measurements/agent_branches.json
@@ -9,8 +12,8 @@ then for one more in each of four branches of it. Its reward is the share of cor
 episodes, so a group is a tree of three levels with 32 leaves. The policy has two layers, and is made first: it imitates
 answers of which three in ten are predecessors.
 
-`first gradient` is the norm of the difference of both ways' gradients in the first step, in which they train on the
-same tokens, divided by the norm of one of them.
+`first gradient` and `last weights` are norms of differences between the two ways, divided by the norm of one of them:
+of the gradients in the first step, and of the weights in the end less those of the start.
 
 Resumable: runs with a result are skipped.
 """
@@ -112,15 +115,23 @@ def make_policy(folder: Path, steps: int) -> None:
         if step % 20 == 0:
             print(f"imitation, step {step}: {loss.item():.3f} nats a token", flush=True)
     model.save_pretrained(folder)
+    tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
 
 
 class Recorder(pl.Callback):
-    """Held-out rewards by optimizer step, and the gradient of the first step."""
+    """Held-out rewards by optimizer step, the gradient of the first step, and what training adds to the weights."""
 
     def __init__(self) -> None:
         self.rewards: dict[int, float] = {}
         self.gradient: torch.Tensor | None = None
+        self.learned = torch.zeros(())
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.learned = -_weights(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.learned += _weights(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -132,10 +143,16 @@ class Recorder(pl.Callback):
             self.gradient = torch.cat(gradients).clone()
 
 
+def _weights(module: pl.LightningModule) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
 def run(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Trains one seed in one way."""
     recorder = Recorder()
     log = CSVLog(options.out / f"{way}{seed}", name="")
+    tape = str(options.out / f"tape{seed}")
+    is_recorded = way == "rows"
     engine = rl.AgentEngine(rl.EmbeddedEngine(seed=seed), Agent(), chat_template="calculator_chat.jinja")
     chance = random.Random(seed)
     prompts = [{"prompt": str(chance.randrange(10**9)), "answer": ""} for _ in range(10_000)]
@@ -157,14 +174,15 @@ def run(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         validation=rl.Validation(prompts=held_out, batch_size=options.held_out),
         val_check_interval=MICRO_BATCHES * options.steps // 4,
         check_val_every_n_epoch=None,
-        callbacks=[recorder],
+        callbacks=[recorder, *([rl.RolloutTape(tape)] if is_recorded else [])],
+        admission=None if is_recorded else rl.FromTape(tape),
         accelerator="cpu",
         seed=seed,
         logger=log,
     )
     if trainer.global_step < options.steps:
         raise SystemExit(f"{way}, seed {seed}: stopped after {trainer.global_step} steps")
-    torch.save(recorder.gradient, options.out / f"{way}{seed}.pt")
+    torch.save([recorder.gradient, recorder.learned], options.out / f"{way}{seed}.pt")
     return {
         "seconds": time.process_time() - began,
         "held_out": {str(step): value for step, value in recorder.rewards.items()},
@@ -178,10 +196,10 @@ def at_end(found: Mapping[str, Any]) -> float:
     return statistics.fmean(values[-LAST:])
 
 
-def gradient_difference(folder: Path, seed: int) -> float:
-    """Of the first step, relative."""
-    rows, trees = (torch.load(folder / f"{way}{seed}.pt", weights_only=True).double() for way in WAYS)
-    return float((rows - trees).norm() / rows.norm())
+def differences_of(folder: Path, seed: int) -> list[float]:
+    """Of the first gradient, and of what was learned, relative."""
+    rows, trees = (torch.load(folder / f"{way}{seed}.pt", weights_only=True) for way in WAYS)
+    return [float((a - b).norm() / a.norm()) for a, b in zip(rows, trees, strict=True)]
 
 
 def summary(
@@ -194,15 +212,15 @@ def summary(
         ends = {way: at_end(found[f"{way}{seed}"]) for way in WAYS}
         start = found[f"rows{seed}"]["held_out"]
         differences.append(ends["trees"] - ends["rows"])
-        gradient = gradient_difference(options.out, seed)
-        rows.append([seed, round(min(start.values()), 3), *(round(end, 3) for end in ends.values()), f"{gradient:.1g}"])
+        apart = [f"{value:.1g}" for value in differences_of(options.out, seed)]
+        rows.append([seed, round(min(start.values()), 3), *(round(end, 3) for end in ends.values()), *apart])
     mean = statistics.fmean(differences)
     spread = 2.776 * statistics.stdev(differences) / math.sqrt(len(seeds))  # Student's t of five pairs
     return measurement(
         "agent_branches",
         round(mean, 3),
         "held-out reward at the end on prefix trees minus that on separate rows, mean of the pairs",
-        columns=["seed", "lowest held-out reward", "at the end, rows", "at the end, trees", "first gradient"],
+        columns=["seed", "lowest held-out reward", "last, rows", "last, trees", "first gradient", "last weights"],
         rows=rows,
         command=f"python benchmarks/agents/branches.py --seeds {' '.join(map(str, seeds))} --steps {options.steps} "
         "--output docs/measurements/agent_branches.json",
