@@ -393,7 +393,9 @@ def evaluate(args: Sequence[str] | None = None) -> None:
         cli = _cli_of(args)(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
         check_range("", ">= 0", num_shown=cli.config["num_shown"])
         if not cli.datamodule.validates:
-            raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
+            both = "data.validation_records and data.validation.prompts are both not set"
+            unset = both if cli.stage == "sft" else "data.validation.prompts is not set"
+            raise ValueError(f"{unset}: there is nothing to evaluate on")
         if not cli.trainer.limit_val_batches:
             raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
         ckpt_path = cli.config["ckpt_path"]
