@@ -158,7 +158,11 @@ class Admission:
         return oldest if self._is_safe(oldest) else None
 
     def _is_safe(self, index: int) -> bool:
-        """Whether all other groups (but R) can still meet their deadlines if `index` is taken now."""
+        """Whether all other groups, except R that may be lost, can still meet their deadlines if `index` is taken now.
+
+        Until each round, no more groups may be due than rounds have places. Only rounds before `index` is due can lack
+        one: from then on its place was needed anyway.
+        """
         own = self._deadlines[index]
         room = self.num_left_in_round - 1 + self.redundant_groups
         due = 0
