@@ -19,7 +19,7 @@ def policy_module(pl_module: AnyModule, owner: str) -> PolicyModule:
         ValueError: it is not a `PolicyModule`.
     """
     if not isinstance(pl_module, PolicyModule):
-        raise ValueError(f"{owner} needs a PolicyModule (of lightning.pytorch), got {type(pl_module).__name__}")
+        raise ValueError(f"{owner} needs a PolicyModule as the LightningModule, got {type(pl_module).__name__}")
     return pl_module
 
 

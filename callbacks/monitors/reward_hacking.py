@@ -153,7 +153,7 @@ class RewardHackingMonitor(pl.Callback):
         try:
             self._scorer.check()
         except Exception as error:  # such as a judge whose key is refused
-            log.warning("RewardHackingMonitor.check will not be called again in this run: %s", error)
+            log.warning("RewardHackingMonitor.check failed and will not be called again in this run: %s", error)
             self._close()
             return
         while self._verdicts:

@@ -530,9 +530,9 @@ class LengthBiasMonitor(StepMonitor):
             if times >= self.ratio:
                 self._has_warned = True
                 rank_zero_warn(
-                    f"LengthBiasMonitor: groups dropped as `{fate}` are {times:.2f} times as long as trained groups: "
-                    "training is biased towards short completions. With data.admission=null (wait) no group "
-                    "expires; a larger data.max_staleness drops fewer groups."
+                    f"LengthBiasMonitor: completions of groups dropped with the reason `{fate}` are {times:.2f} times "
+                    "as long as completions of trained groups, so training is biased towards short completions. With "
+                    "data.admission=null no group expires; with a larger data.max_staleness fewer groups are dropped."
                 )
 
 

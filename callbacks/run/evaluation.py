@@ -86,7 +86,7 @@ class Evaluation(pl.Callback):
         check_range("Evaluation", ">= 0", max_block_s=max_block_s, end_wait_s=end_wait_s)
         check_range("Evaluation", "positive", timeout_s=timeout_s)
         if not datasets or not all(len(source) for source in datasets.values()):
-            raise ValueError(f"Evaluation.datasets needs datasets with prompts, got {sorted(datasets)}")
+            raise ValueError(f"Evaluation.datasets must name datasets, each with prompts, got {sorted(datasets)}")
         self.ks = sorted({1, num_samples} if ks is None else set(ks))
         if not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= num_samples:
             raise ValueError(f"Evaluation.ks={self.ks} must lie between 1 and num_samples={num_samples}")
@@ -123,7 +123,8 @@ class Evaluation(pl.Callback):
         data.engine.check_sampling(setting, self.sampling or data.val_sampling, self.num_samples)
         if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
             raise ValueError(
-                f"Evaluation.num_samples={self.num_samples} at temperature 0 would be copies of one completion"
+                f"Evaluation.num_samples={self.num_samples} with temperature 0: the samples of a prompt would be "
+                "identical. Use num_samples: 1, or a temperature > 0"
             )
 
     def on_train_batch_start(
@@ -181,7 +182,10 @@ class Evaluation(pl.Callback):
             metrics = self._finish(trainer)
             pl_module.log_dict(metrics, logger=False, rank_zero_only=True)
         elif self._run.is_lost:
-            log.warning("the evaluation of version %d was lost with its engine and will be repeated", self._run.version)
+            log.warning(
+                "the evaluation of version %d was lost when its engine was replaced, and will be repeated",
+                self._run.version,
+            )
             self._run = None
             self._next_step = trainer.global_step
         elif self._run.age_s > self.timeout_s:

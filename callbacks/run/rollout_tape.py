@@ -55,7 +55,7 @@ class RolloutTape(pl.Callback):
         if not trainer.is_global_zero:
             return
         if self.folder is None and log_dir is None:
-            raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
+            raise ValueError("RolloutTape.folder must be set, because the run has no log folder")
         self._writer = TapeWriter(absolute(folder), trainer.global_step, self._unwritten_rows)
         self._unwritten_rows = []
 

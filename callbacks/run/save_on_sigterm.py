@@ -115,7 +115,9 @@ class SaveOnSigterm(Checkpoint):
         if is_saved:
             log.warning("%s: saved %s after step %d; resume with --ckpt_path", name, self.path, step)
         else:
-            log.warning("%s: the run ends after step %d, and %s could not be written", name, step, self.path)
+            log.warning(
+                "%s: the run ends after step %d, and the checkpoint %s could not be written", name, step, self.path
+            )
 
 
 def _end_validation(*_: Any) -> None:

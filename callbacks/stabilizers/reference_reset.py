@@ -75,7 +75,8 @@ def _reference(pl_module: AnyModule) -> CausalPolicy:
     reference = policy_module(pl_module, "ReferenceReset").reference
     if reference is None:
         raise ValueError(
-            "ReferenceReset needs a reference policy: set model.kl_coefficient, or a loss that needs a reference. With "
-            "model.lora and no modules_to_save, the reference is the policy without adapters, which cannot be reset"
+            "ReferenceReset needs a reference policy with weights of its own: set model.kl_coefficient, or a loss that "
+            "needs a reference. With model.lora and no modules_to_save, the reference is the policy without its "
+            "adapters, which cannot be reset"
         )
     return reference

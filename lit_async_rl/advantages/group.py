@@ -33,11 +33,11 @@ class AdvantageEstimator(ABC):
         """
         for n, group in enumerate(rewards):
             if not all(math.isfinite(reward) for reward in group):
-                raise ValueError(f"rewards must be finite, group {n} of the step has {list(group)}")
+                raise ValueError(f"rewards must be finite, but group {n} of the step has the rewards {list(group)}")
         if lengths is None:
             lengths = [[1] * len(group) for group in rewards]
         if [len(group) for group in rewards] != [len(group) for group in lengths]:
-            raise InvariantError("rewards and lengths differ in shape")
+            raise InvariantError("rewards and lengths must have the same shape")
         return self.estimate(rewards, lengths)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
@@ -188,7 +188,7 @@ class GDPO(AdvantageEstimator):
         known = {name for group in parts for row in group for name in row}
         if groups and (unknown := sorted(set(self.weights) - known)):
             raise ValueError(
-                f"GDPO.weights names {', '.join(unknown)}, but the rewards have {', '.join(sorted(known))}"
+                f"GDPO.weights names {', '.join(unknown)}, but the rewards have the parts {', '.join(sorted(known))}"
             )
         return _of_tokens(groups, self._over_step([self._of_group(group) for group in parts]))
 
@@ -373,7 +373,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
             raise ValueError(
                 f"data.advantage={type(self).__name__} needs the turns of each branch of an agent's conversation, but "
                 "a rollout has a branch without turns: the rollout comes from an earlier version of lit-async-rl, or "
-                "from an engine that reports no turns. Use an advantage of whole rollouts: GroupMeanStd"
+                "from an engine that reports no turns. Use an advantage of whole rollouts, such as GroupMeanStd"
             )
         return [(row.turns or (), len(row.token_ids)) for row in rollout.rows]
 

@@ -66,7 +66,7 @@ class CallSampling:
         if len(self.stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in self.stop):
             raise ValueError(
                 f"stop takes at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters, got {len(self.stop)} "
-                f"(longest: {max(map(len, self.stop))} characters)"
+                f"strings, the longest of {max(map(len, self.stop))} characters"
             )
         check_range("call", "integer >= 1", max_tokens=self.max_tokens)
         check_range("call", "integer", seed=self.seed, top_k=self.top_k)

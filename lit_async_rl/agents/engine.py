@@ -179,14 +179,15 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         renderer = ChatRenderer(codec, _template(self.chat_template))
         if renderer.has_template and renderer.problem and not self.forks:
             raise SetupError(
-                f"data.engine.forks=false with the chat template of {codec.model!r}: {renderer.problem}. Conversations "
-                "could not be continued token by token. Set data.engine.chat_template to one that only appends, or "
-                "data.engine.forks=true, which trains each call as a row of its own"
+                f"data.engine.forks=false cannot be used with the chat template of {codec.model!r}: "
+                f"{renderer.problem}. Conversations could not be continued token by token. Set "
+                "data.engine.chat_template to a template that only appends text, or set data.engine.forks=true, which "
+                "trains each call as a row of its own"
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(
                 "data.engine.forks=false with the chat template of %r: with tools, %s. Calls that cannot continue the "
-                "conversation are trained on as separate rows (agent/drift_template)",
+                "conversation are trained on as separate rows and counted in the metric agent/drift_template",
                 codec.model,
                 renderer.tool_problem,
             )

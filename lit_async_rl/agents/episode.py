@@ -354,7 +354,9 @@ class AgentEpisode(PlayedSample):
     def _check_num_calls(self) -> None:
         if self.num_calls >= self._rules.max_calls:
             raise AgentCallError(
-                f"the episode has made max_calls={self._rules.max_calls} calls", "max_calls", status=429
+                f"the episode has made max_calls={self._rules.max_calls} calls and cannot make another",
+                "max_calls",
+                status=429,
             )
 
     # -- beginning of a call, one after the other ---------------------------------------------------------------------

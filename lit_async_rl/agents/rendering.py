@@ -209,8 +209,8 @@ class ChatRenderer:
         """
         if not self._template:
             raise AgentCallError(
-                f"{self.codec.model!r} has no chat template, so it cannot be called with messages: call it with text, "
-                "or set data.engine.chat_template",
+                f"the model {self.codec.model!r} has no chat template, so it cannot be called with messages: call it "
+                "with text, or set data.engine.chat_template",
                 "no_template",
             )
         form = "text"
@@ -245,8 +245,9 @@ class ChatRenderer:
         written = self.segments(messages, tools, closed, sampled=sampled)[-1]
         if not written.startswith(asked):
             raise AgentCallError(
-                f"the chat template of {self.codec.model!r} asks for a turn with {asked[-40:]!r}, but writes this "
-                "turn differently: give the turn its reasoning, or switch thinking off (chat_template_kwargs)",
+                f"the chat template of {self.codec.model!r} asks for a turn with {asked[-40:]!r}, but renders the "
+                "finished turn differently: include the turn's reasoning, or switch thinking off "
+                "(chat_template_kwargs)",
                 UNSTABLE,
             )
         calls = messages[-1].get("tool_calls", ())

@@ -95,7 +95,7 @@ class TokenSession:
             raise AgentCallError("a call needs a prompt of at least one token", "invalid_prompt", param="messages")
         if room < 1:
             raise AgentCallError(
-                f"the model's context is {self.max_model_len} tokens, but the messages have {len(prompt_ids)}",
+                f"the model's context is {self.max_model_len} tokens, but the messages have {len(prompt_ids)} tokens",
                 "context_length_exceeded",
                 param="messages",
             )

@@ -99,8 +99,7 @@ def _as_lora(config: Any) -> LoRA:
     if others:
         why = " (with dropout, ratios would not be 1 on fresh data)" if "lora_dropout" in own else ""
         raise ValueError(
-            f"lora: {', '.join(others)} of peft.LoraConfig cannot be used{why}: leave it out, because LoRA here "
-            f"supports only {', '.join(PEFT_SETTINGS)}"
+            f"lora: {', '.join(others)} of peft.LoraConfig cannot be used{why}: set only {', '.join(PEFT_SETTINGS)}"
         )
     targets = config.target_modules
     return LoRA(
@@ -134,7 +133,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
     if tokenizer is None:
         return
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
+        raise ValueError(f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}")
     if isinstance(model, PolicyModule):
         raise ValueError("tokenizer cannot be combined with a PolicyModule, which loads its own tokenizer")
 
@@ -161,8 +160,8 @@ def in_folder(
         return
     if trainer.world_size > 1:
         raise ValueError(
-            f"model: an in-memory model needs a single-process run, but this run has {trainer.world_size}: save it "
-            "with save_pretrained, together with its tokenizer, and pass the folder"
+            f"model: an in-memory model needs a single-process run, but this run has {trainer.world_size} processes: "
+            "save the model and its tokenizer with save_pretrained, and pass the folder"
         )
     tokenizer = tokenizer or _own_tokenizer(model)
     run = run_folder(trainer)
@@ -193,7 +192,7 @@ def _own_tokenizer(model: Any) -> PreTrainedTokenizerBase:
         return load_tokenizer(name)
     except FileNotFoundError:
         raise ValueError(
-            f"tokenizer must be given: the model in memory was loaded from {name!r}, which has none"
+            f"tokenizer must be given: the in-memory model was loaded from {name!r}, which has no tokenizer"
         ) from None
 
 

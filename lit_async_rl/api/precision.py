@@ -62,4 +62,4 @@ def _has_precision_plugin(settings: Mapping[str, Any]) -> bool:
 
 @rank_zero_only
 def _say(what: str) -> None:
-    log.warning("precision: %s (trainer.precision=32-true computes everything in float32)", what)
+    log.warning("precision: %s (to compute everything in float32, set trainer.precision=32-true)", what)

@@ -264,14 +264,17 @@ class GhostTape:
 
     def _check(self) -> None:
         if getattr(self.policy.causal_lm, "is_gradient_checkpointing", False):
-            raise ValueError("ghost norms need activations, which model.gradient_checkpointing discards")
+            raise ValueError("ghost norms need activations, which model.gradient_checkpointing discards: turn it off")
         owners: dict[int, str] = {}
         for name, module in self._layers.items():
             if not _is_known(module):
                 raise ValueError(f"ghost norms do not support layer {name!r} of type {type(module).__name__}")
             for parameter in own_parameters(module).values():
                 if id(parameter) in owners:
-                    raise ValueError(f"ghost norms: layers {owners[id(parameter)]!r} and {name!r} share a parameter")
+                    raise ValueError(
+                        f"ghost norms cannot be computed: layers {owners[id(parameter)]!r} and {name!r} share a "
+                        "parameter"
+                    )
                 owners[id(parameter)] = name
         inside = {id(module) for module in self._body.modules()}
         for name, module in self.policy.causal_lm.named_modules():
@@ -313,7 +316,7 @@ class GhostTape:
     def _recorder(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if name in self._records:
-                raise ValueError(f"ghost norms: layer {name!r} runs twice in one forward pass")
+                raise ValueError(f"ghost norms cannot be computed: layer {name!r} runs twice in one forward pass")
             self._records[name] = (args[0].detach(), output)
 
         return record
@@ -428,7 +431,9 @@ def _chosen_layers(body: nn.Module, last_blocks: int | None) -> dict[str, nn.Mod
         return layers
     stacks = [list(module) for module in body.modules() if isinstance(module, nn.ModuleList)]
     if not stacks:
-        raise ValueError(f"model.baseline.last_blocks={last_blocks}: {type(body).__name__} has no list of blocks")
+        raise ValueError(
+            f"model.baseline.last_blocks={last_blocks} cannot be used: {type(body).__name__} has no list of blocks"
+        )
     blocks = max(stacks, key=len)[-last_blocks:]
     chosen = {id(part) for block in blocks for part in block.modules()}
     return {name: module for name, module in layers.items() if id(module) in chosen}

@@ -442,9 +442,9 @@ def export(args: Sequence[str] | None = None) -> None:
         if not cli.trainer.is_global_zero:  # several processes of torchrun would write into the same files
             return
         if Path(cli.config["out"]).is_file():
-            raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
+            raise ValueError(f"out={cli.config['out']!r} is a file, but must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):
-            raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+            raise ValueError(f"out={cli.config['out']!r} is not empty, so nothing was written: choose another folder")
         check_is_one_file(cli.config["ckpt_path"])
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
         cli.model.configure_model()

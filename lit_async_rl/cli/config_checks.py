@@ -66,7 +66,7 @@ def check_stage(args: Sequence[str], command: str) -> None:
     """
     stage = stage_of(args)
     if stage not in (None, command):
-        raise ValueError(f"data.{STAGES[stage]} is a setting of `lit-async-rl {stage}`, and not of `{command}`")
+        raise ValueError(f"data.{STAGES[stage]} is a setting of `lit-async-rl {stage}`, not of `{command}`")
 
 
 # -- Prompts as the name of a file or data set, in place of a class ----------------------------------------------------
@@ -265,7 +265,7 @@ def _warn_of_early_overlays(files: Sequence[Path]) -> None:
             lost = [name for name, value in own.items() if name in others and others[name] != value]
             if "model.model" in others and "model.model" not in own and lost:
                 some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-                log.warning("%s comes after %s and overrides its %s: put overlays last", later, file, some)
+                log.warning("%s comes after %s and overrides its settings %s: put overlays last", later, file, some)
 
 
 def places_of_callback(name: str, args: Sequence[str]) -> str:
@@ -371,7 +371,7 @@ def check_class_paths(config: Any, setting: str = "") -> None:
     if isinstance(config, Mapping):
         path = config.get("class_path")
         if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
-            raise ValueError(f"{setting}.class_path must be a class, and {path} is not one; nothing was called")
+            raise ValueError(f"{setting}.class_path must be a class, but {path} is not a class and was not called")
         if isinstance(path, str):
             _check_arguments(path, config.get("init_args"), setting)
         for name, value in config.items():

@@ -105,13 +105,14 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    f"{needs_single_rows}, or an agent with an unbranched conversation: this agent's conversation has "
-                    "branches, so a rollout has several rows"
+                    f"{needs_single_rows}, or an agent whose conversations do not branch. This agent's conversations "
+                    "branch, so a rollout has several rows"
                 )
             if len(values) != rollout.num_tokens:
                 raise ValueError(
-                    f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each of a "
-                    f"rollout's {rollout.num_tokens} tokens, those of branches behind its own, got {len(values)}"
+                    f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each token "
+                    f"of a rollout and its branches, which have {rollout.num_tokens} tokens, got {len(values)} "
+                    "advantages"
                 )
     groups_of_rows = [
         [

@@ -126,7 +126,9 @@ class ReplaceableEngine:
             self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(needs_less))
             self.engine.probe = probe  # of the weights that it gets now
             if (slots := self.engine.num_slots) < before:
-                log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, before)
+                log.warning(
+                    "the engine ran out of memory: data.engine.num_slots is now %d instead of %d", slots, before
+                )
             calls = self.calls
             self._set_up(calls)
             calls.load_weights(producer.version, weights)
@@ -134,12 +136,14 @@ class ReplaceableEngine:
             return
         except Exception as failure:
             producer.listener.engine_error = failure
-            log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)
+            log.warning(
+                "a new engine did not start after the previous one failed with %s: %s", type(error).__name__, failure
+            )
             return
         num_groups = producer.replace_engine(self.engine)
         log.warning(
-            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row), with the weights of version %d; "
-            "%d groups are sampled again, finished ones are kept. %s: %s",
+            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row) with the weights of version %d; "
+            "%d groups are sampled again, finished groups are kept. The engine had failed with %s: %s",
             self._restarts_in_a_row,
             self.max_restarts,
             producer.version,

@@ -231,8 +231,8 @@ class RolloutDataModule(pl.LightningDataModule):
     def __getstate__(self) -> Any:
         """Refuses to be pickled, as `ddp_spawn` of a Trainer would."""
         raise TypeError(
-            "a RolloutDataModule holds locks and cannot be pickled, as trainer.strategy=ddp_spawn would: use ddp, or "
-            "ddp_notebook in a notebook"
+            "a RolloutDataModule holds locks and cannot be pickled, which trainer.strategy=ddp_spawn needs: use ddp, "
+            "or ddp_notebook in a notebook"
         )
 
     def replace_engine(self, engine: RolloutEngine) -> None:
@@ -310,7 +310,10 @@ class RolloutDataModule(pl.LightningDataModule):
         )
         if (reason := batches[0].as_rows) and not self._has_said_rows:
             self._has_said_rows = True
-            log.warning("model.packing: rows are computed separately where that is better, as in this step: %s", reason)
+            log.warning(
+                "model.packing: rows are computed separately in steps where trees would not help, such as this one: %s",
+                reason,
+            )
         return batches
 
     @property
@@ -382,7 +385,7 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def _trainer(self) -> AnyTrainer:
         if self.trainer is None:
-            raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
+            raise SetupError("a RolloutDataModule feeds a Trainer: call `trainer.fit(..., datamodule=data)`")
         return self.trainer
 
     @property

@@ -129,7 +129,7 @@ class RolloutFeed:
     @property
     def _used_trainer(self) -> AnyTrainer:
         if self.trainer is None:
-            raise SetupError("the feed of a RolloutDataModule needs a Trainer: `trainer.fit(..., datamodule=data)`")
+            raise SetupError("a RolloutDataModule feeds a Trainer: call `trainer.fit(..., datamodule=data)`")
         return self.trainer
 
     def _reload(self) -> None:
@@ -326,7 +326,9 @@ class RolloutSource:
         rules.check_ends(codec, sampling, stream.source)
         if codec.special_tokens == "tags" and (tags := codec.tags):
             log.info(
-                "rewards read the special tokens %s; to leave them out, set data.scoring.special_tokens: none", tags
+                "the completions that rewards read contain the special tokens %s; to leave these out, set "
+                "data.scoring.special_tokens: none",
+                tags,
             )
         if codec.ends.are_disputed and sampling.end_token_ids is None:
             log.warning("model.model=%r: %s", codec.model, codec.ends.describe(codec.tokenizer))
@@ -381,7 +383,7 @@ class RolloutSource:
         """Starts sampling held-out prompts concurrently with the rollouts."""
         producer = self._started()
         if not isinstance(producer, Producer):
-            raise SetupError("Evaluation needs an engine, but data.admission=FromTape has none")
+            raise SetupError("evaluation needs an engine, but data.admission=FromTape runs without one")
         evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
         producer.owners.add(FIRST_ID, evaluation)
         evaluation.submit()

@@ -158,11 +158,13 @@ def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> Samp
     recorded = sampling.recorded
     if recorded != sampling:
         log.warning(
-            "%s: the %s likeliest tokens of each distribution are recorded (data.sampling.head=%s)%s",
+            "%s: the %s likeliest tokens at each position are recorded (data.sampling.head=%s)%s",
             rules.truncations(sampling),
             recorded.head,
             recorded.head,
-            "" if sampling.top_k else ", and tokens are chosen among these (data.sampling.top_k; or set a larger head)",
+            ""
+            if sampling.top_k
+            else ", and only these tokens can be sampled (to change their number, set data.sampling.top_k or head)",
         )
     return recorded
 

@@ -407,7 +407,7 @@ class RankWatch:
             told: bytes | str = self._store.compare_set(_FAILED, "", failure)
         except RuntimeError as error:  # no other rank is left
             self._wait_for_reason()
-            print(f"rank {self.rank} could not report a failure to the others: {error}", file=sys.stderr)
+            print(f"rank {self.rank} could not report a failure to the other ranks: {error}", file=sys.stderr)
             return self.failure or failure
         return told.decode() if isinstance(told, bytes) else told
 

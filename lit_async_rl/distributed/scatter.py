@@ -319,13 +319,14 @@ def _check_group(trainer: AnyTrainer) -> None:
     Raises:
         ValueError: it does not; names the difference.
     """
-    remedy = "call torch.distributed.destroy_process_group() before, and the run makes its own"
+    remedy = "call torch.distributed.destroy_process_group() first, and the run makes its own process group"
     there = (dist.get_rank(), dist.get_world_size())
     here = (trainer.global_rank, trainer.world_size)
     if there != here:
         raise ValueError(
             f"this process is rank {there[0]} of {there[1]} in the existing process group, but "
-            f"trainer.devices and trainer.num_nodes make it rank {here[0]} of {here[1]}: make them agree, or {remedy}"
+            f"trainer.devices and trainer.num_nodes make it rank {here[0]} of {here[1]}: change these settings, or "
+            f"{remedy}"
         )
     kind = trainer.strategy.root_device.type  # type: ignore[union-attr]
     kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]

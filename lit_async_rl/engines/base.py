@@ -431,7 +431,7 @@ def check_request(request: GenerationRequest, max_model_len: int, vocab_size: in
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(
             f"a prompt contains token ids from {min(ids)} to {max(ids)}, but the model's vocabulary has only "
-            f"{vocab_size}: tokenizer and model do not match"
+            f"{vocab_size} tokens: tokenizer and model do not match"
         )
 
 

@@ -169,7 +169,7 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
         raise PermissionError(f"{folder!r} was not created by a trainer: its name must begin with {PREFIX}")
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder!r}: can this machine see the trainer's folder?")
+        raise FileNotFoundError(f"{folder!r} holds no *.safetensors files: can this machine see the trainer's folder?")
     for file in files:
         if file.is_symlink() or not file.is_file():
             raise PermissionError(f"{str(file)!r} is a link or a device, not a file that a trainer wrote")

@@ -118,8 +118,8 @@ class OpenEnvEnvironment(Environment):
             text = self.server.text((await client.reset(**reset)).observation)
             if text != prompt.text:
                 raise ValueError(
-                    f"{self.url} is not repeatable: reset({reset}) first gave {prompt.text[:80]!r}, and now "
-                    f"{text[:80]!r}"
+                    f"environment {self.url} is not repeatable: reset({reset}) first gave {prompt.text[:80]!r}, and "
+                    f"now gave {text[:80]!r}"
                 )
         except BaseException:  # also when it is cancelled
             await client.close()

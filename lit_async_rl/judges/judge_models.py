@@ -242,7 +242,7 @@ class Endpoint:
             import tenacity
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                'a judge at a URL needs: pip install "lit-async-rl[judge]"', name=error.name
+                'JudgeReward.base_url needs: pip install "lit-async-rl[judge]"', name=error.name
             ) from error
         check_address("JudgeReward.base_url", base_url, "JudgeReward.api_key_env")
         parts = urlsplit(base_url)
@@ -387,7 +387,7 @@ class Endpoint:
                 async for chunk in response.aiter_bytes():
                     content += chunk
                     if len(content) > MAX_ANSWER_BYTES:
-                        raise TransientError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
+                        raise TransientError(f"the judge's answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
                 return response.status_code, response.headers, bytes(content)
         finally:
             counts[pool] -= 1

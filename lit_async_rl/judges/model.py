@@ -159,8 +159,8 @@ class RewardModel(Rebuildable):
             self._num_too_long += 1
             if self.on_too_long == "error":
                 raise FinalRewardError(
-                    f"{len(token_ids)} tokens exceed RewardModel.max_length={self.max_length} (RewardModel.on_too_long "
-                    "sets the reward in this case)"
+                    f"prompt and completion have {len(token_ids)} tokens, more than RewardModel.max_length="
+                    f"{self.max_length}; RewardModel.on_too_long sets the reward of such completions"
                 )
             return None if isinstance(self.on_too_long, str) else self.on_too_long
         waiting = _Waiting(token_ids, concurrent.futures.Future(), begun=begun, since=time.monotonic())
@@ -222,7 +222,7 @@ class RewardModel(Rebuildable):
             except (TemplateError, ValueError, TypeError) as error:
                 raise FinalRewardError(f"the chat template of RewardModel.model={self.model!r}: {error}") from error
         if not ids:
-            raise FinalRewardError(f"prompt and completion have no tokens for RewardModel.model={self.model!r}")
+            raise FinalRewardError(f"RewardModel.model={self.model!r}: prompt and completion contain no tokens")
         return list(ids)
 
     # -- the model's thread -------------------------------------------------------------------------------------------

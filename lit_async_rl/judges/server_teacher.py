@@ -81,7 +81,7 @@ class _OpenServerTeacher(RemoteTeacher):
         settings = self._settings
         key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else "none"
         if not key:
-            raise SetupError(f"ServerTeacher.api_key_env={settings.api_key_env}: this variable is not set")
+            raise SetupError(f"ServerTeacher.api_key_env={settings.api_key_env}: this environment variable is not set")
         return AsyncOpenAI(
             base_url=settings.base_url, api_key=key, max_retries=MAX_TRIES - 1, timeout=settings.timeout_s
         )
@@ -135,7 +135,7 @@ class _OpenServerTeacher(RemoteTeacher):
         other = [token for token, text in own.items() if text.strip() != str(texts[token]).strip()]
         if 2 * len(other) > len(own):
             raise EngineError(
-                f"{self.name} has another tokenizer than ServerTeacher.tokenizer="
+                f"{self.name} has a different tokenizer from ServerTeacher.tokenizer="
                 f"{self._settings.tokenizer or self._settings.model!r}: its token {other[0]} is {texts[other[0]]!r}, "
                 f"and not {own[other[0]]!r}"
             )

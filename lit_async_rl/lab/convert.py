@@ -162,18 +162,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     wanted = f"{path} must hold settings of TRL (`name: value`)"
     if path.suffix == ".py":
-        raise ValueError(f"{wanted}, and is a Python script: write the arguments of its GRPOConfig into a YAML file")
+        raise ValueError(f"{wanted}, but is a Python script: write the arguments of its GRPOConfig into a YAML file")
     try:
         settings = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{wanted}, and is no YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{wanted}, but is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{wanted}, got {type(settings).__name__}")
     if sections := [name for name in VERL if isinstance(settings.get(name), dict)]:
         hint = "docs/comparison.md has its settings and ours side by side"
-        raise ValueError(f"{wanted}, and looks like a configuration of verl ({sections[0]}): {hint}")
+        raise ValueError(f"{wanted}, but looks like a configuration of verl ({sections[0]}): {hint}")
     if isinstance(settings.get("model"), dict) or isinstance(settings.get("trainer"), dict):
-        raise ValueError(f"{wanted}, and is divided into sections: is it already a configuration of this trainer?")
+        raise ValueError(f"{wanted}, but is divided into sections: is it already a configuration of this trainer?")
     return settings
 
 

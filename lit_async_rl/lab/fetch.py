@@ -69,7 +69,10 @@ def fetch(out: Path) -> None:
     missing = {folder: dtype for folder, dtype in folders.items() if not (folder / "config.json").exists()}
     for folder in missing:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"--out={str(folder)!r} exists and is not a model folder: nothing was written")
+            raise ValueError(
+                f"--out={str(folder)!r} exists and is not a model folder, so it is not overwritten: choose another "
+                "folder"
+            )
     if missing:
         with tempfile.TemporaryDirectory() as scratch:
             lm, tokenizer = read_gguf(find_gguf(Path(scratch)))

@@ -178,7 +178,8 @@ def _fields(records: Mapping[int, Mapping[str, Any]], given: argparse.Namespace)
         found.append(name or next((one for one in usual if one in first), None))
     if found == [None, None]:
         raise ValueError(
-            f"{given.file} has {', '.join(map(str, first))}: name the fields with --reference and --completion"
+            f"{given.file} has the fields {', '.join(map(str, first))}: name those of the reference answers and the "
+            "completions with --reference and --completion"
         )
     return found[0], found[1]
 
@@ -207,7 +208,8 @@ def grade(
     references = references_of(reward)
     if completion is None and references is None:
         raise ValueError(
-            "the file has no completions to grade (--completion), and the reward does not say which answer is correct"
+            "there is nothing to grade: the file has no field of completions (name it with --completion), and the "
+            "reward does not say which answer is correct"
         )
     full_marks = 1.0 if references is None else references.full_marks
     for number, record in records.items():

@@ -98,8 +98,8 @@ class LMEvalValidation(pl.Callback):
             return
         if trainer.world_size > 1:
             raise ValueError(
-                f"LMEvalValidation runs in one process, but there are {trainer.world_size}: export a checkpoint and "
-                "run lm-eval on it (docs/evaluation.md)"
+                f"LMEvalValidation runs in one process, but the run has {trainer.world_size} processes: export a "
+                "checkpoint and run lm-eval on it (docs/evaluation.md)"
             )
         self._manager = self._known_tasks()
 

@@ -137,7 +137,7 @@ def measured_cost(
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if all(row.get(name) for name in COLUMNS)]
     if len(rows) < 4:
-        raise ValueError(f"{folder}: {len(rows)} steps with {', '.join(COLUMNS)} are too few; at least 4 are needed")
+        raise ValueError(f"{folder}: only {len(rows)} steps have {', '.join(COLUMNS)}; at least 4 steps are needed")
     half = rows[len(rows) // 2 :]
     median = {name: statistics.median(float(row[name]) for row in half) for name in COLUMNS}
     step_s = median["perf/step_s"]
@@ -169,12 +169,12 @@ def measured_cost(
 def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> StepCost:
     if arguments.device is None:
         raise ValueError(
-            f"{arguments.source} is a configuration, which contains no timings: add --device, one of "
-            f"{', '.join(sorted(DEVICES))}, or give the folder of a run"
+            f"{arguments.source} is a configuration, which contains no timings: add --device (one of "
+            f"{', '.join(sorted(DEVICES))}), or give the folder of a run"
         )
     model = _of(settings, "model.model", None)
     if model is None:
-        raise ValueError(f"{arguments.source}: model.model is not set, so its size is not known")
+        raise ValueError(f"{arguments.source}: model.model is not set, so the model's size is unknown")
     max_tokens = _count(settings, "data.sampling.max_tokens")
     completion_tokens = arguments.completion_tokens
     if completion_tokens is None:
@@ -251,7 +251,7 @@ def _num_slots(settings: Mapping[str, Any]) -> int:
         if slots in parameters:
             return int(_of(engine, f"init_args.{slots}", parameters[slots].default))
     raise ValueError(
-        f"data.engine={name}: the engine has none of {', '.join(SLOTS)}, so its number of slots is unknown"
+        f"data.engine={name}: the engine has none of the settings {', '.join(SLOTS)}, so its number of slots is unknown"
     )
 
 

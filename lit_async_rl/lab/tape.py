@@ -52,7 +52,7 @@ def show(arguments: argparse.Namespace) -> None:
 def select(arguments: argparse.Namespace) -> None:
     """Writes the groups that meet all conditions to another tape."""
     if any(Path(arguments.out).glob("*")):
-        raise ValueError(f"--out {arguments.out} is not empty: nothing was written")
+        raise ValueError(f"--out {arguments.out} is not empty, so nothing was written: choose another folder")
     writer = None
     num_steps = 0
     num_groups = 0

@@ -48,8 +48,9 @@ def choose_attention(lm: PreTrainedModel, named: str | None) -> None:
     kind = lm.config.model_type
     if named is not None:
         raise ValueError(
-            f"model.attn_implementation={named!r} ignores {setting} of model type {kind!r}, so the trained "
-            "distribution would not be the model's. Leave it out, or use eager, flex_attention or flash_attention_2"
+            f"model.attn_implementation={named!r} ignores {setting} of model type {kind!r}, so the run "
+            "would train a different distribution from the model's. Leave attn_implementation out, or use eager, "
+            "flex_attention or flash_attention_2"
         )
     _announce_eager(kind, lm.config._attn_implementation, setting)
     lm.set_attn_implementation("eager")
@@ -58,8 +59,8 @@ def choose_attention(lm: PreTrainedModel, named: str | None) -> None:
 @functools.cache
 def _announce_eager(kind: str, default: str, setting: str) -> None:
     log.warning(
-        "model type %r: attention uses eager, because %s ignores the model's %s. On a GPU, model.attn_implementation: "
-        "flex_attention takes less memory",
+        "model type %r: attention uses the eager implementation, because %s ignores the model's %s. On a GPU, "
+        "model.attn_implementation: flex_attention takes less memory",
         *(kind, default, setting),
     )
 

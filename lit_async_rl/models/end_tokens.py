@@ -128,7 +128,8 @@ def _ids_or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
     if not ends.ids and not ends.named:  # not if a configuration has an empty list on purpose
         log.warning(
             "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names an end token, so "
-            "completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
+            "completions end only at sampling.max_tokens; to end them earlier, set sampling.stop_token_ids or "
+            "sampling.stop",
             model,
         )
     return ends.ids

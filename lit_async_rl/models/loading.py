@@ -131,7 +131,7 @@ class WeightFiles:
         if unknown := parameters.keys() - self._names:
             raise ValueError(
                 f"model.sharding.meta_device: the files of model.model={self.model!r} have no weight {min(unknown)!r}; "
-                "transformers renames them while it loads. Leave meta_device out for this model."
+                "transformers renames weights while it loads them. Leave meta_device out for this model."
             )
         state: dict[str, Any] = dict(parameters)
         with warnings.catch_warnings():  # `no_dist`, because each process reads slices of its own
@@ -195,8 +195,8 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"model.model={model!r} needs Python code of its own (trust_remote_code), which is not executed here: "
-                "trainer, engines and exports support only the model families of transformers. Use a version of the "
-                "model without custom code (no auto_map in its config.json)"
+                "trainer, engines and exports support only the model families built into transformers. Use a version "
+                "of the model without custom code (no auto_map in its config.json)"
             ) from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
@@ -355,15 +355,15 @@ def check_complete(info: Mapping[str, Any], setting: str) -> None:
         ValueError: weights are missing, which would be random, or have other shapes.
     """
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{setting} lacks weights (they would be random): {', '.join(missing[:4])}")
+        raise ValueError(f"{setting} lacks weights, which would be random: {', '.join(missing[:4])}")
     for name, stored, built in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{setting}: the weight {name!r} has shape {tuple(stored)} in its files, but {tuple(built)} "
+            f"{setting}: the weight {name!r} has shape {tuple(stored)} in its files, but shape {tuple(built)} "
             "according to config.json"
         )
     if unused := sorted(info["unexpected_keys"]):
         log.warning(
-            "%s: its files have %d weights that the model lacks; they are ignored: %s",
+            "%s: its files have %d weights that the model lacks; these weights are ignored: %s",
             setting,
             len(unused),
             ", ".join(unused[:4]),
@@ -391,7 +391,7 @@ def complete_adapter(folder: str) -> Iterator[None]:
             yield
         except UserWarning as error:
             raise ValueError(
-                f"model.model={folder!r}: its adapter lacks weights (they would be random): {str(error)[:300]}"
+                f"model.model={folder!r}: its adapter lacks weights, which would be random: {str(error)[:300]}"
             ) from error
 
 
@@ -508,8 +508,8 @@ def _load_base(loader: Any, model: str) -> Any:
         return load_pretrained(loader, base)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"model.model={model!r} holds an adapter of {base!r} (base_model_name_or_path in its {ADAPTER}), which "
-            f"cannot be loaded: {error}"
+            f"model.model={model!r} holds an adapter whose base model {base!r} (base_model_name_or_path in its "
+            f"{ADAPTER}) cannot be loaded: {error}"
         ) from error
 
 
@@ -564,8 +564,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
     """
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"model.model={model!r}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary only "
-            f"{vocab_size}"
+            f"model.model={model!r}: the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary "
+            f"has only {vocab_size} tokens"
         )
 
 

@@ -128,14 +128,17 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
         raise SetupError(f"{setting}: the folder of model.model has no adapter (adapter_config.json)")
     config = peft.PeftConfig.from_pretrained(folder)
     if not isinstance(config, peft.LoraConfig):
-        raise SetupError(f"{setting}: the adapter is of type {config.peft_type}, but only LoRA can be continued")
+        raise SetupError(
+            f"{setting}: the adapter is of type {config.peft_type}, but only LoRA adapters can be continued"
+        )
     # engines receive the weight of a layer plus the product of two factors, so an adapter must be no more than that
     plain = peft.LoraConfig()
     others = [name for name in SETTINGS_AT_DEFAULT if getattr(config, name, None) != getattr(plain, name, None)]
     if others:
         raise SetupError(
             f"{setting}: the adapter contains more than low-rank factors ({', '.join(others)} in its "
-            "adapter_config.json); to merge it, leave out continue_adapter"
+            "adapter_config.json), so it cannot be continued: leave out continue_adapter, and the adapter is merged "
+            "into the weights"
         )
     config.lora_dropout = 0.0  # with dropout, ratios of fresh data would not be 1
     config.inference_mode = False

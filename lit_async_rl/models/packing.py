@@ -138,7 +138,7 @@ def pack(
         if lengths[row]:
             members.setdefault(index, []).append(row)
     if not members:
-        raise InvariantError("no position is needed, so there is nothing to pack")
+        raise InvariantError("no position predicts a trained token, so there is nothing to pack")
     ids = input_ids.numpy()
     trees = [_tree(ids, rows, lengths) for rows in members.values()]
     sizes = [len(tree.source) for tree in trees]
@@ -419,5 +419,5 @@ def check_length(lm: PreTrainedModel, length: int) -> None:
     if length > window:
         raise ValueError(
             f"model.packing: a completion and its prompt have {length} tokens, but the model's "
-            f"attention window is {window}"
+            f"attention window has only {window} tokens"
         )

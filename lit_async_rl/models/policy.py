@@ -175,8 +175,8 @@ class CausalPolicy(nn.Module):
         if self._rotary_length is not None and num_tokens > self._rotary_length:
             raise ValueError(
                 f"model type {self.causal_lm.config.model_type!r}: a prompt and its completion have {num_tokens} "
-                f"tokens; beyond {self._rotary_length} tokens, the model's rotary embedding depends on the longest "
-                "row; choose a smaller data.sampling.max_tokens or max_prompt_tokens of data.prompts"
+                f"tokens, but beyond {self._rotary_length} tokens the model's rotary embedding depends on the longest "
+                "row of the batch. Choose a smaller data.sampling.max_tokens or max_prompt_tokens of data.prompts"
             )
 
     def _chunked_likelihoods(self, features: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

@@ -159,7 +159,9 @@ def check_folder(folder: Path, where: str, is_of_policy: bool = True) -> None:
         _check_manifest(folder, where)
     else:
         log.warning(
-            "%s has no %s (saved elsewhere, or by an earlier version), so damage would not be noticed", where, MANIFEST
+            "%s has no %s (another program or an earlier version saved it), so damage would not be noticed",
+            where,
+            MANIFEST,
         )
     try:
         _MetadataReader(io.BytesIO((folder / ".metadata").read_bytes())).load()
@@ -211,5 +213,7 @@ class _MetadataReader(pickle.Unpickler):
             ("pathlib._local", "PosixPath"): PurePosixPath,  # the same class in Python 3.13
         }
         if (module, name) not in others:
-            raise pickle.UnpicklingError(f"the file contains code, which is never executed: {module}.{name}")
+            raise pickle.UnpicklingError(
+                f"the file is not loaded, because it contains code, which is never executed: {module}.{name}"
+            )
         return others[module, name]

@@ -146,9 +146,9 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
         if context_parallel_size != 1:
             raise ValueError(
                 f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split "
-                "over GPUs, so one GPU must hold the activations of the longest. To save memory: "
-                "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step, "
-                "tensor_parallel_size (docs/hardware.md)"
+                "over GPUs, so one GPU must hold the activations of the longest sequence. To save memory, set "
+                "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step "
+                "or a larger tensor_parallel_size (docs/hardware.md)"
             )
         super().__init__(*args, **settings)
 
@@ -225,23 +225,26 @@ def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
     if policy.has_adapters:
         raise ValueError(
             f"trainer.strategy.tensor_parallel_size={mesh.size()} cannot be combined with model.lora, whose layers "
-            "have no tensor-parallel plan; set it to 1"
+            "have no tensor-parallel plan; set tensor_parallel_size to 1"
         )
     body = policy.causal_lm.base_model
     styles: dict[str, str] = policy.causal_lm.config.get_text_config().base_model_tp_plan or {}
     if not styles:
         raise ValueError(
             f"trainer.strategy.tensor_parallel_size={mesh.size()}: transformers has no tensor-parallel plan for "
-            f"{type(body).__name__}; set it to 1"
+            f"{type(body).__name__}; set tensor_parallel_size to 1"
         )
     heads = policy.causal_lm.config.get_text_config().num_key_value_heads
     if heads % mesh.size():
-        raise ValueError(f"trainer.strategy.tensor_parallel_size={mesh.size()} does not divide {heads} key-value heads")
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size={mesh.size()} must divide the model's number of key-value heads, "
+            f"which is {heads}"
+        )
     styles = {pattern: style for pattern, style in styles.items() if not style.startswith("embedding")}
     for pattern, style in styles.items():
         if style not in _STYLES:
             raise ValueError(
                 f"trainer.strategy.tensor_parallel_size={mesh.size()}: {pattern} needs the tensor-parallel style "
-                f"{style!r}, which is not one of {sorted(_STYLES)}; set it to 1"
+                f"{style!r}, which is not one of {sorted(_STYLES)}; set tensor_parallel_size to 1"
             )
     parallelize_module(body, mesh, {pattern: _STYLES[style]() for pattern, style in styles.items()})

@@ -225,7 +225,9 @@ class TextCodec:
     def _encode_messages(self, prompt: Prompt) -> tuple[int, ...]:
         messages = prompt.messages or ()
         if not self.tokenizer.chat_template:
-            raise ValueError(f"a prompt is messages, but the tokenizer of {self.model!r} has no chat template")
+            raise ValueError(
+                f"a prompt is a list of messages, but the tokenizer of {self.model!r} has no chat template"
+            )
         continues = messages[-1]["role"] == "assistant"
         options = self.template_options(prompt.metadata)
         options |= dict(add_generation_prompt=not continues, continue_final_message=continues)
@@ -241,8 +243,8 @@ class TextCodec:
             ) from error
         if (lost := self._left_out(messages, options)) is not None:
             raise ValueError(
-                f"the chat template of {self.model!r} leaves out message {lost} (role {messages[lost]['role']}) in a "
-                "conversation like this: the policy would never read it"
+                f"the chat template of {self.model!r} leaves out message {lost} (role {messages[lost]['role']}) of a "
+                "prompt, so the policy would never read this message"
             )
         return tuple(ids)
 
@@ -288,7 +290,8 @@ class TextCodec:
         if unknown := sorted(set(options) - self.template_variables):
             raise ValueError(
                 f"a prompt's chat_template_kwargs or tools set {', '.join(unknown)}, which the chat template of "
-                f"{self.model!r} does not read; it reads {', '.join(sorted(self.template_variables)) or 'none'}"
+                f"{self.model!r} does not read; the template reads "
+                f"{', '.join(sorted(self.template_variables)) or 'none'}"
             )
         return options
 
@@ -419,8 +422,8 @@ class TextCodec:
             )
         if not self.ends.ids:
             raise ValueError(
-                f"nothing ends a turn of {self.model!r}: neither its chat template nor its tokenizer, config.json or "
-                "generation_config.json names an end token: set sampling.stop or sampling.stop_token_ids"
+                f"no token ends a turn of {self.model!r}: neither its chat template nor its tokenizer, config.json or "
+                "generation_config.json names an end token. Set sampling.stop or sampling.stop_token_ids"
             )
 
     def check_stop(self, stop: Sequence[str], token_ids: Sequence[int] = ()) -> None:
@@ -431,7 +434,8 @@ class TextCodec:
         """
         if unknown := [token for token in token_ids if token >= self.vocab_size]:
             raise ValueError(
-                f"sampling.stop_token_ids: {self.model!r} has token ids from 0 to {self.vocab_size - 1}, got {unknown}"
+                f"sampling.stop_token_ids must be token ids of {self.model!r}, from 0 to {self.vocab_size - 1}, got "
+                f"{unknown}"
             )
         for text in stop:
             if text in self.tokenizer.all_special_tokens:

@@ -148,7 +148,9 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
             if b"\\u" in line:
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{file}, line {number} holds half of a character (a lone surrogate, \\ud800)") from None
+            raise ValueError(
+                f"{file}, line {number} holds half of a character (a lone surrogate such as \\ud800)"
+            ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}, line {number} {_not_utf8(error)}") from None
         except RecursionError:
@@ -213,7 +215,7 @@ def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} {_not_utf8(error)}") from None
     except csv.Error as error:
-        raise ValueError(f"{file}, after line {line}, is not valid CSV: {error}") from None
+        raise ValueError(f"{file} is not valid CSV after line {line}: {error}") from None
     return records
 
 

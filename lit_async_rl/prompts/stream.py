@@ -104,7 +104,7 @@ class UsablePrompts:
         count = len(self.left_out)
         total = len(self._source)
         if count == total:
-            raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
+            raise ValueError(f"on_bad_prompt=skip left out all {total} prompts; the last problem: {problem}")
         if count & (count - 1) == 0:  # powers of two, so that a large source has few lines
             log.warning(
                 "prompts left out so far (on_bad_prompt=skip): %d of %d; the latest problem: %s", count, total, problem

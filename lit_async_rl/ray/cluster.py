@@ -185,7 +185,7 @@ class RayCluster(ClusterSettings, Cluster):
         if actors is None:
             return reward
         if reward is None:
-            raise ValueError("cluster.rewards is set, but there is no data.reward: the engine gives the rewards")
+            raise ValueError("cluster.rewards is set, but data.reward is not: the engine gives the rewards")
         from lit_async_rl.ray.reward_pool import RewardPool, in_pool
 
         settings = self._pool("rewards", actors)
@@ -206,7 +206,7 @@ class RayCluster(ClusterSettings, Cluster):
         if not isinstance(engine, EpisodeEngine):
             raise ValueError(
                 f"cluster.environments is set, but data.engine ({type(engine).__name__}) has no environment: "
-                "it must be an EpisodeEngine"
+                "data.engine must be an EpisodeEngine"
             )
         from lit_async_rl.ray.environment_pool import EnvironmentPool, RayEnvironment
 

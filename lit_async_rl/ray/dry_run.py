@@ -155,7 +155,9 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
             is_local = all(is_loopback(node.name.split()[0]) for node in nodes)
             if is_local or time.monotonic() - began >= cluster.start_timeout_s:
                 waited = "" if is_local else f", after cluster.start_timeout_s={cluster.start_timeout_s:g}"
-                raise SetupError(f"{lack}{waited}. Reduce their number or the resources of each, or add nodes")
+                raise SetupError(
+                    f"{lack}{waited}. Reduce the number of processes or the resources of each, or add nodes"
+                )
             time.sleep(PAUSE_S)
 
 
@@ -173,8 +175,9 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
                 had = {name: amount + number * role.needs[name] for name, amount in had.items()}
                 beside = " beside the others" if role is not roles[0] else ""
                 raise SetupError(
-                    f"{role.setting}={role.number} with {role.each} each do not fit: they need {role.all}, "
-                    f"the cluster has {_listed(had)}{beside} on {_nodes(len(nodes))}, and there is room for {number}"
+                    f"{role.setting}={role.number}: processes with {role.each} each do not fit. Together they need "
+                    f"{role.all}, the cluster has {_listed(had)}{beside} on {_nodes(len(nodes))}, and there is room "
+                    f"for {number} of them"
                 )
             held = [node.held[role.setting] for node in free]
             wanted = max(held) if role.is_packed else min(held)
@@ -182,8 +185,8 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
         on_each = {node.held[role.setting] for node in nodes if node.held[role.setting]}
         if role.is_packed and len(on_each) > 1:
             raise SetupError(
-                f"{role.setting}={role.number} with {role.each} each would be placed as {_where(role, nodes)}, but "
-                "every node must have the same number: set cluster.trainer_resources accordingly"
+                f"{role.setting}={role.number}: ranks with {role.each} each would be placed as {_where(role, nodes)}, "
+                "but every node must have the same number of ranks: set cluster.trainer_resources accordingly"
             )
 
 
@@ -220,7 +223,7 @@ def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     """
     cluster.check()
     if not roles_of(cluster, has_gpus=False):
-        print("dry run: Ray would place nothing; trainer, engine, rewards and environments are in one process")
+        print("dry run: Ray would place nothing, because trainer, engine, rewards and environments are in one process")
         return
     with cluster.connected() as ray:
         nodes = nodes_of(ray)
@@ -232,7 +235,10 @@ def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     for line in described(cluster, roles, nodes):
         print(line)
     if used:
-        print(f"of this, {_listed(used)} is in use now; processes that need it start when it is free")
+        print(
+            f"of the cluster's resources, {_listed(used)} are in use now; processes that need them start when they are "
+            "free"
+        )
 
 
 def _used(ray: Any) -> dict[str, float]:

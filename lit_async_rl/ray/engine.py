@@ -321,7 +321,7 @@ class RayEngine(EngineWrapper):
             if clock.now() > deadline:
                 raise StalledError(
                     f"only {num} of data.engine.min_replicas={self.min_replicas} replicas had started within "
-                    f"startup_timeout_s={self.startup_timeout_s:g}: each {self._room()}"
+                    f"startup_timeout_s={self.startup_timeout_s:g}: each replica {self._room()}"
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if "dtype" in entry.place)
         dtype = getattr(torch, self.dtype, None)
@@ -460,7 +460,12 @@ class RayEngine(EngineWrapper):
         """Restores the states of as many replicas; those of another number of replicas are left out."""
         states = [state] if state.dim() == 1 else list(state)
         if len(states) != self.replicas:
-            log.warning("the checkpoint has random states of %d replicas, not %d", len(states), self.replicas)
+            log.warning(
+                "the checkpoint has the random states of %d replicas, but the run has %d replicas: no state is "
+                "restored",
+                len(states),
+                self.replicas,
+            )
             return
         self._ask_all("set_random_state", [(one.numpy(),) for one in states])
 
@@ -634,7 +639,7 @@ class RayEngine(EngineWrapper):
             self._placement.finish(entry.number, one.num_tokens)  # if it has caught up meanwhile
         # also those that wait there for weights
         self._call(entry, self._ignore, "abort", [one.request.id for one in chosen])
-        log.info("%s: %d of its requests are continued elsewhere", entry.where, len(chosen))
+        log.info("%s: %d of its requests are continued by other replicas", entry.where, len(chosen))
         self._assign([part for one in chosen for part in one.move(begun.get(one.number, {}), self._moved_ids)])
 
     # -- calls and their answers --------------------------------------------------------------------------------------
@@ -1012,7 +1017,7 @@ class RayEngine(EngineWrapper):
             entry.is_stalled = is_idle
             self._warnings.warning(
                 "%s has sent no %s for %.0f s, and the run may be waiting for it: has its process or machine stopped? "
-                "It is replaced after data.engine.engine.update_timeout_s=%g",
+                "The replica is replaced after data.engine.engine.update_timeout_s=%g",
                 entry.where,
                 "token" if is_idle else "answer",
                 now - (entry.heard if is_idle else entry.answered),

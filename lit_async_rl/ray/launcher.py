@@ -314,8 +314,8 @@ def ranked(spots: Sequence[Spot]) -> list[Rank]:
     if len({len(numbers) for numbers in nodes.values()}) > 1:
         where = ", ".join(f"{len(numbers)} on the node {spots[numbers[0]].ip}" for numbers in nodes.values())
         raise SetupError(
-            f"cluster.trainer_ranks={len(spots)}: Ray has placed {where}, but every node must have the same number "
-            "(trainer.devices); set cluster.trainer_resources accordingly"
+            f"cluster.trainer_ranks={len(spots)}: Ray has placed {where}, but every node must have the same number of "
+            "ranks (trainer.devices); set cluster.trainer_resources accordingly"
         )
     ranks: list[Rank] = []
     for node_rank, numbers in enumerate(nodes.values()):

@@ -340,7 +340,9 @@ class ActorPool(ABC):
         try:
             sent = call.remote(*args) if begun is None else call.options(num_returns="streaming").remote(*args)
         except Exception as error:  # of pickle, of many kinds
-            raise NotSent(f"cannot be sent to another process: {type(error).__name__}: {error}") from error
+            raise NotSent(
+                f"the arguments of a call cannot be sent to another process: {type(error).__name__}: {error}"
+            ) from error
         answer = asyncio.ensure_future(_received(sent, begun))
         try:
             await first_of(answer, process.lost)
@@ -421,7 +423,7 @@ class ActorPool(ABC):
                 cause = str(said or "its start was not answered")[:2000]
         self._num_given_up += 1
         self._why = f"{where}: {cause}"
-        log.warning("%s: an actor is not restarted again: %s", self.settings.name, self._why)
+        log.warning("%s: an actor could not be started and is not restarted again: %s", self.settings.name, self._why)
         kill_actor(self._ray, actor, is_for_good=True)
         return None
 

@@ -258,7 +258,9 @@ class Replica:
         """Submits packed requests once the engine has accepted the weights of `version`."""
         with self._changed:
             if not self._wait(lambda: self._loaded >= version):
-                raise StalledError(f"weights of version {version} were not accepted within {self._limit_s:g} s")
+                raise StalledError(
+                    f"the engine did not accept the weights of version {version} within {self._limit_s:g} s"
+                )
             unpacked = unpack_requests(requests)
             for request, assignment in zip(unpacked, assignments, strict=True):
                 self._assignments[request.id] = assignment
@@ -334,7 +336,8 @@ class Replica:
         with self._changed:
             if not self._wait(lambda: self._submitted >= after):
                 raise StalledError(
-                    f"requests sent before weights {version} did not reach the engine within {self._limit_s:g} s"
+                    f"requests sent before the weights of version {version} did not reach the engine within "
+                    f"{self._limit_s:g} s"
                 )
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}

@@ -227,7 +227,7 @@ class RayReward(RemoteProxy):
         except LostProcess as error:
             raise LostRewardError(f"its process was lost: {error}") from error
         except NotSent as error:
-            raise FinalRewardError(f"its prompt {error}") from error
+            raise FinalRewardError(f"its prompt was not sent: {error}") from error
         except NoActors as error:
             raise RewardSetupError(str(error)) from error
 

@@ -252,7 +252,11 @@ class ReplayBuffer:
 
     def clear(self) -> None:
         """Removes the completions of a checkpoint, because they were scored or recorded with other settings."""
-        log.warning("resume: the checkpoint's replay buffer (%d completions) is discarded", len(self))
+        log.warning(
+            "resume: the checkpoint's replay buffer (%d completions) is discarded, because the completions were scored "
+            "or recorded with other settings",
+            len(self),
+        )
         self._prompts = {}
         self._order = {}
 

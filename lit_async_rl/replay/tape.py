@@ -85,7 +85,9 @@ def tape_files(folder: Path) -> list[TapeFile]:
         _check_order(there)
         if there:
             log.warning(
-                "%s has no %s (written by an earlier version), so a missing file would not be noticed", folder, MANIFEST
+                "tape %s has no %s (an earlier version wrote it), so a missing file would not be noticed",
+                folder,
+                MANIFEST,
             )
         return there
     files = [file for file in listed if not _is_set_aside(file)]
@@ -99,7 +101,10 @@ def tape_files(folder: Path) -> list[TapeFile]:
             continue
         if not files or file.first > files[-1].last:
             if files and file.first != files[-1].last + 1:
-                raise ValueError(f"{file.path} is not in {MANIFEST}, and does not follow step {files[-1].last}")
+                raise ValueError(
+                    f"{file.path} is not listed in {MANIFEST}, and its steps do not directly follow step "
+                    f"{files[-1].last}"
+                )
             files.append(file)
         else:
             log.warning("%s is left out: %s does not list it, and its steps are in other files", file.path, MANIFEST)
@@ -149,7 +154,7 @@ def _check_order(files: Sequence[TapeFile]) -> None:
     for before, after in pairwise(files):
         if after.first <= before.last:
             raise ValueError(
-                f"{after.path} holds steps {_steps(after)}, but {before.path.name} holds some of these steps, too"
+                f"{after.path} holds steps {_steps(after)}, but {before.path.name} also holds some of these steps"
             )
 
 
@@ -438,8 +443,9 @@ class Tape:
             if step.sampling is not None and step.sampling.get(name) != value:
                 recorded = step.sampling.get(name)
                 raise ValueError(
-                    f"data.sampling.{name}={value} with tape {self.folder}: its step {step.step} was sampled with "
-                    f"{name}={recorded}, and log-probabilities cannot be compared. Use data.sampling.{name}={recorded}"
+                    f"data.sampling.{name}={value} does not match tape {self.folder}: step {step.step} was sampled "
+                    f"with {name}={recorded}, so log-probabilities cannot be compared. Use "
+                    f"data.sampling.{name}={recorded}"
                 )
         return step
 

@@ -54,7 +54,9 @@ def watch(args: Sequence[str] | None = None) -> None:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             sys.exit(f"error: --port {arguments.port} of {HOST} is in use: choose another, or 0 for any that is free")
         sys.exit(f"error: {error}")
-    print(f"{arguments.run} at {server.address} (Ctrl-C closes the page; the run continues)", flush=True)
+    print(
+        f"the report of {arguments.run} is at {server.address} (Ctrl-C closes the page; the run continues)", flush=True
+    )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -60,10 +60,12 @@ class CombinedReward:
         success: str | None = None,
     ) -> None:
         if not rewards:
-            raise ValueError("data.reward needs at least one part, got an empty mapping")
+            raise ValueError("data.reward must hold at least one reward, got an empty mapping")
         for name, reward in rewards.items():
             if not name or not name.replace("_", "").replace("-", "").isalnum():
-                raise ValueError(f"data.reward: names of parts have letters, digits, _ and -, got {name!r}")
+                raise ValueError(
+                    f"data.reward: names of rewards must consist of letters, digits, _ and -, got {name!r}"
+                )
             if not callable(reward):
                 raise ValueError(
                     f"data.reward.{name} must be a function, reward(prompt, completion) -> float, got {reward!r}"
@@ -76,7 +78,7 @@ class CombinedReward:
         for setting, names in named.items():
             if unknown := sorted(set(names) - set(rewards)):
                 parts = ", ".join(rewards)
-                raise ValueError(f"data.reward.{setting} names {', '.join(unknown)}, but the parts are {parts}")
+                raise ValueError(f"data.reward.{setting} names {', '.join(unknown)}, but the rewards are {parts}")
         check_range("data.reward.weights", "finite", **(weights or {}))
         check_range("data.reward.gates", "finite", **(gates or {}))
         self.rewards = {name: as_reward_function(reward) for name, reward in rewards.items()}
@@ -153,7 +155,7 @@ class CombinedReward:
             except (TypeError, ValueError) as error:
                 raise RewardError(f"its part {name!r} returned {error}") from None
         if not parts:
-            raise RewardError(f"no part of the reward applies: {', '.join(found)} returned None")
+            raise RewardError(f"no reward applies to the completion: {', '.join(found)} returned None")
         return Score(self.combined(parts), parts)
 
     def combined(self, parts: Mapping[str, float]) -> float:

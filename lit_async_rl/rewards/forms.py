@@ -158,7 +158,7 @@ class BatchedReward:
         try:
             values = list(result)
         except TypeError:
-            raise TypeError(f"returned {result!r:.200}, which is not a list of rewards") from None
+            raise TypeError(f"the reward returned {result!r:.200}, which is not a list of rewards") from None
         if len(values) != len(completions):
             raise ValueError(f"returned {len(values)} rewards for {len(completions)} completions")
         return values

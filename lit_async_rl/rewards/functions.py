@@ -214,7 +214,7 @@ class IsolatedReward:
 
     def __init__(self, reward: str, timeout_s: float = 5.0, max_memory_gb: float | None = None) -> None:
         if not isinstance(reward, str) or "." not in reward:
-            kind = "" if isinstance(reward, str) else ": what is in this process is not in the reward's"
+            kind = "" if isinstance(reward, str) else ": objects of this process do not exist in the reward's process"
             raise ValueError(
                 f"IsolatedReward.reward must be a dotted path, package.module.function, got {reward!r:.100}{kind}"
             )
@@ -233,7 +233,10 @@ class IsolatedReward:
         """
         value = self._call(prompt, completion, tuple(token_ids))
         if not isinstance(value, int | float):
-            raise RuntimeError(f"{self.reward} sent {type(value).__name__}, which is not a number")
+            raise RuntimeError(
+                f"the process of reward {self.reward} sent a value of type {type(value).__name__}, which is not a "
+                "number"
+            )
         return float(value)
 
     def identified_by(self) -> dict[str, Any]:
@@ -277,5 +280,5 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         ValueError: k is not in [1, n].
     """
     if not 0 < k <= num_samples:
-        raise ValueError(f"pass@k needs 0 < k <= samples, got k={k} of {num_samples}")
+        raise ValueError(f"pass@k needs 0 < k <= samples, got k={k} with {num_samples} samples")
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

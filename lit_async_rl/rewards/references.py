@@ -224,7 +224,11 @@ class ReferenceCheck:
                     if faults and not self._is_closed.is_set():
                         _warn_of(faults, name, setting=setting, num_checked=len(prompts))
         except Exception as error:  # raised by a user's `completion` function
-            log.warning("the references of %s could not be checked: %s", reward_name(self._reward), describe(error))
+            log.warning(
+                "the reference answers for reward %s could not be checked: %s",
+                reward_name(self._reward),
+                describe(error),
+            )
         finally:
             awaiter.close()
 
@@ -248,8 +252,9 @@ def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> 
     named = [(fault, fault.prompt.text if fault.prompt.answer is None else fault.prompt.answer) for fault in faults]
     examples = "; ".join(f"{_short(name)} {fault.problem}" for fault, name in named[:NUM_EXAMPLES])
     log.warning(
-        "%s grades %d of %d references sampled from %s incorrectly: %s%s. Prompts with such references teach the "
-        "policy nothing, or errors: rewrite these references, leave out their prompts, or use another reward",
+        "%s grades %d of %d reference answers sampled from %s incorrectly: %s%s. Prompts with these references teach "
+        "the policy errors, or nothing at all: rewrite these references, leave out their prompts, or use another "
+        "reward",
         name,
         len(faults),
         num_checked,

@@ -440,7 +440,7 @@ class Scorer:
     def _next(self, number: int) -> _Job | None:
         """Waits for a job."""
         if not isinstance(self._jobs, queue.SimpleQueue):
-            raise InvariantError("a worker thread has started for an `async` reward, which uses none")
+            raise InvariantError("a worker thread has started for an `async` reward, which uses no worker threads")
         if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
             spans.flush()
         return self._jobs.get()

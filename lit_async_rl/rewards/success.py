@@ -106,15 +106,16 @@ class SuccessWatch:
         limit = f"{self._setting}={threshold:g}" + (" (the default)" if self._is_default else "")
         if self._highest < threshold:
             log.warning(
-                "no reward reaches %s, so %s are 0: %s. Set this threshold to the reward of a correct answer",
+                "no reward reaches the threshold %s, so %s are 0: %s. Set this threshold to the reward of a correct "
+                "answer",
                 limit,
                 self._rates,
                 seen,
             )
         else:
             log.warning(
-                "%s count a reward of at least %s as correct: %s. Change this threshold if correct answers get a "
-                "different reward",
+                "%s count an answer as correct if its reward is at least %s: %s. Change this threshold if correct "
+                "answers get a different reward",
                 self._rates,
                 limit,
                 seen,

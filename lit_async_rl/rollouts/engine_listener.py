@@ -97,14 +97,14 @@ class EngineCalls:
         try:
             call(self.engine.close, Wait(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:
-            log.warning("%s; it is abandoned with the memory it holds", error)
+            log.warning("%s; the engine is abandoned with the memory that it holds", error)
 
     def end(self, limit_s: float) -> None:
         """Closes what engines share; if it takes longer, it continues in the background."""
         try:
             call(self.engine.end, Wait(limit_s, f"{self.name}.end did not return within {limit_s:g} s"))
         except StalledError as error:
-            log.warning("%s; it is abandoned", error)
+            log.warning("%s; the engine is abandoned", error)
 
 
 # -- Spans of the engine in the timeline of a run: generation, weight updates, restarts -------------------------------

@@ -142,7 +142,7 @@ class EvaluationRun:
         if not plan.questions:
             raise InvariantError("an evaluation without questions")
         if plan.first_id < FIRST_ID:
-            raise InvariantError(f"requests of an evaluation must have ids from {FIRST_ID} on, got {plan.first_id}")
+            raise InvariantError(f"requests of an evaluation must have ids >= {FIRST_ID}, got {plan.first_id}")
         self.version = plan.version
         self.num_samples = plan.num_samples
         self._stop = plan.sampling.stop

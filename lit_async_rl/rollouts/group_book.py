@@ -101,7 +101,7 @@ class GroupEntry:
             InvariantError: it is not finished.
         """
         if self.result is None:
-            raise InvariantError(f"group {self.index} is {self.state.value}, but was read as finished")
+            raise InvariantError(f"group {self.index} is in state {self.state.value}, but was read as finished")
         return self.result
 
     @property
@@ -224,7 +224,7 @@ class GroupBook:
     def _finish(self, group: GroupEntry) -> None:
         rollouts = tuple(rollout for _, rollout in sorted(group.rollouts.items()) if isinstance(rollout, Rollout))
         if len(rollouts) != len(group.rollouts):
-            raise InvariantError(f"a completion of group {group.index} was filed without its reward")
+            raise InvariantError(f"a completion of group {group.index} was stored without its reward")
         group.result = RolloutGroup(
             index=group.index,
             prompt=group.prompt,

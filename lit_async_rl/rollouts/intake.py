@@ -79,7 +79,7 @@ class DynamicSampling(GroupFilter):
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "DynamicSampling: max_in_a_row=%d groups in a row had no signal; such groups are now kept",
+                "DynamicSampling: max_in_a_row=%d groups in a row had equal rewards; such groups are now kept",
                 self.max_in_a_row,
             )
         return group

@@ -172,7 +172,10 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     producer.again = deque([*again, *state["again"]])
     threshold = producer.intake.success.threshold
     if has_new_rewards or state.get("success_reward", threshold) != threshold:
-        log.warning("resume: the pass rates of prompts are measured again")
+        log.warning(
+            "resume: the pass rates of prompts are measured again, because the rewards or the success threshold may "
+            "have changed"
+        )
     else:
         producer.intake.restore(state["pass_rates"], state.get("successes", {}))
     if producer.intake.arrived is not None and not has_new_rewards:

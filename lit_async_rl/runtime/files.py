@@ -46,7 +46,9 @@ def return_to_begin() -> None:
     began_in = _began_in
     _began_in = None
     if began_in is not None and not _is_here(began_in):
-        log.warning("a reward, environment or callback changed the working directory: it is reset to %s", began_in)
+        log.warning(
+            "a reward, environment or callback changed the working directory: the directory is reset to %s", began_in
+        )
         os.chdir(began_in)
 
 
@@ -179,7 +181,7 @@ def remove_stale_parts(folder: Path) -> None:
                 log.warning("recovered %s, which a killed run had not yet renamed", target)
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            log.warning("removed %s, left half-written by a killed run", path)
+            log.warning("removed %s, which a killed run had left half-written", path)
 
 
 def _has_manifest(path: Path) -> bool:
@@ -426,7 +428,7 @@ def _check_digest(file: BinaryIO, where: str) -> None:
         if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
         log.warning(
-            "%s has no digest (saved elsewhere, or by an earlier version), so damage would not be noticed", where
+            "%s has no digest (another program or an earlier version saved it), so damage would not be noticed", where
         )
         return
     length = struct.pack("<H", COMMENT_BYTES)
@@ -454,7 +456,9 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
     if not isinstance(checkpoint, dict) or any(name not in checkpoint for name in needed):
         kind = checkpoint if isinstance(checkpoint, type) else type(checkpoint)
         found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else kind.__name__
-        raise ValueError(f"{where} is not a checkpoint of a PolicyModule: it lacks one of {needed}, and holds {found}")
+        raise ValueError(
+            f"{where} is not a checkpoint of a PolicyModule: it lacks one of the keys {needed}, and holds {found}"
+        )
 
 
 def read_safely(file: Path, where: str, *, with_values: bool = False) -> Any:

@@ -89,8 +89,8 @@ class _Watchdog:
         self._num_silent += 1
         if self._num_silent == round(BLOCKED_S / CLOCK_INTERVAL_S):
             log.warning(
-                "%s has blocked its event loop for %g s: nothing else in it runs, not even a time limit. Use await, or "
-                "asyncio.to_thread for what cannot be awaited\n%s",
+                "%s has blocked its event loop for %g s: nothing else in this loop runs, not even a time limit. Use "
+                "await, or asyncio.to_thread for calls that cannot be awaited\n%s",
                 self._runs,
                 BLOCKED_S,
                 running_line(sys._current_frames().get(self._thread_id)),

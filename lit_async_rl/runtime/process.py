@@ -236,7 +236,7 @@ class _Starter:
         try:
             started = replies.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
-            raise ChildEnded(f"the system started no process within {START_TIMEOUT_S:g} s") from None
+            raise ChildEnded(f"the operating system started no process within {START_TIMEOUT_S:g} s") from None
         if isinstance(started, BaseException):
             raise started
         return started  # type: ignore[no-any-return]

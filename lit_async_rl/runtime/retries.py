@@ -143,10 +143,10 @@ class Retries:
             return False
         if len(self._left_out) >= MAX_CONSECUTIVE_FAILURES:
             raise type(error)(
-                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done} within {setting}={tries} "
-                f"tries each; the last error: {error}"
+                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done}, each in up to "
+                f"{setting}={tries} tries; the last error: {error}"
             ) from error
-        after = "a failure that another try would not fix" if is_final else f"{setting}={tries}"
+        after = "a failure that another try would not fix" if is_final else f"{setting}={tries} tries"
         self._log.warning("a prompt is left out after %s: %s", after, error)
         return False
 

@@ -128,7 +128,7 @@ class CodeReward(Rebuildable):
         check_range("CodeReward", "integer positive", max_cases=max_cases)
         check_range("CodeReward", "positive", timeout_s=timeout_s)
         if not name.isidentifier():
-            raise ValueError(f"CodeReward.name must be letters, digits and underscores, got {name!r}")
+            raise ValueError(f"CodeReward.name must consist of letters, digits and underscores, got {name!r}")
         # Arguments that rewards depend on are public under their own name, for `reward_identity`; all else is private.
         self.language = language
         self.languages = dict(languages or {})
@@ -176,7 +176,9 @@ class CodeReward(Rebuildable):
                 raise ValueError(f"CodeReward.language={language!r} is not known{meant(language, known)}")
             command = self._commands[language]
             if "main." not in command:
-                raise ValueError(f"CodeReward.languages.{language}={command!r} must contain the file name main.SUFFIX")
+                raise ValueError(
+                    f"CodeReward.languages.{language}={command!r} must contain the program's file name, main.SUFFIX"
+                )
             if not self._sandbox.has_command(program := command.split()[0]):
                 raise ValueError(
                     f"CodeReward: {language} needs {program}, which is not in a folder that programs can read: add its "
@@ -245,7 +247,10 @@ class CodeReward(Rebuildable):
                 *counts,
             )
         elif counts[1]:
-            log.info("CodeReward: %d of %d prompts have weak tests", *counts)
+            log.info(
+                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task",
+                *counts,
+            )
 
     def _read(self, prompt: Prompt) -> tuple[Cases, SplitTests]:
         try:
@@ -260,8 +265,8 @@ class CodeReward(Rebuildable):
         if tests.is_weak and self.tests == "plain":
             weak = "\n".join([*tests.weak.asserts, tests.weak.check]).strip()
             raise ValueError(
-                "CodeReward.tests=plain refuses the prompt: some of its tests are not calls with plain values, and a "
-                f"program can forge {weak!r:.200}"
+                "CodeReward.tests=plain refuses the prompt: some of its tests are not calls with plain values, so a "
+                f"program can pass {weak!r:.200} without solving the task"
             )
         return cases, tests
 

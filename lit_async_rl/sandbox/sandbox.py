@@ -171,7 +171,7 @@ class Sandbox:
                 if warden is not None:
                     self._kill(warden)
                 if attempt + 1 == NUM_TRIES or isinstance(error, GuardError):
-                    raise SandboxError(f"a program could not be run ({self.level}): {error}") from error
+                    raise SandboxError(f"a program could not be run (sandbox level {self.level}): {error}") from error
                 continue
             except BaseException:
                 if warden is not None:
@@ -251,7 +251,9 @@ def _folders(setting: str, paths: Sequence[str]) -> list[str]:
         if not os.path.exists(real):
             raise ValueError(f"Sandbox.{setting}: there is no {path!r}")
         if real == "/" or (real + "/").startswith(room.SCRATCH + "/"):
-            raise ValueError(f"Sandbox.{setting}={path!r} cannot be mounted: it is the root, or in {room.SCRATCH}")
+            raise ValueError(
+                f"Sandbox.{setting}={path!r} cannot be mounted: it is the root folder, or lies in {room.SCRATCH}"
+            )
         found.append(real)
     return found
 

@@ -43,7 +43,7 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
                 f"group {group.index} has a token sampled by version {oldest} and would be trained on at version "
-                f"{version}: staler than max_staleness={group.max_staleness}"
+                f"{version}: its staleness exceeds max_staleness={group.max_staleness}"
             )
 
 
@@ -79,7 +79,7 @@ class Admission:
         check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
             raise ValueError(
-                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, where the lag is max_staleness"
+                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, which fixes the lag"
             )
         if redundant_groups and in_order:
             raise ValueError(
@@ -177,7 +177,7 @@ class Admission:
         """Takes a chosen group in this round; returns its deadline."""
         deadline = self.drop(index)
         if deadline < self.round:
-            raise StalenessError(f"group {index} was due in round {deadline}, but the present round is {self.round}")
+            raise StalenessError(f"group {index} was due in round {deadline}, but the current round is {self.round}")
         self.num_taken += 1
         return deadline
 
@@ -198,7 +198,7 @@ class Admission:
             self.drop(index)
         self.num_lost += len(lost)
         if self.num_lost > self.redundant_groups:
-            raise InvariantError(f"round {self.round} lost {self.num_lost} groups, more than redundant_groups")
+            raise InvariantError(f"round {self.round} lost {self.num_lost} groups, more than redundant_groups allows")
         return lost
 
     def advance(self) -> None:
@@ -316,7 +316,7 @@ class RingAdmission(Admission):
     def take(self, index: int) -> int:
         """Takes the chosen group in this round; returns its deadline."""
         if index != self._waiting[0]:
-            raise InvariantError(f"group {index} is not the one that has waited longest")
+            raise InvariantError(f"group {index} is not the group that has waited longest")
         self._waiting.popleft()
         return super().take(index)
 

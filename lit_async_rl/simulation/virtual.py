@@ -104,7 +104,7 @@ class VirtualRun:
             self._drop_lost()
             if index is None:
                 if not self._running:
-                    raise InvariantError("nothing to wait for: a deadlock")
+                    raise InvariantError("deadlock: no group can be trained on, and no group is being sampled")
                 began = self._now
                 self._sample_until(self._running[0][0])
                 self.trace.wait_s += self._now - began

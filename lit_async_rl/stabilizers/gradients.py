@@ -262,7 +262,9 @@ def _checked(param: nn.Parameter) -> Tensor:
     if grad is None:
         raise InvariantError("a parameter without a gradient")
     if grad.is_sparse:
-        raise ValueError(f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: use sparse=False")
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: create its layer with sparse=False"
+        )
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         # such as a pending sum over ranks: the optimizer would reduce it anyway, and a norm taken before is wrong
         param.grad = grad = grad.redistribute(placements=param.placements)

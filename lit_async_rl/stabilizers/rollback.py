@@ -263,7 +263,9 @@ class RollBackToCheckpoint(_LimitedRollback):
         try:
             duplicate(newest, kept, is_replaced)
         except OSError as error:
-            log.warning("RollBackToCheckpoint could not keep %s, so the older checkpoint is kept: %s", newest, error)
+            log.warning(
+                "RollBackToCheckpoint could not keep a copy of %s, so the older checkpoint is kept: %s", newest, error
+            )
             return
         self.path = str(kept)
         self._original = newest.name

@@ -319,14 +319,14 @@ class SignalCallback(pl.Callback):
         if signals.num_samples == 0 and self.without_signals and not self._has_missed:
             self._has_missed = True
             rank_zero_warn(
-                f"{type(self).__name__}: no log_ratio signals in a step (or all of them masked), so it "
+                f"{type(self).__name__}: a step had no log_ratio signals (or only masked ones), so the callback "
                 f"{self.without_signals}; {HOW_TO_SIGNAL}"
             )
         return signals
 
     @property
     def without_signals(self) -> str:
-        """Effect of a step without signals, completing "so it ..."; empty if the stabilizer needs none."""
+        """Effect of a step without signals, completing "so the callback ..."; empty if the stabilizer needs none."""
         return "does nothing"
 
     def reset(self) -> None:

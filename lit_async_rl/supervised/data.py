@@ -72,7 +72,9 @@ class Rows(PromptSource):
                 row = encode(source[number])
                 length = len(row.ids)
                 if length > max_tokens and too_long == "refuse":
-                    raise ValueError(f"the record has {length} tokens, more than {limit}: data.too_long=refuse")
+                    raise ValueError(
+                        f"the record has {length} tokens, more than {limit}, which data.too_long=refuse forbids"
+                    )
             except ValueError as error:
                 where = source.where(number)
                 text = str(error) if where in str(error) else f"{where}: {error}"
@@ -93,7 +95,10 @@ class Rows(PromptSource):
         if num_unknown:
             token = encode.unknown_id
             log.warning(
-                "%d of %d records train text that the tokenizer lacks (token %d)", num_unknown, len(source), token
+                "%d of %d records train on text that the tokenizer cannot encode (unknown token %d)",
+                num_unknown,
+                len(source),
+                token,
             )
         for why, count in self.left_out.items():
             log.warning("%d of %d records were left out: %s", count, len(source), why)
@@ -237,7 +242,9 @@ class SFTDataModule(pl.LightningDataModule):
         several = records if isinstance(records, list) and _are_sources(records) else [records]
         self._sources = [as_demonstrations(one, "data.records") for one in several]
         if weights is not None and len(weights) != len(self._sources):
-            raise ValueError(f"data.weights must be a positive number for each of data.records, got {weights}")
+            raise ValueError(
+                f"data.weights must hold one positive number for each source in data.records, got {weights}"
+            )
         for number, weight in enumerate(weights or []):
             check_range("data", "positive", **{f"weights[{number}]": weight})
         self._held_out_source = (
@@ -301,7 +308,9 @@ class SFTDataModule(pl.LightningDataModule):
     def codec(self) -> TextCodec:
         """The model's tokenizer."""
         if self._codec is None:
-            raise SetupError("SFTDataModule has no model yet: set its model, or pass it to a Trainer with a module")
+            raise SetupError(
+                "SFTDataModule has no model yet: call use_model, or pass the SFTDataModule and a module to a Trainer"
+            )
         return self._codec
 
     @property
@@ -319,8 +328,8 @@ class SFTDataModule(pl.LightningDataModule):
         rules.refuse(rules.of_any_run(self._used_trainer, module, self))
         if self._used_trainer.max_epochs not in (None, -1, 1000):  # Lightning's; the last one is its default
             raise ValueError(
-                f"trainer.max_epochs={self._used_trainer.max_epochs}: epochs are counted by data.epochs, or leave both "
-                "out and set trainer.max_steps"
+                f"trainer.max_epochs={self._used_trainer.max_epochs}: set data.epochs instead, or leave both out and "
+                "set trainer.max_steps"
             )
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(self.codec.tokenizer, vocab_size, module.model)
@@ -330,7 +339,7 @@ class SFTDataModule(pl.LightningDataModule):
     @property
     def _used_trainer(self) -> pl.Trainer:
         if self.trainer is None:
-            raise SetupError("a SFTDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
+            raise SetupError("an SFTDataModule feeds a Trainer: call `trainer.fit(..., datamodule=data)`")
         return self.trainer
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
@@ -401,7 +410,7 @@ class SFTDataModule(pl.LightningDataModule):
         """
         if type(self).__qualname__ not in checkpoint:
             raise ValueError(
-                f"the checkpoint is of another stage than supervised fine-tuning: it holds no state of a "
+                f"the checkpoint was not saved by supervised fine-tuning: it holds no state of class "
                 f"{type(self).__name__}. {START_ANEW}"
             )
         state: dict[str, Any] = checkpoint[type(self).__qualname__]
@@ -422,11 +431,11 @@ class SFTDataModule(pl.LightningDataModule):
         for name, value in self._order().items():
             if value != state["order"][name]:
                 saved = state["order"][name]
-                raise ValueError(f"data.{name} is {value}, and was {saved} in the checkpoint. {START_ANEW}")
+                raise ValueError(f"data.{name} is {value}, but was {saved} in the checkpoint. {START_ANEW}")
         if [rows.digest() for rows in self.rows] != state["rows"]:
             raise ValueError(
-                "data.records, their tokens, or which tokens are trained on (data.loss_on, max_tokens, too_long) "
-                f"differ from the checkpoint. {START_ANEW}"
+                "data.records, their tokens, or the choice of trained tokens (data.loss_on, max_tokens, too_long) "
+                f"changed since the checkpoint. {START_ANEW}"
             )
 
     # -- of a run and its validations, as RolloutDataModule has them --------------------------------------------------

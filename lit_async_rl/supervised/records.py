@@ -83,7 +83,7 @@ def _as_prompt(record: Mapping[str, Any]) -> Prompt:
         return Prompt(text="", metadata=others | {SEGMENTS: _checked_segments(record[SEGMENTS])})
     if prompt is None or completion is None:
         keys = ", ".join(sorted(map(str, record))) or "none"
-        raise ValueError(f"a record must have {FORMS}, and has the keys {keys}")
+        raise ValueError(f"a record must have {FORMS}, got the keys {keys}")
     if _is_list(completion):
         before = prompt if _is_list(prompt) else [{"role": "user", "content": field_text(prompt)}]
         return Prompt(messages=[*before, *completion], metadata=others)

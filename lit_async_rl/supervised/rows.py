@@ -125,9 +125,9 @@ class RowEncoder:
         """Tokens between the assistant's turns, and those of the turns."""
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise ValueError("the conversation has no turn of the assistant")
+            raise ValueError("the conversation has no assistant turn")
         if turns[0] == 0:
-            raise ValueError("the conversation begins with the assistant, whom nobody has asked")
+            raise ValueError("the conversation begins with an assistant turn: put another message before that turn")
         parts: list[tuple[Sequence[int], bool]] = []
         before: list[str] = []
         for number, place in enumerate(turns):
@@ -156,7 +156,7 @@ class RowEncoder:
         reasoning = message.get(REASONING_KEYS[0], "")
         calls = message.get("tool_calls", ())
         if not (message["content"].strip() or calls):
-            raise ValueError(f"{where}, a turn of the assistant, is empty")
+            raise ValueError(f"{where}, an assistant turn, is empty")
         text = self._renderer.turn(messages, tools, options, sampled=earlier)
         parts = [("the content", message["content"]), ("the reasoning", reasoning)]
         lost = [what for what, part in parts if part.strip() not in text]
@@ -165,7 +165,7 @@ class RowEncoder:
             "a tool call" for call in calls if call["function"]["name"] not in text and str(call["id"]) not in text
         ]
         if lost:
-            raise ValueError(f"the chat template leaves out {lost[0]} of {where}, which the model would not learn")
+            raise ValueError(f"the chat template leaves out {lost[0]} of {where}, so the model would not learn it")
         return text
 
 

@@ -114,7 +114,9 @@ def _sft(
             raise TypeError(f"sft has no setting {name!r}{meant(name, SETTINGS)}")
     check_model(model, tokenizer)
     if isinstance(model, PolicyModule):
-        raise ValueError("model must be a name, a folder or a transformers.PreTrainedModel: sft makes the module")
+        raise ValueError(
+            "model must be a name, a folder or a transformers.PreTrainedModel: sft creates the PolicyModule itself"
+        )
     made = as_groups({**settings, "records": records})
     of_module = {name: value for name, value in made.items() if name in MODULE_SETTINGS}
     of_data = {name: value for name, value in made.items() if name in DATA_SETTINGS}

@@ -44,7 +44,7 @@ class PickNumber(SplitPrompts):
         check_range("PickNumber", f"integer >= {num_numbers}", largest=largest)
         check_range("PickNumber", "integer", seed=seed)
         if not kinds or set(kinds) - set(KINDS):
-            raise ValueError(f"PickNumber.kinds must be some of {list(KINDS)}, got {list(kinds)}")
+            raise ValueError(f"PickNumber.kinds must be chosen from {list(KINDS)}, got {list(kinds)}")
         self.num_numbers = num_numbers
         self.largest = largest
         self.kinds = tuple(kinds)

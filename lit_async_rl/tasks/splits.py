@@ -51,4 +51,4 @@ class SplitPrompts(PromptSource):
         for text, prompt in islice(self.candidates(index), MAX_DRAWS_PER_PROBLEM):
             if is_held_out(text) == (self.split == "held_out"):
                 return prompt
-        raise ValueError(f"{type(self).__name__} has too few different problems for split={self.split!r}")
+        raise ValueError(f"{type(self).__name__} has too few distinct problems for split={self.split!r}")

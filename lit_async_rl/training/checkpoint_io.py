@@ -127,8 +127,8 @@ def _warn_if_unreadable(path: Path) -> None:
         read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
         log.warning(
-            "%s. No run can be resumed from this checkpoint. What a callback or module saves (state_dict, "
-            "on_save_checkpoint, hyperparameters) must be tensors, numbers, text, and lists and dictionaries of these",
+            "%s. No run can be resumed from this checkpoint. Callbacks and modules may save (in state_dict, "
+            "on_save_checkpoint and hyperparameters) only tensors, numbers, text, and lists and dictionaries of these",
             error,
         )
 
@@ -182,8 +182,8 @@ def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> 
         if here != there:
             raise ValueError(
                 f"the checkpoint belongs to another model: {name} has the shape {there} in the checkpoint and {here} "
-                "in model.model (None means no such weight). Use the model.model and model.lora of the run that saved "
-                "the checkpoint"
+                "in model.model (None means that there is no such weight). Use the model.model and model.lora of the "
+                "run that saved the checkpoint"
             )
 
 
@@ -345,7 +345,7 @@ def _copy_unchanged(
     if any(tensor._version != version for tensor, version in before):
         raise RuntimeError(
             "optimizer states changed outside of an optimizer's step while they were copied, so the checkpoint was "
-            "not written; trainer.plugins=[AtomicCheckpointIO] saves them before training continues"
+            "not written; trainer.plugins=[AtomicCheckpointIO] saves the states before training continues"
         )
     return copied
 

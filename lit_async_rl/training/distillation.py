@@ -116,14 +116,14 @@ def check_same_tokens(student: str, teacher: str, setting: str = "model.distilla
         other = TextCodec(teacher)
     if own.vocabulary_digest != other.vocabulary_digest:
         raise ValueError(
-            f"{setting}={teacher!r} has another tokenizer than model.model={student!r}: "
-            "token probabilities can be compared only over one vocabulary"
+            f"{setting}={teacher!r} has a different tokenizer from model.model={student!r}: "
+            "token probabilities can be compared only over the same vocabulary"
         )
     templates = [getattr(codec.tokenizer, "chat_template", None) for codec in (own, other)]
     if None not in templates and templates[0] != templates[1]:
         raise ValueError(
-            f"{setting}={teacher!r} has another chat template than model.model={student!r}: it would "
-            "judge prompts in a form it was not trained on. Give both folders the same template"
+            f"{setting}={teacher!r} has a different chat template from model.model={student!r}: the teacher "
+            "would judge prompts in a form that it was not trained on. Give both folders the same template"
         )
 
 
@@ -206,8 +206,9 @@ class _OpenLocalTeacher(OpenTeacher):
         # read from the device only where it can matter: that waits for it
         if self._lacks_ids and (largest := int(input_ids.max())) >= self._size:
             raise EngineError(
-                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, and "
-                f"the student has sampled {largest}, padding of its vocabulary: begin with weights that never do"
+                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, but "
+                f"the student has sampled token id {largest}, which is padding of the student's vocabulary: begin with "
+                "weights that never sample padding"
             )
 
 
@@ -262,7 +263,9 @@ class RemoteTeacher(OpenTeacher):
         answers = self.ask(list(sequences.values()), num)
         for token, logprob in (one for answer in answers for choice in answer for one in choice.items()):
             if not -math.inf < logprob <= MAX_LOGPROB:
-                raise EngineError(f"{self.name} gave {logprob} as the log-probability of token {token}")
+                raise EngineError(
+                    f"{self.name} gave {logprob} as the log-probability of token {token}, which is impossible"
+                )
         return {row: (ids, answer) for (row, ids), answer in zip(sequences.items(), answers, strict=True)}
 
 
@@ -346,8 +349,8 @@ class SourceTeachers(Teacher):
     def __post_init__(self) -> None:
         if not self.teachers or any(isinstance(teacher, SourceTeachers) for teacher in self.teachers.values()):
             raise ValueError(
-                "SourceTeachers.teachers must have a teacher for each source, none of which is a SourceTeachers; got "
-                f"{self.teachers}"
+                "SourceTeachers.teachers must have a teacher for each source, and no teacher may be a SourceTeachers; "
+                f"got {self.teachers}"
             )
 
     @property
@@ -376,7 +379,7 @@ class SourceTeachers(Teacher):
         name = prompt.metadata.get(self.key)
         if name not in self.teachers:
             raise ValueError(
-                f"model.distillation.teacher has teachers for {self.key}={', '.join(self.teachers)}, and none for a "
+                f"model.distillation.teacher has teachers for {self.key}={', '.join(self.teachers)}, but none for a "
                 f"prompt with {self.key}={name}"
             )
         return list(self.teachers).index(name)
@@ -504,20 +507,20 @@ class Distillation:
             raise ValueError(f"model.distillation.beta must be between 0 and 1, got {self.beta}")
         if self.gradient == "sampled" and (self.divergence != "reverse_kl" or self.top_k is not None):
             raise ValueError(
-                f"model.distillation.gradient=sampled has the sampled token only, and no "
+                f"model.distillation.gradient=sampled uses only the sampled token, so it cannot be combined with "
                 f"{'divergence=' + self.divergence if self.divergence != 'reverse_kl' else f'top_k={self.top_k}'}: "
                 "use gradient: analytic"
             )
         name = type(self.teacher).__name__
         if self.gradient == "analytic" and not self.source.gives_likeliest:
             raise ValueError(
-                f"model.distillation.teacher={name} gives the log-probabilities of sampled tokens only: set "
+                f"model.distillation.teacher={name} gives only the log-probabilities of sampled tokens: set "
                 "model.distillation.gradient: sampled"
             )
         if self.gradient == "analytic" and self.top_k is None and not self.source.sees_all:
             raise ValueError(
-                f"model.distillation.teacher={name} gives no whole distributions: set model.distillation.top_k, or "
-                "gradient: sampled"
+                f"model.distillation.teacher={name} gives no distributions over the whole vocabulary: set "
+                "model.distillation.top_k, or gradient: sampled"
             )
 
     @property
@@ -542,8 +545,8 @@ class Distiller:
         size = vocabulary_of(student)
         if self.settings.top_k is not None and self.settings.top_k >= size:
             raise ValueError(
-                f"model.distillation.top_k={self.settings.top_k} must be less than the vocabulary, {size} tokens: null "
-                "compares them all"
+                f"model.distillation.top_k={self.settings.top_k} must be less than the size of the vocabulary, {size} "
+                "tokens; with null, all tokens are compared"
             )
         self.settings.source.check(model)
 
@@ -566,7 +569,7 @@ class Distiller:
             SetupError: no fit has begun.
         """
         if self.teacher is None:
-            raise SetupError("the teacher is not loaded before the fit begins")
+            raise SetupError("the teacher was used before the fit had loaded it")
         return self.teacher
 
     def look(self, batch: RolloutBatch) -> TeacherView:
@@ -582,7 +585,7 @@ class Distiller:
     def of_head(self, student: Float[Tensor, "B T k"], view: TeacherView) -> Float[Tensor, "B T"]:
         """Divergence over the teacher's likeliest tokens and all others together."""
         if view.head_logprobs is None:
-            raise SetupError("the teacher was asked for no tokens")
+            raise SetupError("the teacher was not asked for its likeliest tokens")
         return self.settings.measure(with_tail(student), with_tail(view.head_logprobs))
 
     def of_tokens(

@@ -205,12 +205,12 @@ def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float)
         raise ValueError(
             f"the checkpoint's adapters belong to another model: model.model={saved['model']!r} had the digest "
             f"{saved['digest'][:12]}, and now model.model={model!r} has {digest[:12]} "
-            "(model.dtype and model.lora.modules_to_save change it, too)"
+            "(model.dtype and model.lora.modules_to_save change the digest, too)"
         )
     if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
         raise ValueError(
-            f"model.lora.alpha is {alpha:g}, but was {saved['alpha']:g} when the checkpoint was saved: its adapters "
-            "would be scaled differently than in training"
+            f"model.lora.alpha is {alpha:g}, but was {saved['alpha']:g} when the checkpoint was saved: the saved "
+            "adapters would be scaled differently than in training"
         )
 
 
@@ -409,9 +409,9 @@ class PolicyModule(pl.LightningModule):
     def on_train_start(self) -> None:
         if self.objective.kl_coefficient > 0 and self.objective.kl_estimator == "token" and self.trainer.is_global_zero:
             log.warning(
-                "model.kl_coefficient=%g: the penalty's gradient is that of KL(policy || reference), with importance "
-                "weights for stale tokens. For the former penalty (gradient of KL(reference || policy), without "
-                "weights), set model.kl_estimator: k3",
+                "model.kl_coefficient=%g: the penalty's gradient is the gradient of KL(policy || reference), with "
+                "importance weights for stale tokens. For the penalty of earlier versions, the gradient of "
+                "KL(reference || policy) without weights, set model.kl_estimator: k3",
                 self.objective.kl_coefficient,
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:
@@ -599,7 +599,7 @@ class PolicyModule(pl.LightningModule):
         saved = checkpoint.get(SETTINGS, {"held": {}, "named": {}})
         left_out = [f"{name} ({text})" for name, text in saved["named"].items() if name not in settings]
         if left_out:
-            log.warning("%s has no %s: the default is used", path, ", ".join(left_out))
+            log.warning("the checkpoint %s has no %s: the default is used", path, ", ".join(left_out))
         known = {name: value for name, value in saved["held"].items() if name not in settings}
         given = {**as_objects(known), **settings}
         if "betas" in given:

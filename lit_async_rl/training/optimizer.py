@@ -295,8 +295,8 @@ def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
     name = f"model.optimizer={type(optimizer).__name__}"
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"{name} has {len(optimizer.param_groups)} parameter groups, and the checkpoint's optimizer {len(groups)}: "
-            f"{SAME_OPTIMIZER}"
+            f"{name} has {len(optimizer.param_groups)} parameter groups, but the checkpoint's optimizer has "
+            f"{len(groups)}: {SAME_OPTIMIZER}"
         )
     for group in groups:
         missing = optimizer.defaults.keys() - group.keys()

@@ -207,7 +207,10 @@ class TrackioLogger(Logger):
         before = os.environ.get("TRACKIO_DIR")
         folder = str(Path(self._save_dir).absolute())
         if "trackio" in sys.modules and before != folder:
-            raise ValueError(f"TrackioLogger.save_dir={self._save_dir!r}, but this process already writes to {before}")
+            raise ValueError(
+                f"TrackioLogger.save_dir={self._save_dir!r} cannot be used: Trackio already writes to {before} in this "
+                "process"
+            )
         os.environ["TRACKIO_DIR"] = folder
 
     @rank_zero_only

@@ -45,7 +45,9 @@ class SavesBetweenUpdates:
         if not self._is_updating():
             self._save(filepath, weights_only, storage_options)
             return
-        log.warning("checkpoint %s was requested in the middle of an update, and is written at its end", filepath)
+        log.warning(
+            "checkpoint %s was requested in the middle of an update, and is written at the end of the update", filepath
+        )
         self._pending.append(lambda: self._save(filepath, weights_only, storage_options))
 
     def after_saves(self, task: Callable[[], None]) -> None:
@@ -256,7 +258,7 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
         bound = int(batch.max_staleness[row])
         raise StalenessError(
             f"version {version} of the policy cannot train on a token that version {found} sampled (group "
-            f"{int(batch.group_index[row])}, {int(is_wrong.sum())} tokens in all): tokens must be at most "
+            f"{int(batch.group_index[row])}; {int(is_wrong.sum())} such tokens in the batch): tokens must be at most "
             f"max_staleness={bound} versions older, and none may be newer"
         )
 

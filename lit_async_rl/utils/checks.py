@@ -264,8 +264,8 @@ def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, .
     if actual is None or tuple(actual) != shape:
         got = repr(values)[:80] if actual is None else f"shape {tuple(actual)}"
         raise ValueError(
-            f"{owner}: {name} must be a tensor with one value for each token, of shape {shape}, got {got}. Averaging "
-            "is a separate choice, data.aggregation"
+            f"{owner}: {name} must be a tensor with one value for each token, of shape {shape}, got {got}. "
+            "data.aggregation averages over the tokens"
         )
 
 

@@ -124,7 +124,10 @@ def _measure(text: str) -> bool:
             anchor, inside = open_nodes.pop()
             open_nodes.append((anchor, inside + size))
         if len(open_nodes) > MAX_LEVELS or (open_nodes and open_nodes[-1][1] > MAX_NODES):
-            raise ValueError(f"more than {MAX_LEVELS} levels, or {MAX_NODES:,} values once its aliases are expanded")
+            raise ValueError(
+                f"the file has more than {MAX_LEVELS} levels, or more than {MAX_NODES:,} values once its aliases are "
+                "expanded"
+            )
     return bool(is_mapping)
 
 

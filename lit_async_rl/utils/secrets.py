@@ -57,8 +57,8 @@ def key_of_variable(setting: str, name: str | None) -> str:
     key = os.environ.get(name, "")
     if not key:
         raise ValueError(
-            f"{variable(setting, name)} is not set in the environment: it must be the name of the variable that holds "
-            "the key"
+            f"{variable(setting, name)} is not set in the environment: give the name of the environment variable that "
+            "holds the key"
         )
     return key
 

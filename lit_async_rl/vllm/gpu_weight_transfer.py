@@ -140,8 +140,9 @@ class IpcTransfer(_VLLMBackend):
             )
         if trainer_gpu is not None and gpus[0] != trainer_gpu:
             raise ValueError(
-                f"data.engine.transfer=IpcTransfer needs trainer and engine on one GPU: the trainer is on "
-                f"{trainer_gpu}, data.engine.device_ids=[{gpus[0]}]; use NcclTransfer or SharedMemoryTransfer"
+                f"data.engine.transfer=IpcTransfer needs trainer and engine on the same GPU, but the trainer "
+                f"is on GPU {trainer_gpu} and data.engine.device_ids=[{gpus[0]}]: use NcclTransfer or "
+                "SharedMemoryTransfer"
             )
 
     def close(self) -> None:
@@ -209,8 +210,8 @@ class NcclTransfer(_VLLMBackend):
         """
         if trainer_gpu is not None and self.host in LOOPBACK and trainer_gpu in gpus:
             raise ValueError(
-                f"data.engine.transfer=NcclTransfer needs GPUs for the engine alone, and GPU {trainer_gpu} is the "
-                "trainer's, too: set data.engine.device_ids, or use IpcTransfer or SharedMemoryTransfer"
+                f"data.engine.transfer=NcclTransfer needs GPUs for the engine alone, but the trainer also uses "
+                f"GPU {trainer_gpu}: set data.engine.device_ids, or use IpcTransfer or SharedMemoryTransfer"
             )
 
     def _open(self, control: EngineControl) -> None:

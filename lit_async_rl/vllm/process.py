@@ -77,7 +77,7 @@ class VLLMProcess(EngineControl):
 
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments))
         except BaseException as error:
-            raise EngineError(f"vLLM did not start: {error} (its own messages are above)") from error
+            raise EngineError(f"vLLM did not start: {error} (vLLM's own messages are above)") from error
         if self._is_closed:
             llm.shutdown(timeout=0)
         else:
@@ -181,8 +181,8 @@ def check_head_size(model: str) -> None:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in supported:
         raise ValueError(
-            f"model.model={model!r} has attention heads of size {size}, but on a CPU vLLM supports only "
-            f"{', '.join(map(str, supported))}. Use another model, or EmbeddedEngine."
+            f"model.model={model!r} has attention heads of size {size}, but on a CPU, vLLM supports only "
+            f"sizes {', '.join(map(str, supported))}. Use another model, or EmbeddedEngine."
         )
 
 

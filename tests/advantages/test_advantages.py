@@ -141,7 +141,7 @@ def test_empty_groups_and_steps_are_no_error(estimator: AdvantageEstimator) -> N
 @every
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_is_refused(estimator: AdvantageEstimator, reward: float) -> None:
-    with pytest.raises(ValueError, match=r"rewards must be finite, group 1"):
+    with pytest.raises(ValueError, match=r"rewards must be finite, but group 1"):
         estimator([[0.0], [1.0, reward]])
 
 

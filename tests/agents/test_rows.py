@@ -210,7 +210,9 @@ def test_an_advantage_per_token_covers_the_tokens_of_branches():
         def per_token(self, groups):
             return [[[0.0] * len(rollout.token_ids) for rollout in group.rollouts] for group in groups]
 
-    with pytest.raises(ValueError, match=r"OfMainRow: per_token must return one advantage for each .* behind its own"):
+    with pytest.raises(
+        ValueError, match=r"OfMainRow: per_token must return one advantage for each token of a rollout and its branches"
+    ):
         collated(groups(), advantage=OfMainRow())
 
 

@@ -61,7 +61,7 @@ def test_a_model_and_a_tokenizer_in_memory_train_from_the_runs_folder(tmp_path):
 def test_a_model_in_memory_that_is_refused_leaves_nothing(tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(MODEL)
     lm.name_or_path = lm.config._name_or_path = ""
-    with pytest.raises(ValueError, match="tokenizer must be given: the model in memory was loaded from ''"):
+    with pytest.raises(ValueError, match="tokenizer must be given: the in-memory model was loaded from ''"):
         fit(lm)
     with pytest.raises(ValueError, match=r"^group_size=1 with advantage=GroupMeanStd"):
         fit(lm, tokenizer=AutoTokenizer.from_pretrained(MODEL), group_size=1)
@@ -124,7 +124,7 @@ def test_every_setting_that_is_an_object_has_an_example_of_its_class(kind):
         (dict(model=3), "model must be the name or folder of a model, a transformers.PreTrainedModel, or"),
         (dict(model=torch.nn.Linear(1, 1)), "rl.PolicyModule, got a Linear: "),
         (dict(model=rl.PolicyModule), "got the class: write PolicyModule(...)"),
-        (dict(tokenizer="gpt2"), "tokenizer must be a tokenizer of transformers, got str"),
+        (dict(tokenizer="gpt2"), "tokenizer must be a transformers tokenizer, got str"),
         (dict(max_staleness=-1), "max_staleness must be >= 0, got -1"),
         (dict(prompts="nowhere.jsonl"), "prompts: path='nowhere.jsonl' is not a file"),
     ],
@@ -252,7 +252,10 @@ class NothingForGroups:
         (lambda prompt, completion: [1.0], r"returned \[1.0\], which is not a number"),
         (awaited_nothing, "returned None, which is not a number"),
         (NothingForGroups(), "returned None, which is not a number"),
-        (rl.CombinedReward({"a": lambda prompt, completion: None}), "no part of the reward applies: a returned None"),
+        (
+            rl.CombinedReward({"a": lambda prompt, completion: None}),
+            "no reward applies to the completion: a returned None",
+        ),
         (lambda prompt, completion: time.sleep(3), "did not return within data.scoring.timeout_s=0.2"),
     ],
     ids=["None", "text", "NaN", "list", "async", "group", "combined", "hangs"],

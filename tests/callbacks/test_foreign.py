@@ -48,7 +48,7 @@ class Silent(Regression):
     ],
 )
 def test_an_alarm_without_signals_says_what_it_cannot_watch_and_what_to_set(alarm, says):
-    with pytest.warns(UserWarning, match=f"CollapseAlarm: no log_ratio signals .* so it {says}"):
+    with pytest.warns(UserWarning, match=f"CollapseAlarm: a step had no log_ratio signals .* so the callback {says}"):
         fit(Silent(), alarm)
 
 

@@ -247,7 +247,7 @@ class Settled(pl.Callback):
     ("check", "line"),
     [
         (broken, "RewardHackingMonitor.check: 10 calls in a row failed, and further failures are not logged"),
-        (refused, "RewardHackingMonitor.check will not be called again in this run: reward "),
+        (refused, "RewardHackingMonitor.check failed and will not be called again in this run: reward "),
     ],
 )
 def test_a_second_grader_that_fails_ends_nothing(check, line, caplog):

@@ -159,7 +159,7 @@ def test_a_run_ends_though_its_engine_does_not_close(caplog, monkeypatch):
     began = time.monotonic()
     attack(hostile(hangs=["close"]))
     assert time.monotonic() - began < 30
-    assert said(caplog, "HostileEngine.close did not return within 0.3 s; it is abandoned")
+    assert said(caplog, "HostileEngine.close did not return within 0.3 s; the engine is abandoned")
 
 
 def test_an_engine_that_hangs_before_the_first_step_ends_the_run(monkeypatch):

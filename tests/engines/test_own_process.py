@@ -124,7 +124,9 @@ def test_what_was_aborted_does_not_come_also_if_it_was_finished(tmp_path):
 @pytest.mark.slow
 def test_mistakes_are_refused_as_in_this_process(tmp_path):
     special = type("Special", (EmbeddedEngine,), {"cache_class": type("OtherCache", (SlotCache,), {})})
-    with pytest.raises(ValueError, match=r"own_process must be False with Special, .* does not know its OtherCache"):
+    with pytest.raises(
+        ValueError, match=r"own_process must be False with Special, .* does not know the cache class OtherCache"
+    ):
         special(own_process=True)
     engine = EmbeddedEngine(device="cpu", own_process=True)
     assert type(engine) is type(engine.fresh()) is EmbeddedEngine

@@ -224,10 +224,12 @@ def test_gpus_that_a_transfer_cannot_reach_are_refused_before_anything_starts(tr
 
 def test_a_transfer_is_refused_for_the_wrong_side_of_the_trainers_gpu():
     with pytest.raises(
-        ValueError, match=r"IpcTransfer needs trainer and engine on one GPU: the trainer is on 0, .*\[3\]"
+        ValueError, match=r"IpcTransfer needs trainer and engine on the same GPU, but the trainer is on GPU 0 .*\[3\]"
     ):
         IpcTransfer().check_gpus([3], trainer_gpu=0)
-    with pytest.raises(ValueError, match=r"NcclTransfer needs GPUs for the engine alone, and GPU 1 is the trainer's"):
+    with pytest.raises(
+        ValueError, match=r"NcclTransfer needs GPUs for the engine alone, but the trainer also uses GPU 1"
+    ):
         NcclTransfer().check_gpus([0, 1], trainer_gpu=1)
     IpcTransfer().check_gpus([1], trainer_gpu=1)
     NcclTransfer().check_gpus([1, 2], trainer_gpu=0)

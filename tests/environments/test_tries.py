@@ -138,7 +138,7 @@ def test_a_run_goes_on_when_an_environment_fails_and_leaves_out_what_always_fail
     assert len(set(watch.trained)) == len(watch.trained) == 24
     assert bad not in texts
     assert said(caplog, "of data.engine.tries=3 failed, trying again: environment Shaky on prompt")
-    assert said(caplog, "a prompt is left out after data.engine.tries=3: environment Shaky")
+    assert said(caplog, "a prompt is left out after data.engine.tries=3 tries: environment Shaky")
 
 
 def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name():
@@ -147,7 +147,7 @@ def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name()
 
     engine = EpisodeEngine(EmbeddedEngine(), Tool(answer), tries=2)
     data = make_data(model=MODEL, prompts=Addition(3, size=100), engine=engine, reward=None, **SHORT)
-    message = r"prompts in a row could not be played within data\.engine\.tries=2 tries each.*Tool on prompt"
+    message = r"prompts in a row could not be played, each in up to data\.engine\.tries=2 tries.*Tool on prompt"
     with pytest.raises(ProducerError, match=f"{MAX_CONSECUTIVE_FAILURES} {message}") as caught:
         fit(make_module(model=MODEL), data, max_steps=3)
     assert isinstance(caught.value.__cause__, EnvironmentFailure)

@@ -171,7 +171,7 @@ def test_a_model_without_a_chat_template_is_named_with_file_and_line(arguments, 
     with pytest.raises(SystemExit) as error:
         main([*arguments, "--model.model", plain])
     said = str(error.value.code) if isinstance(error.value.code, str) else capsys.readouterr().err
-    assert f"a prompt is messages, but the tokenizer of {plain!r} has no chat template" in said
+    assert f"a prompt is a list of messages, but the tokenizer of {plain!r} has no chat template" in said
     assert "chat.jsonl, line 1" in said
 
 

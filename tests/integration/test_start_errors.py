@@ -83,7 +83,7 @@ def test_export_writes_into_no_file(tmp_path):
     fit(module, make_data(model=module.model), 1).save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = ("--ckpt_path", str(tmp_path / "a.ckpt"))
     said = message(tmp_path, *flags, *checkpoint, "--out", str(tmp_path / "README.md"), command=export)
-    assert "README.md' is a file, and must be a folder: nothing was written" in said
+    assert "README.md' is a file, but must be a folder: nothing was written" in said
     assert (tmp_path / "README.md").read_text() == "mine"
 
 

@@ -152,7 +152,7 @@ def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
 def test_a_reward_that_always_raises_ends_the_run_though_there_are_tries(capsys, tmp_path, caplog):
     (tmp_path / "always_raises.py").write_text("def judge(prompt, completion):\n    raise KeyError('gold')\n")
     said = message(capsys, tmp_path, "--data.reward", "always_raises.judge", "--data.scoring.tries", "3")
-    assert "10 prompts in a row could not be scored within data.scoring.tries=3 tries each" in said
+    assert "10 prompts in a row could not be scored, each in up to data.scoring.tries=3 tries" in said
     assert "always_raises.judge" in said
     assert "KeyError" in said
     assert sum("data.scoring.tries=3" in record.message for record in caplog.records) <= 30

@@ -374,7 +374,7 @@ def test_what_is_not_carried_over_is_said(settings, said):
         ),
         ("ours.yaml", "model: {model: m}\ndata: {reward: r}\n", "is it already a configuration of this trainer?"),
         ("grpo.py", "from trl import GRPOConfig\nGRPOConfig(beta=0.1)\n", "is a Python script"),
-        ("grpo.txt", "from trl import GRPOConfig\nx = {'a': [}\n", "and is no YAML"),
+        ("grpo.txt", "from trl import GRPOConfig\nx = {'a': [}\n", "but is not YAML"),
     ],
 )
 def test_files_of_other_programs_are_refused_by_what_they_look_like(name, content, said, tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_two_folders_are_written_and_a_wrong_answer_is_an_error(installed):
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "smol").mkdir()
     (tmp_path / "smol" / "notes.txt").touch()
-    with pytest.raises(ValueError, match="smol' exists and is not a model folder: nothing was written"):
+    with pytest.raises(ValueError, match="smol' exists and is not a model folder, so it is not overwritten"):
         fetch.fetch(tmp_path / "smol")
 
 

@@ -73,7 +73,7 @@ def test_names_of_classes_are_no_files_and_names_of_the_hub_are_data_sets(tmp_pa
     [
         ("a.csv", b"prompt,answer\n1+1=,2,3\n", "a.csv, line 2 has 3 values, but the first line has 2 names"),
         ("a.csv", b"prompt,answer\n1+1=\n", "a.csv, line 2 has 1 values, but the first line has 2 names"),
-        ("a.csv", b'prompt,answer\n"1+1=,2\n', "a.csv, after line 1, is not valid CSV: unexpected end of data"),
+        ("a.csv", b'prompt,answer\n"1+1=,2\n', "a.csv is not valid CSV after line 1: unexpected end of data"),
         ("a.csv", b"prompt,answer\n\xe4,2\n", "a.csv is not UTF-8"),
         ("a.csv", b"question,answer\n1,2\n", r"line 2, prompt_field='prompt': there is no such field"),
         ("a.csv", b"", "a.csv holds no prompts"),

@@ -35,7 +35,7 @@ def test_a_missing_doubled_or_foreign_file_of_a_tape_is_noticed(tape, tmp_path, 
     (tape / MANIFEST).unlink()
     double = tape / files[2].name.replace("000000002-", "000000001-", 1)
     double.write_bytes(content[files[2]])
-    with pytest.raises(ValueError, match=r"but .* holds some of these steps"):
+    with pytest.raises(ValueError, match=r"but .* also holds some of these steps"):
         Tape(tape)
     files[1].unlink()
     with pytest.raises(ValueError, match=r"holds steps|of which"):

@@ -38,7 +38,7 @@ def test_it_is_refused_before_training(tape, tmp_path, capsys, setting):
         train(tmp_path, 1, *replay(tape), *flags)
     said = str(stopped.value.code) + capsys.readouterr().err
     recorded, asked = {"temperature": (0.7, 1.0), "top_p": (1.0, 0.9)}[setting]
-    assert f"data.sampling.{setting}={asked} with tape" in said
+    assert f"data.sampling.{setting}={asked} does not match tape" in said
     assert f"Use data.sampling.{setting}={recorded}" in said
     assert not list(tmp_path.glob("**/*.ckpt"))
 
@@ -63,7 +63,9 @@ def test_a_later_step_with_other_settings_is_refused_where_it_is_read(tape, tmp_
     writer.release()
     reader = Tape(tmp_path, steps[0].sampling).steps()
     assert [next(reader).step, next(reader).step] == [0, 1]
-    with pytest.raises(ValueError, match=r"data.sampling.temperature=0.7 with tape .*step 2 was sampled with .*=1.0"):
+    with pytest.raises(
+        ValueError, match=r"data.sampling.temperature=0.7 does not match tape .*step 2 was sampled with .*=1.0"
+    ):
         next(reader)
 
 

@@ -64,7 +64,7 @@ def test_sum_product_and_gates_are_what_the_docstring_says(parts, weight, least)
     weighted = rl.CombinedReward(rewards, weights={gate: weight}, gates={gate: least})
     product = rl.CombinedReward(rewards, combine="product")
     if not known:
-        with pytest.raises(RewardError, match="no part of the reward applies"):
+        with pytest.raises(RewardError, match="no reward applies to the completion"):
             weighted(PROMPT, "4")
         return
     closed = gate in known and known[gate] < least
@@ -88,9 +88,9 @@ def test_plain_and_async_parts_are_combined_and_token_ids_go_to_those_that_want_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(rewards={}), "at least one part"),
-        (dict(rewards={"a b": digits}), "names of parts have letters"),
-        (dict(rewards={"a": digits}, weights={"b": 1.0}), r"data\.reward\.weights names b, but the parts are a"),
+        (dict(rewards={}), "at least one reward"),
+        (dict(rewards={"a b": digits}), "names of rewards must consist of letters"),
+        (dict(rewards={"a": digits}, weights={"b": 1.0}), r"data\.reward\.weights names b, but the rewards are a"),
         (dict(rewards={"a": digits}, gates={"b": 1.0}), r"data\.reward\.gates names b"),
         (dict(rewards={"a": digits}, success="b"), r"data\.reward\.success names b"),
         (dict(rewards={"a": digits}, weights={"a": math.nan}), r"data\.reward\.weights\.a must be finite"),
@@ -166,7 +166,7 @@ def test_each_part_that_is_a_grader_is_checked_on_its_own_references(caplog):
     data = make_data(reward={"answer": rl.exact_match, "wrong": wrong})
     fit(make_module(), data, 1)
     data._reference_check.join(30.0)
-    lines = [record.message for record in caplog.records if "references sampled from" in record.message]
+    lines = [record.message for record in caplog.records if "reference answers sampled from" in record.message]
     assert len(lines) == 1
     assert "(part wrong) grades 64 of 64" in lines[0]
 

@@ -114,7 +114,9 @@ def test_a_run_names_what_its_grader_grades_wrong_in_one_line(caplog):
     seen = []
     wait = look_at(lambda data: data._reference_check, seen)
     fit(make_module(), make_data(reward=broken_grader), 1, [wait])
-    lines = [record.getMessage() for record in caplog.records if "references sampled from" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "reference answers sampled from" in record.getMessage()
+    ]
     assert seen == [True]
     assert len(lines) == 1
     assert "broken_grader grades" in lines[0]

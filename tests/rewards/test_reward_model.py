@@ -99,7 +99,7 @@ def test_what_is_too_long_gives_what_was_chosen(tmp_path):
     folder = classifier(tmp_path, positions=32)
     asked = [(Prompt(text="q"), "x" * 40), (Prompt(text="q"), "x")]
     strict, low = rl.RewardModel(folder), rl.RewardModel(folder, max_length=16, on_too_long=-3.0)
-    with pytest.raises(RewardError, match=r"41 tokens exceed RewardModel\.max_length=32"):
+    with pytest.raises(RewardError, match=r"41 tokens, more than RewardModel\.max_length=32"):
         scores(strict, asked)
     found = scores(low, asked)
     assert found[0] == -3.0
@@ -128,7 +128,7 @@ def test_weights_that_are_missing_end_the_run(tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "body" / name).write_bytes((tmp_path / name).read_bytes())
     reward = rl.RewardModel(str(tmp_path / "body"))
-    with pytest.raises(RewardSetupError, match=r"lacks weights \(they would be random\): score\.weight"):
+    with pytest.raises(RewardSetupError, match=r"lacks weights, which would be random: score\.weight"):
         scores(reward, [(Prompt(text="q"), "x")], max_tries=3)
     reward.close()
 

@@ -22,14 +22,17 @@ def accuracy(reward, **settings):
 def test_the_readmes_reward_has_the_accuracy_of_its_right_answers(caplog):
     right = accuracy(rl.exact_match)
     assert 0.1 < right < 0.9
-    assert "count a reward of at least" not in caplog.text
+    assert "count an answer as correct" not in caplog.text
     assert accuracy(short_and_right) == right
-    assert "count a reward of at least data.validation.success_reward=0.5 (the default)" in caplog.text
+    assert (
+        "count an answer as correct if its reward is at least data.validation.success_reward=0.5 (the default)"
+        in caplog.text
+    )
 
 
 def test_a_threshold_that_no_reward_reaches_is_named_at_the_first_validation(caplog):
     assert accuracy(short_and_right, success_reward=1.0) == 0.0
-    assert "no reward reaches data.validation.success_reward=1, so" in caplog.text
+    assert "no reward reaches the threshold data.validation.success_reward=1, so" in caplog.text
 
 
 def test_graders_of_this_library_need_full_marks_and_other_rewards_a_half():
@@ -53,7 +56,7 @@ def test_pass_rates_of_a_curriculum_count_as_validation_does():
         ([-1.0, 1.0], 0.5, True, ""),
         ([0.2, 0.2], 0.5, True, ""),  # nothing can be told yet
         ([0.0, 0.9], 1.0, False, "no reward reaches"),
-        ([0.1, 0.9], 0.5, True, "count a reward of at least"),
+        ([0.1, 0.9], 0.5, True, "count an answer as correct"),
         ([0.1, 0.9], 0.5, False, ""),  # chosen
     ],
 )

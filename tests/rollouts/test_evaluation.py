@@ -198,7 +198,7 @@ def test_one_that_was_lost_with_its_engine_begins_again(caplog):
     evaluation = Evaluation(held_out(), every_n_steps=100, max_concurrent=2, sampling=SamplingParams(max_tokens=9))
     engine = failing("step", "crash", 1)
     fit(make_module(), make_data(engine=engine, groups_per_step=1, group_size=2, max_staleness=0), 9, [evaluation])
-    assert said(caplog, "was lost with its engine and will be repeated")
+    assert said(caplog, "was lost when its engine was replaced, and will be repeated")
     [result] = evaluation.results
     assert result.oldest_version >= result.version > 0
 
@@ -242,5 +242,7 @@ def test_settings_that_make_no_sense_are_refused(settings, named):
 
 
 def test_copies_of_one_greedy_completion_are_refused():
-    with pytest.raises(ValueError, match=r"num_samples=2 at temperature 0 would be copies"):
+    with pytest.raises(
+        ValueError, match=r"num_samples=2 with temperature 0: the samples of a prompt would be identical"
+    ):
         fit(make_module(), make_data(), 1, [Evaluation(held_out(), num_samples=2, sampling=GREEDY)])

@@ -46,7 +46,7 @@ def test_a_group_passes_through_its_states_and_is_forgotten_when_it_was_trained_
     for sample in (1, 0):
         assert book.collect(sampled(sample)) == (group, sample)
         seen.append(group.state)
-    with pytest.raises(InvariantError, match="group 0 is scoring, but was read as finished"):
+    with pytest.raises(InvariantError, match="group 0 is in state scoring, but was read as finished"):
         _ = group.finished
     assert [book.reward(group, sample, float(sample)) for sample in (0, 1)] == [False, True]
     seen.append(group.state)

@@ -392,7 +392,7 @@ def test_comparison_of_outputs(found, expected, settings, is_right):
             {"languages": {"x": "no_such_program main.x"}},
             "needs no_such_program, which is not in a folder that programs can read",
         ),
-        ({"languages": {"x": "sh program"}}, "must contain the file name main.SUFFIX"),
+        ({"languages": {"x": "sh program"}}, "must contain the program's file name, main.SUFFIX"),
         ({"readable": ["/no/such/folder"]}, "Sandbox.readable: there is no '/no/such/folder'"),
         ({"readable": ["/"]}, "Sandbox.readable='/' cannot be mounted"),
     ],

@@ -308,7 +308,7 @@ def test_prompts_with_weak_tests_are_refused():
     right = fenced("def f(x): return 2 * x")
     assert made(prompt(test_list=["assert f(2) == 4"]), right) == 1.0
     weak = prompt(test_list=["assert f(1) == 2", WEAK])
-    words = r"CodeReward.tests=plain refuses the prompt: .* a program can forge 'assert f\(2\) in \(4, 5\)'"
+    words = r"CodeReward.tests=plain refuses the prompt: .* a program can pass 'assert f\(2\) in \(4, 5\)' without"
     with pytest.raises(ValueError, match=words):
         made.check_prompt(weak)
     with pytest.raises(FinalRewardError, match=words):
@@ -338,7 +338,9 @@ def test_prompts_with_weak_tests_are_counted_once(tmp_path, caplog):
     assert line.startswith("CodeReward: 2 of 3 prompts have weak tests, which a program can pass without")
     (line,) = run("together")
     assert line.startswith("CodeReward: 3 of 3 prompts have weak tests")
-    assert run("plain", "skip") == ["CodeReward: 0 of 1 prompts have weak tests"]
+    assert run("plain", "skip") == [
+        "CodeReward: 0 of 1 prompts have weak tests, which a program can pass without solving the task"
+    ]
     with pytest.raises(ValueError, match=r"rows.jsonl.*2.*CodeReward.tests=plain refuses the prompt"):
         run("plain")
 

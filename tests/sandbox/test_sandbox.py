@@ -279,5 +279,5 @@ def test_an_error_names_the_level(monkeypatch):
     with make(ALL[0]) as made:
         made.close()
         monkeypatch.setattr("lit_async_rl.sandbox.processes._base_python", lambda: "/no/such/python")
-        with pytest.raises(SandboxError, match=f"could not be run .{ALL[0]}."):
+        with pytest.raises(SandboxError, match=f"could not be run .sandbox level {ALL[0]}."):
             made.run("x")

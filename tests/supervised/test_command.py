@@ -124,7 +124,7 @@ def test_wrong_arguments_of_the_function_are_named():
         rl.sft(MODEL, records, group_size=2)
     with pytest.raises(ValueError, match=r"records\[0\]: a record must have messages"):
         rl.sft(MODEL, [{"prompt": "21="}])
-    with pytest.raises(ValueError, match=r"records\[0\]: a record must have .*, and has the keys none$"):
+    with pytest.raises(ValueError, match=r"records\[0\]: a record must have .*, got the keys none$"):
         rl.sft(MODEL, [{"messages": None}])
     with pytest.raises(ValueError, match=r"^weights\[1\] must be positive, got nan"):
         rl.sft(MODEL, [SortDigits(2), SortDigits(3)], weights=[1, float("nan")])

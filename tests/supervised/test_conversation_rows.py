@@ -121,16 +121,16 @@ def test_segments_train_as_they_say(tmp_path):
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"messages": TALK[:1]}, "the conversation has no turn of the assistant"),
+        ({"messages": TALK[:1]}, "the conversation has no assistant turn"),
         (
             {"messages": [TALK[0], {"role": "assistant", "content": " "}]},
-            "message 1, a turn of the assistant, is empty",
+            "message 1, an assistant turn, is empty",
         ),
-        ({"messages": TALK[1:2]}, "begins with the assistant"),
+        ({"messages": TALK[1:2]}, "begins with an assistant turn"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 must have a role, one of system"),
         (
             {"prompt": "1+1="},
-            "a record must have messages, prompt and completion, or segments, and has the keys prompt",
+            "a record must have messages, prompt and completion, or segments, got the keys prompt",
         ),
         ({"prompt": "1+1=", "completion": ""}, "the completion is empty"),
         ({"prompt": "1+1=", "completion": {"a": 1}}, "the completion must be text or messages"),

@@ -122,7 +122,8 @@ def test_a_mixture_keeps_its_shares_and_every_row_of_an_epoch_and_has_no_memory(
 
 def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
     with pytest.raises(
-        ValueError, match=r"data.records\[1\]: the record has 20 tokens, more than data.max_tokens=12: data.too_long"
+        ValueError,
+        match=r"data.records\[1\]: the record has 20 tokens, more than data.max_tokens=12, which data",
     ):
         make_data(records=RECORDS, max_tokens=12)
     with caplog.at_level(logging.WARNING):
@@ -136,7 +137,7 @@ def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
         assert len(shorter.rows[0]) == 4, "of one nothing is left that trains"
         assert "1 of 5 records were left out: longer than 10 tokens, data.too_long=truncate" in caplog.text
         make_data(records=[{"prompt": "é=", "completion": "12"}, {"prompt": "21=", "completion": "1ü"}])
-        assert "1 of 2 records train text that the tokenizer lacks (token 0)" in caplog.text
+        assert "1 of 2 records train on text that the tokenizer cannot encode (unknown token 0)" in caplog.text
     with pytest.raises(ValueError, match="all other records were left out"):
         make_data(records=RECORDS[1:2], max_tokens=12, too_long="drop")
 
@@ -159,8 +160,8 @@ def test_a_run_resumes_bit_for_bit_within_an_epoch_and_within_a_step(tmp_path):
         assert torch.equal(parameters(resumed), parameters(whole)), name
     path = str(tmp_path / "step=3.ckpt")
     for change, said in [
-        (dict(seed=1), "data.seed is 1, and was 0 in the checkpoint"),
-        (dict(weights=[2, 1]), r"data.weights is \[2, 1\], and was \[1, 2\]"),
+        (dict(seed=1), "data.seed is 1, but was 0 in the checkpoint"),
+        (dict(weights=[2, 1]), r"data.weights is \[2, 1\], but was \[1, 2\]"),
         (
             dict(records=[SortDigits(3, size=7, seed=3), SortDigits(6, size=12)]),
             "data.records, their tokens",

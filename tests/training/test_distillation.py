@@ -218,7 +218,7 @@ def test_a_run_with_a_teacher_for_each_source():
         module = make_module(random_init=True, distillation=rl.Distillation(teacher=teachers))
         data = make_data(prompts=rl.InMemoryPrompts(prompts(names)), reward=rl.no_reward)
         if "c" in names:
-            with pytest.raises(ValueError, match="has teachers for kind=a, b, and none for a prompt with kind=c"):
+            with pytest.raises(ValueError, match="has teachers for kind=a, b, but none for a prompt with kind=c"):
                 fit(module, data, 2)
         else:
             fit(module, data, 2)
@@ -250,7 +250,9 @@ def test_vocabularies_may_have_different_padding_behind_the_same_tokens(models, 
     strange = batch.replace(input_ids=torch.where(batch.loss_mask, 20, batch.input_ids))
     for settings in ({}, {"top_k": 3}, {"gradient": "sampled"}):
         if sizes[1] == 17:
-            with pytest.raises(EngineError, match="has 17 token ids, and the student has sampled 20, padding of its"):
+            with pytest.raises(
+                EngineError, match="has 17 token ids, but the student has sampled token id 20, which is padding"
+            ):
                 gradient((student, teacher), strange, **settings)
 
 
@@ -451,16 +453,16 @@ def test_the_configuration_trains(tmp_path):
         (dict(top_k=0), "model.distillation.top_k must be"),
         (
             dict(gradient="sampled", divergence="jsd"),
-            "sampled has the sampled token only, and no divergence=jsd",
+            "sampled uses only the sampled token, so it cannot be combined with divergence=jsd",
         ),
-        (dict(gradient="sampled", top_k=4), "gradient=sampled has the sampled token only, and no top_k=4"),
+        (dict(gradient="sampled", top_k=4), "so it cannot be combined with top_k=4: use gradient: analytic"),
         (
             dict(teacher=rl.EngineTeacher(model=MODEL, engine=rl.EmbeddedEngine())),
-            "teacher=EngineTeacher gives the log-probabilities of sampled tokens only",
+            "teacher=EngineTeacher gives only the log-probabilities of sampled tokens",
         ),
         (
             dict(teacher=rl.ServerTeacher(base_url="http://127.0.0.1:1/v1", model="m")),
-            "teacher=ServerTeacher gives no whole distributions: set model.distillation.top_k",
+            "teacher=ServerTeacher gives no distributions over the whole vocabulary: set model.distillation.top_k",
         ),
     ],
 )
@@ -486,7 +488,9 @@ def test_teachers_that_cannot_be_made():
 def test_what_only_the_start_can_know(tmp_path):
     with pytest.raises(ValueError, match=r"OptimalBaseline with model\.distillation\.with_reward=false"):
         make_module(loss=rl.Reinforce(), baseline=rl.OptimalBaseline(), distillation=rl.Distillation(teacher=MODEL))
-    with pytest.raises(ValueError, match=r"model.distillation.top_k=500 must be less than the vocabulary, \d+ tokens"):
+    with pytest.raises(
+        ValueError, match=r"model.distillation.top_k=500 must be less than the size of the vocabulary, \d+ tokens"
+    ):
         run(1, top_k=500)
     remote = rl.EngineTeacher(model=MODEL, engine=rl.EmbeddedEngine())
     module = make_module(distillation=rl.Distillation(teacher=remote, gradient="sampled"))
@@ -511,13 +515,13 @@ def test_a_teacher_of_another_tokenizer_or_template_is_refused(tmp_path):
         return tokenizer
 
     other = copy_with(tmp_path / "other", "tokenizer.json", swapped)
-    with pytest.raises(ValueError, match=r"teacher='.*other' has another tokenizer than model\.model="):
+    with pytest.raises(ValueError, match=r"teacher='.*other' has a different tokenizer from model\.model="):
         check_same_tokens(MODEL, other)
     first, second = (
         copy_with(tmp_path / name, "tokenizer_config.json", lambda config, name=name: config | {"chat_template": name})
         for name in ("first", "second")
     )
-    with pytest.raises(ValueError, match=r"teacher='.*second' has another chat template than model\.model="):
+    with pytest.raises(ValueError, match=r"teacher='.*second' has a different chat template from model\.model="):
         check_same_tokens(first, second)
     check_same_tokens(MODEL, first)
 
@@ -572,7 +576,11 @@ def two_tokens():
         (200, {"choices": []}, "returned no log-probabilities of the prompt's tokens"),
         (200, "<html>", "JSONDecodeError"),
         *((200, answer({"5": {"logprob": value}}), f"gave {value} as the log-probability") for value in STRANGE),
-        (200, answer({"5": {"logprob": -1.0, "decoded_token": "你"}}), "has another tokenizer than .* its token 5 is"),
+        (
+            200,
+            answer({"5": {"logprob": -1.0, "decoded_token": "你"}}),
+            "has a different tokenizer from .* its token 5 is",
+        ),
         (
             200,
             answer({"5": {"logprob": -1.0}, "99": {"logprob": -0.5}}),

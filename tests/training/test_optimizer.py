@@ -173,7 +173,7 @@ def groups_of(make, num_groups=1):
     [
         (groups_of(partial(torch.optim.SGD, lr=1.0)), groups_of(torch.optim.AdamW), "=SGD has dampening.*amsgrad"),
         (groups_of(torch.optim.AdamW), groups_of(partial(torch.optim.SGD, lr=1.0)), "=AdamW has amsgrad.*dampening"),
-        (groups_of(torch.optim.AdamW), groups_of(torch.optim.AdamW, 2), "has 1 parameter groups, .* optimizer 2"),
+        (groups_of(torch.optim.AdamW), groups_of(torch.optim.AdamW, 2), "has 1 parameter groups, .* optimizer has 2"),
         (groups_of(partial(torch.optim.AdamW, amsgrad=True)), groups_of(torch.optim.AdamW), "has amsgrad=True"),
     ],
 )

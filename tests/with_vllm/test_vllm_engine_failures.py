@@ -93,7 +93,9 @@ def test_nothing_survives_a_trainer_that_is_killed(tmp_path):
 
 
 def test_it_says_what_it_cannot_run(tmp_path):
-    with pytest.raises(ValueError, match=r"heads of size 8, but on a CPU vLLM supports only 32, 64.*EmbeddedEngine"):
+    with pytest.raises(
+        ValueError, match=r"heads of size 8, but on a CPU, vLLM supports only sizes 32, 64.*EmbeddedEngine"
+    ):
         started(save(tiny_llama(), tmp_path))
     with pytest.raises(FileNotFoundError, match=r"model\.model='\./no/such': there is no such folder"):
         started("./no/such")

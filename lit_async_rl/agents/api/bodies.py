@@ -178,7 +178,9 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
     needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
     if needed:
-        raise ValueError(f"{setting} must not contain {', '.join(needed)}, because every answer depends on it")
+        raise ValueError(
+            f"{setting} must not contain {', '.join(needed)}: options that every answer depends on cannot be ignored"
+        )
     return tuple(names)
 
 

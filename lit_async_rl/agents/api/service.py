@@ -121,7 +121,7 @@ class CallService:
         except ApiError as error:
             return error.response
         except Exception as error:  # which clients try again
-            log.warning("the agents' endpoint failed to answer %s: %s", request.path, describe(error))
+            log.warning("the agents' endpoint failed to answer a request to %s: %s", request.path, describe(error))
             return ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR).response
 
     def _models(self, request: ApiRequest) -> ApiResponse:

@@ -145,7 +145,7 @@ class CommandAgent:
         result = _reward_of(line)
         if result is None:
             raise CommandAgentError(
-                f"the agent {name!r} must write its reward as the last line of stdout, a number or an object like "
+                f"the agent {name!r} must write its reward as the last line of stdout, as a number or an object like "
                 f'{{"reward": 0.5}}, got {line[:MAX_NAME_CHARS]!r}{end}'
             )
         return result

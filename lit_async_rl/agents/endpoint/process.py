@@ -197,7 +197,7 @@ class _Worker:
                 raise ProcessAgentError(
                     f"agent {self._name} cannot be created in its process: {error[:MAX_ERROR_CHARS]}"
                 )
-        raise ProcessAgentError(f"agent {self._name}: its process {await self._how_it_ended()} while it started")
+        raise ProcessAgentError(f"agent {self._name} did not start: its process {await self._how_it_ended()}")
 
     @property
     def has_ended(self) -> bool:

@@ -130,7 +130,7 @@ class EmbeddedEngine(EngineWrapper):
         if own_process and self.cache_class is not SlotCache:
             raise ValueError(
                 f"data.engine.own_process must be False with {type(self).__name__}, got True: the child process does "
-                f"not know its {self.cache_class.__name__}"
+                f"not know the cache class {self.cache_class.__name__}"
             )
         super().__init__(DecodeProcess(settings) if own_process else DecodeLoop(settings, self.cache_class))
         self.seed = seed
@@ -270,7 +270,7 @@ class DecodeLoop(RolloutEngine):
         context = context_length(lm)
         longest = self.settings.max_model_len
         if longest is not None and longest > context:
-            raise ValueError(f"data.engine.max_model_len={longest} exceeds the model's context of {context}")
+            raise ValueError(f"data.engine.max_model_len={longest} exceeds the model's context of {context} tokens")
         self._max_model_len = longest or context
         self._slots = Slots(
             lm,
@@ -492,8 +492,8 @@ def recommend_vllm(lm: PreTrainedModel) -> None:
         return
     is_installed = importlib.util.find_spec("vllm") is not None
     log.warning(
-        "EmbeddedEngine on a GPU launches each kernel from Python; with %.1f billion parameters, vLLM samples faster: "
-        "data.engine=VLLMEngine%s",
+        "EmbeddedEngine on a GPU launches each kernel from Python; for a model of %.1f billion parameters, vLLM "
+        "samples faster: set data.engine=VLLMEngine%s",
         *(num_parameters / 1e9, "" if is_installed else ' (pip install "lit-async-rl[vllm]")'),
     )
 

@@ -68,7 +68,7 @@ class ExpertRecorder:
         """Experts of the last forward pass over tokens of this shape (rows, T)."""
         chosen = [experts.view(*shape, -1) for experts in self._chosen if experts is not None]
         if len(chosen) < len(self._chosen):
-            raise InvariantError(f"{len(chosen)} of {len(self._chosen)} routers were used in a forward pass")
+            raise InvariantError(f"only {len(chosen)} of {len(self._chosen)} routers were used in a forward pass")
         return torch.stack(chosen, dim=2).to(torch.int16)  # a quarter of int64, for every token of the batch
 
     def _reserve(self, positions: int, like: Tensor) -> Tensor:
