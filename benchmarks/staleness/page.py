@@ -207,7 +207,7 @@ def hard() -> str:
         ["regime", "loss", "lag", "present version", "earlier version", f"`{CORRECTED}` from the start"], rows
     )
     share = f"{total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})"
-    return f"{table}\n\nShare of the repeated runs that keep half of the gain with the present version: {share}."
+    return f"{table}\n\nWith the present version of the controller, {share} of the repeated runs keep half of the gain."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:

@@ -184,10 +184,10 @@ class EarlySign:
 
     def __str__(self) -> str:
         return (
-            f"{self.fallen} stale runs lost half of their accuracy. In {self.warned} of these stale runs, the "
-            f"effective sample size (`importance/ess_ratio`) had fallen below one half a median of {self.lead:.0f} "
-            f"steps before. The effective sample size also fell below one half in {self.warned_others} of the "
-            f"{self.others} other runs."
+            f"{self.fallen} runs on stale data lost half of their accuracy. The effective sample size "
+            f"(`importance/ess_ratio`) fell below one half in {self.warned} of these {self.fallen} runs, a median of "
+            f"{self.lead:.0f} steps before the accuracy did, and in {self.warned_others} of the {self.others} other "
+            "runs."
         )
 
 
