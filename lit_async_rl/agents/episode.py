@@ -537,8 +537,8 @@ class AgentEpisode(PlayedSample):
         for name, value in sampling.asked.items():
             if value != own[name]:
                 self._rules.warnings.warning(
-                    "an agent asked for %s=%g, but gets data.sampling.%s=%g, because calls must be sampled from the "
-                    "distribution that is trained",
+                    "an agent's call sets the option %s=%g, which is ignored: every call is sampled with "
+                    "data.sampling.%s=%g. Remove the option from the call, or change data.sampling",
                     name,
                     value,
                     name,

@@ -110,9 +110,8 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
                 )
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
-                    f"model.lora.target_modules={lora.target_modules!r} adapts only one of {' and '.join(names)}, "
-                    "which share a weight. The engine's model stores this weight once, so it cannot change for one "
-                    "layer only. Leave these layers out"
+                    f"model.lora.target_modules={lora.target_modules!r} adapts a layer whose weight belongs to "
+                    f"several layers: leave the layers {' and '.join(names)} out of target_modules"
                 )
     for name, paths in trained.items():
         _train_in_place(name, [lm.get_submodule(path) for path in paths])

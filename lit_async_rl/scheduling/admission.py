@@ -316,7 +316,9 @@ class RingAdmission(Admission):
     def take(self, index: int) -> int:
         """Takes the chosen group in this round; returns its deadline."""
         if index != self._waiting[0]:
-            raise InvariantError(f"group {index} is not the group that has waited longest")
+            raise InvariantError(
+                f"group {index} was taken from the ring buffer before an older group: take the oldest group first"
+            )
         self._waiting.popleft()
         return super().take(index)
 

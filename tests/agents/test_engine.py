@@ -366,7 +366,7 @@ def test_a_call_gets_the_sampling_of_the_run(caplog):
     first, second = (one.sampling for one in inner.requests)
     assert (first.temperature, first.max_tokens, first.stop) == (1.0, 2, ("x",))
     assert second.max_tokens == 6
-    assert "temperature=0.1, but gets data.sampling.temperature=1" in caplog.text
+    assert "temperature=0.1, which is ignored: every call is sampled with data.sampling.temperature=1" in caplog.text
 
 
 def test_calls_may_come_from_another_event_loop():
