@@ -161,6 +161,8 @@ class RunData:
             if len(values := self._curves.values(name)):
                 rows.append([f"{label}, first and last", f"{values[0]:.3f}, {values[-1]:.3f}"])
                 break
+        if len(losses := self._curves.values("val/loss")):
+            rows.append(["held-out loss, first and last", f"{losses[0]:.3f}, {losses[-1]:.3f}"])
         reward = self._curves.values("reward/mean")
         if len(reward):
             part = max(1, len(reward) // 10)

@@ -109,6 +109,18 @@ def test_printing_draws_charts_that_have_not_come_into_view(driver, report):
 
 
 @pytest.mark.slow
+def test_fine_tuning_has_losses_and_no_verdict(driver, tmp_path):
+    rows = ["step,train/loss,val/loss,val/token_accuracy", "0,,4.4,0.1", "0,4.3,,", "1,3.9,,", "2,,3.5,0.3"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    browser.show(driver, write_report(tmp_path, out=tmp_path / "report.html"))
+    until(driver, "document.querySelectorAll('#view .chart canvas').length === 2")
+    figures = [element.text for element in driver.find_elements("css selector", "#view figcaption")]
+    assert [text.split()[0] for text in figures] == ["Loss", "Held-out"]
+    assert count(driver, "#view .verdict") == 0
+    assert "held-out loss, first and last 4.400, 3.500" in css(driver, "#view .numbers").text
+
+
+@pytest.mark.slow
 def test_a_reward_that_is_the_accuracy_is_drawn_once(driver, report):
     figure = "[...document.querySelectorAll('figure')].find(f => f.textContent.startsWith('Held-out'))"
     chart = f"{figure}.querySelector('.chart')"

@@ -1,6 +1,8 @@
 """`ServerTeacher` asks a real server of vLLM."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from flow import MODEL, fit, make_data, make_module
 from transformers import AutoModelForCausalLM
 
 import lit_async_rl as rl
+from lit_async_rl.errors import EngineError
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.runtime.ports import free_port, reach
 
@@ -58,6 +61,19 @@ def test_log_probabilities_are_the_models(address):
                     assert set(logprobs[place].topk(num).indices.tolist()) <= set(choices)
     finally:
         teacher.close()
+
+
+@pytest.mark.timeout(240)
+def test_a_server_with_another_tokenizer_is_refused_by_name(address, tmp_path):
+    student = shutil.copytree(MODEL, tmp_path / "student")
+    tokenizer = json.loads((student / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids |= {str(digit): ids[str((digit + 1) % 10)] for digit in range(10)}
+    (student / "tokenizer.json").write_text(json.dumps(tokenizer))
+    teacher = rl.ServerTeacher(base_url=address, model="teacher", tokenizer=str(student))
+    module = make_module(model=str(student), distillation=rl.Distillation(teacher=teacher, gradient="sampled"))
+    with pytest.raises(EngineError, match=r"has a different tokenizer from ServerTeacher\.tokenizer="):
+        fit(module, make_data(model=str(student), reward=rl.no_reward), 1)
 
 
 @pytest.mark.timeout(240)

@@ -10,7 +10,7 @@
   const Overview = ({ runs, theme }) => html`
     ${runs.map((run) => html`<section class="panel overview" key=${run.label}>
       <h2>${runs.length > 1 ? `${run.label}: ` : ""}${run.name}</h2>
-      <p class="verdict">${run.verdict ? report.visible(run.verdict.text) : "The run has no verdict yet; the first comes after 50 steps, or at its end."}</p>
+      ${!report.isFineTuned(run) && html`<p class="verdict">${run.verdict ? report.visible(run.verdict.text) : "The run has no verdict yet; the first comes after 50 steps, or at its end."}</p>`}
       <div class="tables">
         <table class="numbers"><caption>Summary</caption><tbody>
           ${(run.summary || []).map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th><td>${value}</td></tr>`)}
@@ -19,7 +19,7 @@
       </div>
       ${(run.notes || []).map((note) => html`<p class="note">${report.visible(note)}</p>`)}
     </section>`)}
-    <${report.Curves} runs=${runs} theme=${theme} only=${["Reward", "Held-out", "Staleness", "Effective sample size", "Throughput", "Idle"]} />
+    <${report.Curves} runs=${runs} theme=${theme} only=${["Loss", "Divergence from the teacher", "Reward", "Held-out", "Staleness", "Effective sample size", "Throughput", "Idle"]} />
     ${runs.map((run) => run.config && html`<details class="panel" key=${run.label}><summary>configuration of ${run.name}</summary><pre>${report.visible(run.config)}</pre></details>`)}`;
 
   const VIEWS = { overview: Overview, curves: report.Curves, pipeline: report.Pipeline, rollouts: report.Rollouts, compare: report.Compare };

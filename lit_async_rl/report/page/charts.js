@@ -5,6 +5,8 @@
   const { html, useEffect, useMemo, useRef, useState } = htmPreact;
 
   const CHARTS = [
+    { title: "Loss", unit: "nats per token", about: "Mean of −log π over the trained tokens of records.", names: ["train/loss", "val/loss"] },
+    { title: "Divergence from the teacher", unit: "nats per token", names: ["policy/teacher_divergence"] },
     { title: "Reward", axis: "reward", about: "Mean of a step.", names: ["reward/mean", "reward/mean_sampled"] },
     { title: "Parts of the reward", axis: "reward", prefixes: ["reward/part/"] },
     { title: "Held-out", axis: "share, or reward", about: "Prompts that are not trained on. Accuracy is the share of correct completions.", prefixes: ["val/", "eval/"] },
@@ -24,6 +26,7 @@
     { title: "Time of a step", unit: "seconds", names: ["perf/step_s"] },
   ];
   const LABELS = { // of legends; others: the metric without its group
+    "train/loss": "training", "val/loss": "held-out", "policy/teacher_divergence": "policy", "val/token_accuracy": "token accuracy",
     "val/pass@1": "held-out accuracy", "val/reward": "held-out reward", "val/cut_share": "cut at the token limit",
     "reward/mean": "trained on", "reward/mean_sampled": "all sampled groups",
     "sample/staleness_mean": "mean", "sample/staleness_p95": "95th percentile", "sample/staleness_max": "maximum", "perf/steady_staleness": "steady",
@@ -126,11 +129,16 @@
       return !reward || (accuracy && JSON.stringify(reward) === JSON.stringify(accuracy));
     });
 
+  // Supervised fine-tuning: no engine, no rollouts, no verdict.
+  report.isFineTuned = ({ curves }) => Boolean(curves && curves.series["train/loss"]);
+
+  const elsewhere = (name) => CHARTS.some(({ names = [] }) => names.includes(name));
+
   const namesOf = (runs, chart) => {
     const all = [...new Set(runs.flatMap((run) => Object.keys(run.curves ? run.curves.series : {})))];
     return chart.names
       ? chart.names.filter((name) => all.includes(name))
-      : all.filter((name) => chart.prefixes.some((prefix) => name.startsWith(prefix)) && !repeats(runs, name));
+      : all.filter((name) => chart.prefixes.some((prefix) => name.startsWith(prefix)) && !elsewhere(name) && !repeats(runs, name));
   };
 
   const seriesOf = (runs, names, width) =>
@@ -154,9 +162,11 @@
       }),
     );
 
+  const legendRows = (number) => Math.ceil(number / (innerWidth < 600 ? 2 : 3));
+
   report.curveOption = (runs, chart, names, width) => () => ({
     ...report.chartBase(),
-    grid: { left: 26, right: 14, top: 28 + 16 * (Math.ceil((names.length * runs.length) / 3) - 1), bottom: 22, containLabel: true },
+    grid: { left: 26, right: 14, top: 28 + 16 * (legendRows(names.length * runs.length) - 1), bottom: 22, containLabel: true },
     legend: {
       type: "plain", top: 0, left: 0, itemWidth: 22, itemHeight: 8, itemGap: 8, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 12 },
       formatter: (name) => runs.length > 1 ? name.replace(/^(\w: )(.*)$/, (_, run, metric) => run + label(metric)) : label(name), // tooltips have the whole name

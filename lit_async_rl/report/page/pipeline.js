@@ -201,7 +201,9 @@
       ? html`<${Gantt} timeline=${run.timeline} theme=${theme} label=${`Timeline of ${run.name}`} />
           <${report.IdleTable} run=${run} />
           <${Shares} timeline=${run.timeline} theme=${theme} />`
-      : html`<p class="empty">This run has no timeline (files timeline/rank*.json). The charts show its idle shares by step.</p>`}
+      : report.isFineTuned(run)
+        ? html`<p class="empty">Supervised fine-tuning has no engine and no rewards.</p>`
+        : html`<p class="empty">This run has no timeline (files timeline/rank*.json). The charts show its idle shares by step.</p>`}
   </section>`)}`;
 
   const DASHES = { solid: "", dashed: "6 4", dotted: "2 3" };
