@@ -433,7 +433,7 @@ def test_what_cannot_be_packed_is_refused_by_name():
     with pytest.raises(ValueError, match="row_tokens"):
         PrefixTreePacking(-1)
     short = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=1, n_positions=8))
-    with pytest.raises(ValueError, match="window is 8"):
+    with pytest.raises(ValueError, match="window has only 8 tokens"):
         CausalPolicy(short, packing=PrefixTreePacking())(*groups([(7, (4,))])[:2], group_index=torch.tensor([0]))
     flash = FAMILIES["llama"]()
     flash.config._attn_implementation = "flash_attention_2"
