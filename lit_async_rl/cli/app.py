@@ -178,7 +178,7 @@ class AsyncRLCLI(LightningCLI):
         if self.cluster is not None:
             self.cluster.check()
         if self.is_dry_run and self._extra:
-            raise ValueError("cluster.dry_run=true works only with training, because only training places ranks")
+            raise ValueError("cluster.dry_run=true works only with the command `train`, which alone starts ranks")
 
     def _make_cluster(self) -> Cluster | None:
         if not self.has_cluster:

@@ -138,7 +138,9 @@ def collate_step(
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
-        raise InvariantError("completions from truncated sampling do not record which tokens could be chosen")
+        raise InvariantError(
+            "data.sampling truncates (top_p, top_k, min_p), but completions do not record which tokens could be chosen"
+        )
     pad = partial(
         _pad,
         pad_token_id=pad_token_id,

@@ -169,7 +169,7 @@ def measured_cost(
 def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> StepCost:
     if arguments.device is None:
         raise ValueError(
-            f"{arguments.source} is a configuration, which contains no timings: add --device (one of "
+            f"{arguments.source} is a configuration, not a run with measured times: add --device (one of "
             f"{', '.join(sorted(DEVICES))}), or give the folder of a run"
         )
     model = _of(settings, "model.model", None)

@@ -232,9 +232,8 @@ class Admission:
         """
         if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
             raise ValueError(
-                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, but was "
-                f"{state['groups_per_round']} when the checkpoint was saved between two publications: keep it at "
-                f"{state['groups_per_round']}"
+                f"data.groups_per_step * data.weight_sync_steps must stay {state['groups_per_round']} to resume this "
+                f"checkpoint, which was saved before the weights were published, got {self.groups_per_round}"
             )
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:

@@ -105,8 +105,9 @@ def load_policies(
     adapter: Any = "leave_out" if continued else "merge"
     lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu", adapter=adapter)
     if has_adapter(model) and not random_init:
-        done = "trained further" if continued else "merged into the weights"
-        log.warning("model.model=%r holds an adapter, which is %s (model.lora.continue_adapter)", model, done)
+        done = "is trained further" if continued else "is merged into the weights"
+        flag = str(continued).lower()
+        log.warning("model.model=%r holds an adapter, which %s: model.lora.continue_adapter is %s", model, done, flag)
     reference = None
     if needs_reference and (lora is None or lora.modules_to_save or continued):
         # a continued adapter cannot be switched off to get the policy that training began with
