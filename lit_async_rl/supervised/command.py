@@ -25,8 +25,10 @@ class SFTCLI(AsyncRLCLI):
     has_cluster = False
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
+        if not self._extra:  # of `evaluate` and `export`, which read no training records
+            self.datamodule.read_records()
         if self.config_init["trainer"]["max_steps"] < 0:
-            kwargs["max_steps"] = self.datamodule.num_steps
+            kwargs["max_steps"] = 1 if self._extra else self.datamodule.num_steps
         return super().instantiate_trainer(**kwargs)
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import numpy as np
 import xxhash
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_async_rl import rules
 from lit_async_rl.advantages.group import Raw
@@ -275,8 +276,6 @@ class SFTDataModule(pl.LightningDataModule):
         use_run_time(self._began)
         self.model: str | None = None
         self._codec: TextCodec | None = None
-        self.rows: list[Rows] = []
-        self._held_out_rows: Rows | None = None
         self._base = (0, 0)  # a step, and the position of its first row
         if model is not None:
             self.use_model(model)
@@ -284,25 +283,39 @@ class SFTDataModule(pl.LightningDataModule):
     # -- model, tokenizer and rows ------------------------------------------------------------------------------------
 
     def use_model(self, model: str) -> None:
-        """Encodes all records with the tokenizer of a model, unless one was given.
+        """Takes the tokenizer of a model, unless one was given."""
+        if self.model is None:
+            self.model = os.path.expanduser(model)
+            self._codec = TextCodec(self.model, self.scoring.special_tokens)
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """The training records of each source, encoded when they are first asked for: an evaluation needs none.
 
         Raises:
             ValueError: a record is bad; names file and line.
         """
-        if self.model is None:
-            self.model = os.path.expanduser(model)
-            self._codec = TextCodec(self.model, self.scoring.special_tokens)
-            self._encode()
+        with announced("the records to be tokenised"):
+            return [self._encoded(source) for source in self._sources]
 
-    def _encode(self) -> None:
+    @cached_property
+    def held_out_rows(self) -> Rows | None:
+        """The held-out records, likewise."""
+        return None if self._held_out_source is None else self._encoded(self._held_out_source)
+
+    def _encoded(self, source: PromptSource) -> Rows:
         encoder = RowEncoder(self.codec, self.loss_on)
         length = min(self.codec.context_length, self.max_tokens or self.codec.context_length)
-        with announced("the records to be tokenised"):
-            limit = f"data.max_tokens={length}" if length == self.max_tokens else f"the model's context of {length}"
-            make = partial(Rows, encode=encoder, max_tokens=length, limit=limit, too_long=self.too_long)
-            self.rows = [make(source) for source in self._sources]
-            self._held_out_rows = None if self._held_out_source is None else make(self._held_out_source)
-        self._mixture = Mixture(self.rows, self.weights, seed=self.seed, shuffle=self.shuffle)
+        limit = f"data.max_tokens={length}" if length == self.max_tokens else f"the model's context of {length}"
+        return Rows(source, encode=encoder, max_tokens=length, limit=limit, too_long=self.too_long)
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return Mixture(self.rows, self.weights, seed=self.seed, shuffle=self.shuffle)
+
+    def _forget_rows(self) -> None:
+        for name in ("rows", "held_out_rows", "_mixture"):
+            self.__dict__.pop(name, None)
 
     @property
     def codec(self) -> TextCodec:
@@ -312,6 +325,14 @@ class SFTDataModule(pl.LightningDataModule):
                 "SFTDataModule has no model yet: call use_model, or pass the SFTDataModule and a module to a Trainer"
             )
         return self._codec
+
+    def read_records(self) -> None:
+        """Encodes all records now, so that a bad one is reported before anything starts.
+
+        Raises:
+            ValueError: a record is bad; names file and line.
+        """
+        _ = self.rows, self.held_out_rows
 
     @property
     def num_steps(self) -> int:
@@ -335,6 +356,8 @@ class SFTDataModule(pl.LightningDataModule):
         check_vocabulary(self.codec.tokenizer, vocab_size, module.model)
         self.shares_prefixes = module.policy.packing is not None
         self._used_trainer.accumulate_grad_batches = self.micro_batches_per_step
+        if stage == TrainerFn.FITTING:
+            self.read_records()
 
     @property
     def _used_trainer(self) -> pl.Trainer:
@@ -350,7 +373,7 @@ class SFTDataModule(pl.LightningDataModule):
         """Held-out records, and held-out prompts after them."""
         trainer = self._used_trainer
         prompts = self.held_out.batches(self.codec, trainer.global_rank, trainer.world_size)
-        return HeldOutFeed(self, self._held_out_rows, prompts) if self.validates else []
+        return HeldOutFeed(self, self.held_out_rows, prompts) if self.validates else []
 
     def test_dataloader(self) -> Iterable[RolloutBatch | PromptBatch]:
         """As in a validation."""
@@ -399,6 +422,8 @@ class SFTDataModule(pl.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from the position."""
+        if self._used_trainer.state.fn != TrainerFn.FITTING:
+            return
         self.check_resumable(state_dict)
         self._base = (state_dict["step"], state_dict["position"])
 
@@ -427,7 +452,7 @@ class SFTDataModule(pl.LightningDataModule):
             self._began = began
             use_run_time(began)
             if [rows.digest() for rows in self.rows] != state["rows"]:
-                self._encode()
+                self._forget_rows()
         for name, value in self._order().items():
             if value != state["order"][name]:
                 saved = state["order"][name]

@@ -130,6 +130,7 @@ def _sft(
             model = stack.enter_context(_in_temporary_folder(model, tokenizer))
         model = str(model)
         data = SFTDataModule(model, **of_data)
+        data.read_records()
         steps = max_steps if max_steps >= 0 else data.num_steps
         trainer = Trainer(max_steps=steps, defaults=defaults, adds_csv_log=False, **of_trainer)
         gather_loggers(trainer, ckpt_path)

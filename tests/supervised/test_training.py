@@ -120,12 +120,21 @@ def test_a_mixture_keeps_its_shares_and_every_row_of_an_epoch_and_has_no_memory(
     assert texts(ordered, 0, 10) == texts(ordered, 10, 10)
 
 
+def test_an_evaluation_reads_no_training_records():
+    data = make_data(records=[{"prompt": "1", "completion": None}], validation_records=RECORDS)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    (found,) = trainer.validate(make_module(), datamodule=data, verbose=False)
+    assert found["val/loss"] > 0
+    with pytest.raises(ValueError, match=r"data\.records\[0\]"):
+        fit(make_module(), data, 1)
+
+
 def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
     with pytest.raises(
         ValueError,
         match=r"data.records\[1\]: the record has 20 tokens, more than data.max_tokens=12, which data",
     ):
-        make_data(records=RECORDS, max_tokens=12)
+        make_data(records=RECORDS, max_tokens=12).read_records()
     with caplog.at_level(logging.WARNING):
         cut = make_data(records=RECORDS, max_tokens=12, too_long="truncate")
         assert sorted(len(row.ids) for row in cut.rows[0]) == [6, 8, 9, 12, 12]
@@ -136,10 +145,10 @@ def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
         shorter = make_data(records=RECORDS, max_tokens=10, too_long="truncate")
         assert len(shorter.rows[0]) == 4, "of one nothing is left that trains"
         assert "1 of 5 records were left out: longer than 10 tokens, data.too_long=truncate" in caplog.text
-        make_data(records=[{"prompt": "é=", "completion": "12"}, {"prompt": "21=", "completion": "1ü"}])
+        make_data(records=[{"prompt": "é=", "completion": "12"}, {"prompt": "21=", "completion": "1ü"}]).read_records()
         assert "1 of 2 records train on text that the tokenizer cannot encode (unknown token 0)" in caplog.text
     with pytest.raises(ValueError, match="all other records were left out"):
-        make_data(records=RECORDS[1:2], max_tokens=12, too_long="drop")
+        make_data(records=RECORDS[1:2], max_tokens=12, too_long="drop").read_records()
 
 
 def test_a_run_resumes_bit_for_bit_within_an_epoch_and_within_a_step(tmp_path):
@@ -179,7 +188,7 @@ def test_held_out_loss_and_accuracy_are_those_of_a_slow_loop():
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
     )
     (found,) = runner.validate(module, data, verbose=False)
-    rows = data._held_out_rows._rows
+    rows = data.held_out_rows._rows
     with torch.no_grad():
         assert found["val/loss"] == pytest.approx(float(slow_loss(module.policy, rows)), rel=1e-5)
         right = []
