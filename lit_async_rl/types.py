@@ -171,7 +171,9 @@ class SamplerHead:
     def __post_init__(self) -> None:
         if not len(self.entropy) == len(self.ids) == len(self.logprobs) or self.ids.shape != self.logprobs.shape:
             shapes = ", ".join(str(tuple(v.shape)) for v in (self.entropy, self.ids, self.logprobs))
-            raise InvariantError(f"entropy, ids and logprobs of a head must match in shape, got {shapes}")
+            raise InvariantError(
+                f"entropy, ids and logprobs of a SamplerHead must match in shape, got the shapes {shapes}"
+            )
 
     def __len__(self) -> int:
         return len(self.entropy)

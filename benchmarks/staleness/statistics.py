@@ -186,8 +186,8 @@ class EarlySign:
         return (
             f"{self.fallen} runs on stale data lost half of their accuracy. The effective sample size "
             f"(`importance/ess_ratio`) fell below one half in {self.warned} of these {self.fallen} runs, a median of "
-            f"{self.lead:.0f} steps before the accuracy did, and in {self.warned_others} of the {self.others} other "
-            "runs."
+            f"{self.lead:.0f} steps before the accuracy did. It also fell below one half in {self.warned_others} of "
+            f"the {self.others} runs that kept more of their accuracy."
         )
 
 

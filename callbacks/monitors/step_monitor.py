@@ -530,9 +530,10 @@ class LengthBiasMonitor(StepMonitor):
             if times >= self.ratio:
                 self._has_warned = True
                 rank_zero_warn(
-                    f"LengthBiasMonitor: completions of groups dropped with the reason `{fate}` are {times:.2f} times "
-                    "as long as completions of trained groups, so training is biased towards short completions. With "
-                    "data.admission=null no group expires; with a larger data.max_staleness fewer groups are dropped."
+                    f"LengthBiasMonitor: completions of groups that were dropped (reason: `{fate}`) are {times:.2f} "
+                    "times as long as completions of groups that were trained on, so training is biased towards short "
+                    "completions. To drop fewer groups, raise data.max_staleness, or set data.admission=null, with "
+                    "which no group expires."
                 )
 
 

@@ -75,7 +75,7 @@ class AdaptiveStaleness(SignalCallback):
             InvariantError: no signal was measured yet.
         """
         if self._smoothed is None:
-            raise InvariantError("the staleness bound cannot change before a signal has been measured")
+            raise InvariantError("AdaptiveStaleness.next_bound was called before a step's ESS or KL was measured")
         if self.max_kl is not None:
             lower = self._smoothed > self.max_kl
             higher = self._smoothed < self.max_kl / 2

@@ -188,7 +188,8 @@ class GDPO(AdvantageEstimator):
         known = {name for group in parts for row in group for name in row}
         if groups and (unknown := sorted(set(self.weights) - known)):
             raise ValueError(
-                f"GDPO.weights names {', '.join(unknown)}, but the rewards have the parts {', '.join(sorted(known))}"
+                f"GDPO.weights must contain only names of reward parts ({', '.join(sorted(known))}), got "
+                f"{', '.join(unknown)}"
             )
         return _of_tokens(groups, self._over_step([self._of_group(group) for group in parts]))
 
@@ -372,8 +373,8 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         if not all(row.turns for row in rollout.rows):
             raise ValueError(
                 f"data.advantage={type(self).__name__} needs the turns of each branch of an agent's conversation, but "
-                "a rollout has a branch without turns: the rollout comes from an earlier version of lit-async-rl, or "
-                "from an engine that reports no turns. Use an advantage of whole rollouts, such as GroupMeanStd"
+                "one branch of a rollout has no turns. The rollout comes from an earlier version of lit-async-rl, or "
+                "from an engine that reports no turns. Use an advantage for whole rollouts, such as GroupMeanStd"
             )
         return [(row.turns or (), len(row.token_ids)) for row in rollout.rows]
 

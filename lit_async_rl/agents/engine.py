@@ -179,15 +179,16 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         renderer = ChatRenderer(codec, _template(self.chat_template))
         if renderer.has_template and renderer.problem and not self.forks:
             raise SetupError(
-                f"data.engine.forks=false cannot be used with the chat template of {codec.model!r}: "
-                f"{renderer.problem}. Conversations could not be continued token by token. Set "
+                f"data.engine.forks=false does not work with the model {codec.model!r}, because {renderer.problem}. "
+                "A conversation can therefore not be continued from its recorded tokens. Set "
                 "data.engine.chat_template to a template that only appends text, or set data.engine.forks=true, which "
-                "trains each call as a row of its own"
+                "trains on each call as a separate row"
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(
-                "data.engine.forks=false with the chat template of %r: with tools, %s. Calls that cannot continue the "
-                "conversation are trained on as separate rows and counted in the metric agent/drift_template",
+                "data.engine.forks=false does not fully work with the model %r: when tools are used, %s. A call that "
+                "therefore cannot continue a recorded conversation is trained on as a separate row, and counted in "
+                "the metric agent/drift_template",
                 codec.model,
                 renderer.tool_problem,
             )

@@ -220,7 +220,9 @@ class ChatRenderer:
             raise _invalid(f"the chat template of {self.codec.model!r} leaves out the results of tools")
         calls = frozenset(place for place in sampled if messages[place].get("tool_calls"))
         if calls and form == "unclear":
-            raise AgentCallError("it is unclear what the chat template writes after a tool call", UNSTABLE)
+            raise AgentCallError(
+                "the text that the chat template writes after a tool call could not be determined", UNSTABLE
+            )
         kept = calls if form == "call" else frozenset[int]()
         return self._cut(messages, tools, options, sampled=sampled, kept=kept)
 
@@ -245,7 +247,7 @@ class ChatRenderer:
         written = self.segments(messages, tools, closed, sampled=sampled)[-1]
         if not written.startswith(asked):
             raise AgentCallError(
-                f"the chat template of {self.codec.model!r} asks for a turn with {asked[-40:]!r}, but renders the "
+                f"the chat template of {self.codec.model!r} prompts for a turn with {asked[-40:]!r}, but begins the "
                 "finished turn differently: include the turn's reasoning, or switch thinking off "
                 "(chat_template_kwargs)",
                 UNSTABLE,
@@ -327,7 +329,9 @@ class ChatRenderer:
             asked = self._render(marked[:place], tools, options)
             end = self._end_of_turn(whole, whole.rfind(mark))
             if end is None or len(asked) < cursor:
-                raise AgentCallError("it is unclear where the chat template writes a tool call", UNSTABLE)
+                raise AgentCallError(
+                    "the place where the chat template writes a tool call could not be determined", UNSTABLE
+                )
             if not self._goes_on(asked, whole, messages[place - 1]["role"], tools=tools, options=options):
                 raise AgentCallError(REWRITES, UNSTABLE)
             found.append(asked[cursor:])

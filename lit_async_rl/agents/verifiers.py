@@ -344,7 +344,9 @@ def _result(episode: Any, is_complete: bool) -> AgentResult:
         raise VerifiersError("an episode failed" if last is None else f"{last.type}: {last.message}")
     traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if not traces:
-        raise VerifiersError("no agent of the episode is trainable")
+        raise VerifiersError(
+            "the episode gets no reward, because none of its agents is trainable: make an agent trainable"
+        )
     parts: dict[str, float] = {}
     for trace in traces:
         for name, reward in trace.rewards.items():

@@ -52,7 +52,10 @@ def load_trained(module: pl.LightningModule, folder: str | None) -> None:
     """Loads the last checkpoint of a run, where there is one as a single file, into a module of this process."""
     path = None if folder is None else Path(folder) / "last.ckpt"
     if path is None or not path.is_file():
-        log.warning("there is no single-file last.ckpt, so the module that `fit` returns keeps its initial weights")
+        log.warning(
+            "`fit` returns the module with its initial weights, because the run saved no last.ckpt, or saved it as a "
+            "folder (sharded)"
+        )
         return
     check_checkpoint(str(path))
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -246,8 +246,8 @@ def _fit(
     if cluster is not None and cluster.places_ranks:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
             raise ValueError(
-                "model: an in-memory model or tokenizer cannot be used when `cluster` places the ranks: pass the "
-                "model's name or folder"
+                "model: an in-memory model or tokenizer cannot be used if `cluster` starts the ranks in other "
+                "processes: pass the model's name or folder"
             )
         return _fit_in_ranks(given, cluster)
     with nullcontext() if cluster is None else cluster.actors_connected():

@@ -281,8 +281,9 @@ class GhostTape:
             is_plain_head = module is self._head and type(module) in (nn.Linear, Conv1D)
             if id(module) not in inside and not is_plain_head and own_parameters(module):
                 raise ValueError(
-                    f"model.baseline=OptimalBaseline with norms=GHOST does not support layer {name!r} of type "
-                    f"{type(module).__name__}, which is outside of the model's body: use PER_TRAJECTORY or SCORE"
+                    "model.baseline.norms=GHOST supports only layers of the transformer's body and a plain output "
+                    f"head, but layer {name!r} of type {type(module).__name__} is neither: set model.baseline.norms to "
+                    "PER_TRAJECTORY or SCORE"
                 )
 
     def __enter__(self) -> GhostTape:
@@ -341,7 +342,7 @@ class GhostTape:
             support: tokens that the sampler could choose; pi is renormalised over them, as in the loss.
         """
         if self._hidden is None:
-            raise SetupError("GhostTape has recorded no forward pass yet")
+            raise SetupError("GhostTape.squared_norms was called before a forward pass was recorded")
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
         hidden = self._hidden.detach() if rows is None else gathered(self._hidden.detach(), rows)

@@ -89,7 +89,10 @@ def per_trajectory_squared_norms(
         ValueError: parameters are sharded.
     """
     if has_sharded_parameters(policy):
-        raise ValueError("model.baseline.norms=PER_TRAJECTORY needs unsharded parameters: use GHOST with FSDP")
+        raise ValueError(
+            "model.baseline.norms=PER_TRAJECTORY does not work with sharded parameters: with FSDP, set "
+            "model.baseline.norms=GHOST"
+        )
     parameters = [p for p in policy.parameters() if p.requires_grad]
     norms = []
     for row, weights in zip(logprobs, coefficients.detach(), strict=True):

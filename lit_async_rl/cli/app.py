@@ -178,7 +178,9 @@ class AsyncRLCLI(LightningCLI):
         if self.cluster is not None:
             self.cluster.check()
         if self.is_dry_run and self._extra:
-            raise ValueError("cluster.dry_run=true works only with the command `train`, which alone starts ranks")
+            raise ValueError(
+                "cluster.dry_run=true works only with the command `train`, because no other command starts ranks"
+            )
 
     def _make_cluster(self) -> Cluster | None:
         if not self.has_cluster:
@@ -417,7 +419,9 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             error = "" if half_width is None else f" ± {half_width:.4f}"
             console.print(f"{name:{width}} {value:.4f}{error}")
         if num_scored:
-            console.print(f"n = {num_scored} prompts; ± is a 95 % interval over prompts")
+            console.print(
+                f"n = {num_scored} prompts; ± is half the width of a 95 % confidence interval over the prompts"
+            )
 
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

@@ -265,7 +265,13 @@ def _warn_of_early_overlays(files: Sequence[Path]) -> None:
             lost = [name for name, value in own.items() if name in others and others[name] != value]
             if "model.model" in others and "model.model" not in own and lost:
                 some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-                log.warning("%s comes after %s and overrides its settings %s: put overlays last", later, file, some)
+                log.warning(
+                    "the configuration file %s comes after the file %s and overrides its settings %s: put the file "
+                    "that is meant to override the other one last",
+                    later,
+                    file,
+                    some,
+                )
 
 
 def places_of_callback(name: str, args: Sequence[str]) -> str:
@@ -335,7 +341,9 @@ def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> N
             is_file = isinstance(value, str) and Path(value).is_file()  # of the section's settings
             if is_section and not isinstance(value, Mapping) and value is not None and not is_file:
                 shown = json.dumps(value, default=str)[:80]
-                raise ValueError(f"{name} must hold settings (`name: value`), got {shown} in {part}")
+                raise ValueError(
+                    f"in the file {part}, the section {name} must hold settings (`name: value`), got {shown}"
+                )
 
 
 def _places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -371,7 +379,7 @@ def check_class_paths(config: Any, setting: str = "") -> None:
     if isinstance(config, Mapping):
         path = config.get("class_path")
         if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
-            raise ValueError(f"{setting}.class_path must be a class, but {path} is not a class and was not called")
+            raise ValueError(f"{setting}.class_path must be a class, but {path} is not a class, so it was not called")
         if isinstance(path, str):
             _check_arguments(path, config.get("init_args"), setting)
         for name, value in config.items():
@@ -393,7 +401,7 @@ def _check_arguments(path: str, given: Any, setting: str) -> None:
         if parameter.default is None or name not in given or given[name] is not None:
             continue
         if parameter.annotation is parameter.empty and parameter.default is parameter.empty:
-            raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")
+            raise ValueError(f"{setting}.init_args.{name} is null, but needs a value: {path} has no default for it")
         if parameter.annotation is not parameter.empty and not _takes_none(parameter.annotation):
             raise ValueError(f"{setting}.init_args.{name} {_NO_VALUE}")
 

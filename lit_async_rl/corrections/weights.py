@@ -304,7 +304,10 @@ class Rejection(Correction):
         check_range(name, ">= 0", min_ratio=self.min_ratio, max_k2=self.max_k2, max_k3=self.max_k3)
         check_range(name, f"> {self.min_ratio}", max_ratio=self.max_ratio)
         if self.min_ratio == 0 and min(self.max_ratio, self.max_k2, self.max_k3) == math.inf:
-            raise ValueError(f"{name} rejects nothing: set min_ratio, max_ratio, max_k2 or max_k3")
+            raise ValueError(
+                f"the correction {name} has no limits, so it would reject nothing: set min_ratio, max_ratio, max_k2 or "
+                "max_k3"
+            )
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
         """Weight 1 for every token inside the bounds."""

@@ -97,22 +97,23 @@ def collate_step(
     of_rollouts = aggregation.of_step(groups)
     if len(of_rollouts) != (number := sum(len(group.rollouts) for group in groups)):
         raise ValueError(
-            f"data.aggregation={type(aggregation).__name__} must return one weight per rollout, which applies to each "
-            f"of the rollout's tokens: the step has {number} rollouts, got {len(of_rollouts)} weights"
+            f"data.aggregation={type(aggregation).__name__} must return one weight for each rollout: the step has "
+            f"{number} rollouts, but {len(of_rollouts)} weights were returned"
         )
     weights = iter(of_rollouts)
     for group, rows in zip(groups, advantages, strict=True):
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    f"{needs_single_rows}, or an agent whose conversations do not branch. This agent's conversations "
-                    "branch, so a rollout has several rows"
+                    "this agent's conversations branch, so a rollout has several rows (training sequences). Use an "
+                    "agent whose conversations do not branch, or change the setting that needs rollouts of one row: "
+                    f"{needs_single_rows}"
                 )
             if len(values) != rollout.num_tokens:
                 raise ValueError(
                     f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each token "
-                    f"of a rollout and its branches, which have {rollout.num_tokens} tokens, got {len(values)} "
-                    "advantages"
+                    f"of a rollout and its branches: a rollout has {rollout.num_tokens} tokens, but {len(values)} "
+                    "advantages were returned"
                 )
     groups_of_rows = [
         [
@@ -139,7 +140,8 @@ def collate_step(
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError(
-            "data.sampling truncates (top_p, top_k, min_p), but completions do not record which tokens could be chosen"
+            "data.sampling truncates the distribution (top_p, top_k, min_p), but the engine's completions do not "
+            "record from which tokens it could choose"
         )
     pad = partial(
         _pad,

@@ -137,16 +137,17 @@ class ReplaceableEngine:
         except Exception as failure:
             producer.listener.engine_error = failure
             log.warning(
-                "a new engine did not start after the previous one failed with %s: %s", type(error).__name__, failure
+                "the engine failed with %s, and the new engine did not start: %s", type(error).__name__, failure
             )
             return
         num_groups = producer.replace_engine(self.engine)
         log.warning(
-            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row) with the weights of version %d; "
-            "%d groups are sampled again, finished groups are kept. The engine had failed with %s: %s",
+            "the engine was restarted with the weights of version %d. This is restart %d of at most "
+            "data.limits.engine_restarts=%d in a row. %d unfinished groups are sampled again, and finished groups are "
+            "kept. The engine had failed with %s: %s",
+            producer.version,
             self._restarts_in_a_row,
             self.max_restarts,
-            producer.version,
             num_groups,
             type(error).__name__,
             error,
@@ -158,8 +159,8 @@ class ReplaceableEngine:
         num_steps = self._num_steps - self._recent_restarts[0]
         if len(self._recent_restarts) == RESTARTS_TO_WARN and num_steps <= RESTARTS_TO_WARN * STEPS_BETWEEN:
             log.warning(
-                "the engine was restarted %d times within %d steps (%d times in this run): groups are sampled again, "
-                "and training waits for them. The last error: %s",
+                "the engine was restarted %d times within %d steps, and %d times in this run so far. After each "
+                "restart, training waits while unfinished groups are sampled again. The last error: %s",
                 RESTARTS_TO_WARN,
                 num_steps,
                 self.num_restarts,

@@ -311,7 +311,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if (reason := batches[0].as_rows) and not self._has_said_rows:
             self._has_said_rows = True
             log.warning(
-                "model.packing: rows are computed separately in steps where trees would not help, such as this one: %s",
+                "model.packing: in this step, and in others like it, rows are computed separately, not as trees of "
+                "shared prefixes: %s",
                 reason,
             )
         return batches
@@ -385,7 +386,7 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def _trainer(self) -> AnyTrainer:
         if self.trainer is None:
-            raise SetupError("a RolloutDataModule feeds a Trainer: call `trainer.fit(..., datamodule=data)`")
+            raise SetupError("a RolloutDataModule was used without a Trainer: call `trainer.fit(..., datamodule=data)`")
         return self.trainer
 
     @property

@@ -106,7 +106,10 @@ class RolloutFeed:
                         except ProbeWanted:
                             made = PROBE
                         except StopIteration as error:  # of an estimator, say: Lightning would end the run in silence
-                            raise ProducerError("a step could not be assembled: StopIteration was raised") from error
+                            raise ProducerError(
+                                "the data of a step could not be assembled, because a function that was called for it "
+                                "raised StopIteration"
+                            ) from error
                 # The first collective of the step: only here the other ranks learn what the leading one has made.
                 received = ranks.exchange(made)
                 if received == RELOAD:
@@ -129,13 +132,13 @@ class RolloutFeed:
     @property
     def _used_trainer(self) -> AnyTrainer:
         if self.trainer is None:
-            raise SetupError("a RolloutDataModule feeds a Trainer: call `trainer.fit(..., datamodule=data)`")
+            raise SetupError("a RolloutDataModule was used without a Trainer: call `trainer.fit(..., datamodule=data)`")
         return self.trainer
 
     def _reload(self) -> None:
         """Gives the weights of all ranks to an engine that replaces the one that failed."""
         if self._stream_weights is None:
-            raise SetupError("add the WeightSync callback: it gives the engine its weights")
+            raise SetupError("the engine gets no weights without the WeightSync callback: add it to trainer.callbacks")
         if self.source.engine.uses_probe:
             self.source.engine.probe = self._make_probe()  # of the weights that the new engine gets
         self._give(self._stream_weights(), self.source.restart_engine)
@@ -326,8 +329,8 @@ class RolloutSource:
         rules.check_ends(codec, sampling, stream.source)
         if codec.special_tokens == "tags" and (tags := codec.tags):
             log.info(
-                "the completions that rewards read contain the special tokens %s; to leave these out, set "
-                "data.scoring.special_tokens: none",
+                "the completions that are passed to rewards contain the special tokens %s; to remove these tokens, set "
+                "data.scoring.special_tokens=none",
                 tags,
             )
         if codec.ends.are_disputed and sampling.end_token_ids is None:
@@ -345,7 +348,7 @@ class RolloutSource:
 
     def _started(self) -> Producer | Replay:
         if self._producer is None:
-            raise SetupError("add the WeightSync callback: it starts the producer")
+            raise SetupError("sampling does not start without the WeightSync callback: add it to trainer.callbacks")
         return self._producer
 
     # -- weights, and what depends on their version -------------------------------------------------------------------

@@ -343,8 +343,8 @@ class JudgeReward(Rebuildable):
             raise ValueError(f"JudgeReward.engine must be an engine or {POLICY}, got {engine!r}")
         if (model is None) != (engine == POLICY):
             raise ValueError(
-                f"JudgeReward.model={model!r} with engine={engine!r}: `model` is required with an endpoint or a "
-                f"separate engine, and must be left out with engine: {POLICY}"
+                f"JudgeReward.model={model!r} with engine={engine!r}: leave `model` out if `engine` is {POLICY!r}, and "
+                "set `model` in all other cases"
             )
         check_choice("JudgeReward", ("rubric", "reference", "pairwise"), mode=self.mode)
         check_choice("JudgeReward", ("mean", "median"), aggregate=self.aggregate)
@@ -607,7 +607,8 @@ class JudgeReward(Rebuildable):
                 raise error
             raise RewardError(
                 f"no reply from {self.model!r} ended with a verdict in the required format within "
-                f"JudgeReward.max_tokens={self.max_tokens} (set JudgeReward.on_unreadable to use a substitute)"
+                f"JudgeReward.max_tokens={self.max_tokens}; to choose a reward for such completions, set "
+                "JudgeReward.on_unreadable"
             )
         self._account.counts["substituted"] += 1
         self._log.warning("JudgeReward.%s=%s: %s", name, choice, error or "the judge's answer holds no verdict")

@@ -160,20 +160,24 @@ def read_settings(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError: it holds something else, such as settings of verl.
     """
-    wanted = f"{path} must hold settings of TRL (`name: value`)"
     if path.suffix == ".py":
-        raise ValueError(f"{wanted}, but is a Python script: write the arguments of its GRPOConfig into a YAML file")
+        raise ValueError(f"the file {path} is a Python script: write the arguments of its GRPOConfig into a YAML file")
     try:
         settings = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{wanted}, but is not YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"the file {path} is not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{wanted}, got {type(settings).__name__}")
+        raise ValueError(f"the file {path} must hold settings of TRL (`name: value`), got {type(settings).__name__}")
     if sections := [name for name in VERL if isinstance(settings.get(name), dict)]:
-        hint = "docs/comparison.md has its settings and ours side by side"
-        raise ValueError(f"{wanted}, but looks like a configuration of verl ({sections[0]}): {hint}")
+        raise ValueError(
+            f"the file {path} must hold settings of TRL, but its section {sections[0]} is one of verl: "
+            "docs/comparison.md lists settings of verl and lit-async-rl side by side"
+        )
     if isinstance(settings.get("model"), dict) or isinstance(settings.get("trainer"), dict):
-        raise ValueError(f"{wanted}, but is divided into sections: is it already a configuration of this trainer?")
+        raise ValueError(
+            f"the file {path} must hold settings of TRL, but has sections such as `model` or `trainer`: is it already "
+            "a configuration of lit-async-rl?"
+        )
     return settings
 
 
@@ -553,7 +557,10 @@ class Conversion:
             return "REWARD"
         paths = {_part(name): REWARDS.get(name, name) for name in weights}
         if len(paths) < len(weights):
-            raise ValueError(f"reward_funcs: the names {', '.join(weights)} end in the same word; rename one of them")
+            raise ValueError(
+                f"reward_funcs: some of the rewards {', '.join(weights)} would get the same name, because they end in "
+                "the same word: rename one of them"
+            )
         for name in weights:
             if "." not in REWARDS.get(name, name):
                 self.note(f"look at: data.reward ({name} is of TRL's own, and has no counterpart of this name)")

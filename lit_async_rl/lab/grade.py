@@ -127,8 +127,8 @@ def load_reward(path: str) -> Any:
         ]
         if missing:
             raise ValueError(
-                f"--reward {path} needs {', '.join(missing)}: write a module with `reward = {name}(...)`, and pass the "
-                "path of that `reward`"
+                f"--reward {path} needs the arguments {', '.join(missing)}: write a module with "
+                f"`reward = {name}(...)`, and pass --reward your_module.reward"
             )
         reward = reward()
     try:
@@ -178,8 +178,8 @@ def _fields(records: Mapping[int, Mapping[str, Any]], given: argparse.Namespace)
         found.append(name or next((one for one in usual if one in first), None))
     if found == [None, None]:
         raise ValueError(
-            f"{given.file} has the fields {', '.join(map(str, first))}: name those of the reference answers and the "
-            "completions with --reference and --completion"
+            f"the file {given.file} has the fields {', '.join(map(str, first))}: use --reference and --completion to "
+            "name the fields with the reference answers and the completions"
         )
     return found[0], found[1]
 

@@ -137,7 +137,10 @@ def measured_cost(
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if all(row.get(name) for name in COLUMNS)]
     if len(rows) < 4:
-        raise ValueError(f"{folder}: only {len(rows)} steps have {', '.join(COLUMNS)}; at least 4 steps are needed")
+        raise ValueError(
+            f"in the run {folder}, only {len(rows)} steps have {', '.join(COLUMNS)}, but at least 4 such steps "
+            "are needed"
+        )
     half = rows[len(rows) // 2 :]
     median = {name: statistics.median(float(row[name]) for row in half) for name in COLUMNS}
     step_s = median["perf/step_s"]
@@ -251,7 +254,8 @@ def _num_slots(settings: Mapping[str, Any]) -> int:
         if slots in parameters:
             return int(_of(engine, f"init_args.{slots}", parameters[slots].default))
     raise ValueError(
-        f"data.engine={name}: the engine has none of the settings {', '.join(SLOTS)}, so its number of slots is unknown"
+        f"data.engine={name}: the number of completions that the engine samples at once is unknown, because the engine "
+        f"has none of the settings {', '.join(SLOTS)}"
     )
 
 

@@ -42,8 +42,9 @@ class Aggregation(ABC):
             ValueError: the aggregation has no additive normaliser.
         """
         raise ValueError(
-            f"data.stream_groups does not work with data.aggregation={type(self).__name__}, because its `divisor` is "
-            "not a sum over the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
+            f"data.stream_groups does not work with data.aggregation={type(self).__name__}: the `divisor` of this "
+            "aggregation is not a sum over the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength "
+            "or TokenBudget."
         )
 
 

@@ -296,7 +296,9 @@ class ESTR(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """PPO-clip, with 0 at the tokens outside of the region."""
         if inputs.behavior_entropy is None:
-            raise ValueError("ESTR needs the entropy of the sampling distribution: set data.sampling.head: 0")
+            raise ValueError(
+                "ESTR needs the entropy of the sampling distribution: set data.sampling.head=0 to record it"
+            )
         if inputs.behavior_entropy.isnan().any():  # comparisons with NaN are False, which would be plain PPO-clip
             raise ValueError("ESTR needs the entropy of the sampling distribution, which the engine has not recorded")
         loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)

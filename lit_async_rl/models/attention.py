@@ -59,8 +59,8 @@ def choose_attention(lm: PreTrainedModel, named: str | None) -> None:
 @functools.cache
 def _announce_eager(kind: str, default: str, setting: str) -> None:
     log.warning(
-        "model type %r: attention uses the eager implementation, because %s ignores the model's %s. On a GPU, "
-        "model.attn_implementation: flex_attention takes less memory",
+        "model type %r: the eager attention implementation is used, because the default implementation %s ignores the "
+        "model's %s. On a GPU, set model.attn_implementation: flex_attention, which takes less memory than eager",
         *(kind, default, setting),
     )
 

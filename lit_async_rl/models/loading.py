@@ -130,8 +130,8 @@ class WeightFiles:
     def _load(self, parameters: Mapping[str, Tensor]) -> None:
         if unknown := parameters.keys() - self._names:
             raise ValueError(
-                f"model.sharding.meta_device: the files of model.model={self.model!r} have no weight {min(unknown)!r}; "
-                "transformers renames weights while it loads them. Leave meta_device out for this model."
+                f"model.sharding.meta_device cannot be used with model.model={self.model!r}: its files have no weight "
+                f"{min(unknown)!r}, because transformers renames weights while it loads them. Leave meta_device out."
             )
         state: dict[str, Any] = dict(parameters)
         with warnings.catch_warnings():  # `no_dist`, because each process reads slices of its own
@@ -355,7 +355,9 @@ def check_complete(info: Mapping[str, Any], setting: str) -> None:
         ValueError: weights are missing, which would be random, or have other shapes.
     """
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{setting} lacks weights, which would be random: {', '.join(missing[:4])}")
+        raise ValueError(
+            f"{setting}: its files lack weights, and these weights would be random: {', '.join(missing[:4])}"
+        )
     for name, stored, built in sorted(info["mismatched_keys"]):
         raise ValueError(
             f"{setting}: the weight {name!r} has shape {tuple(stored)} in its files, but shape {tuple(built)} "
@@ -391,7 +393,8 @@ def complete_adapter(folder: str) -> Iterator[None]:
             yield
         except UserWarning as error:
             raise ValueError(
-                f"model.model={folder!r}: its adapter lacks weights, which would be random: {str(error)[:300]}"
+                f"model.model={folder!r}: its adapter lacks weights, and these weights would be random: "
+                f"{str(error)[:300]}"
             ) from error
 
 

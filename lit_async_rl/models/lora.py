@@ -110,8 +110,8 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
                 )
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
-                    f"model.lora.target_modules={lora.target_modules!r} adapts a layer whose weight belongs to "
-                    f"several layers: leave the layers {' and '.join(names)} out of target_modules"
+                    f"model.lora.target_modules={lora.target_modules!r} adapts a layer that shares its "
+                    f"weight with another layer: leave {' and '.join(names)} out of target_modules"
                 )
     for name, paths in trained.items():
         _train_in_place(name, [lm.get_submodule(path) for path in paths])
@@ -124,7 +124,7 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
 
     setting = "model.lora.continue_adapter=true"
     if folder is None:
-        raise SetupError(f"{setting}: the folder of model.model has no adapter (adapter_config.json)")
+        raise SetupError(f"{setting} needs an adapter, but the folder of model.model has none (no adapter_config.json)")
     config = peft.PeftConfig.from_pretrained(folder)
     if not isinstance(config, peft.LoraConfig):
         raise SetupError(
@@ -135,8 +135,8 @@ def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
     others = [name for name in SETTINGS_AT_DEFAULT if getattr(config, name, None) != getattr(plain, name, None)]
     if others:
         raise SetupError(
-            f"{setting}: the adapter contains more than low-rank factors ({', '.join(others)} in its "
-            "adapter_config.json), so it cannot be continued: leave out continue_adapter, and the adapter is merged "
+            f"{setting}: the adapter cannot be continued, because it contains more than low-rank factors "
+            f"({', '.join(others)} in its adapter_config.json). Leave continue_adapter out: the adapter is then merged "
             "into the weights"
         )
     config.lora_dropout = 0.0  # with dropout, ratios of fresh data would not be 1

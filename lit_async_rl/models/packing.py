@@ -138,7 +138,7 @@ def pack(
         if lengths[row]:
             members.setdefault(index, []).append(row)
     if not members:
-        raise InvariantError("no position predicts a trained token, so there is nothing to pack")
+        raise InvariantError("none of the rows has a token that is trained on, so there is nothing to pack")
     ids = input_ids.numpy()
     trees = [_tree(ids, rows, lengths) for rows in members.values()]
     sizes = [len(tree.source) for tree in trees]

@@ -37,8 +37,8 @@ def check_routers(lm: nn.Module) -> None:
     if not routers_of(lm):
         families = ", ".join(sorted(name.removesuffix("TopKRouter") for name in _SUPPORTED))
         raise ValueError(
-            f"data.sampling.experts=true: the routers of {type(lm).__name__} cannot be recorded and replayed "
-            f"(those of {families} can). Leave data.sampling.experts out."
+            f"data.sampling.experts=true: the routers of {type(lm).__name__} cannot be recorded and replayed; "
+            f"only the routers of {families} can. Leave data.sampling.experts out."
         )
 
 

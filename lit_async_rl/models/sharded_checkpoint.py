@@ -159,7 +159,8 @@ def check_folder(folder: Path, where: str, is_of_policy: bool = True) -> None:
         _check_manifest(folder, where)
     else:
         log.warning(
-            "%s has no %s (another program or an earlier version saved it), so damage would not be noticed",
+            "damage to %s would not be noticed, because the checkpoint has no %s: another program or an earlier "
+            "version saved it",
             where,
             MANIFEST,
         )

@@ -145,10 +145,10 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
     def __init__(self, *args: Any, context_parallel_size: int = 1, **settings: Any) -> None:
         if context_parallel_size != 1:
             raise ValueError(
-                f"trainer.strategy.init_args.context_parallel_size={context_parallel_size}: sequences are not split "
-                "over GPUs, so one GPU must hold the activations of the longest sequence. To save memory, set "
-                "model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more data.micro_batches_per_step "
-                "or a larger tensor_parallel_size (docs/hardware.md)"
+                f"trainer.strategy.init_args.context_parallel_size={context_parallel_size} is not supported: "
+                "sequences are not split over GPUs, so one GPU must hold the activations of the longest sequence. To "
+                "save memory, use model.gradient_checkpointing, a smaller model.logprob_chunk_tokens, more "
+                "data.micro_batches_per_step or a larger tensor_parallel_size (docs/hardware.md)"
             )
         super().__init__(*args, **settings)
 

@@ -185,7 +185,10 @@ class RayCluster(ClusterSettings, Cluster):
         if actors is None:
             return reward
         if reward is None:
-            raise ValueError("cluster.rewards is set, but data.reward is not: the engine gives the rewards")
+            raise ValueError(
+                "cluster.rewards is set, but data.reward is not, so the rewards come from the engine: leave "
+                "cluster.rewards out"
+            )
         from lit_async_rl.ray.reward_pool import RewardPool, in_pool
 
         settings = self._pool("rewards", actors)

@@ -173,11 +173,11 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
             if not free:
                 had = {name: sum(node.left.get(name, 0.0) for node in nodes) for name in role.needs}
                 had = {name: amount + number * role.needs[name] for name, amount in had.items()}
-                beside = " beside the others" if role is not roles[0] else ""
+                left = " left" if role is not roles[0] else ""
                 raise SetupError(
-                    f"{role.setting}={role.number}: processes with {role.each} each do not fit. Together they need "
-                    f"{role.all}, the cluster has {_listed(had)}{beside} on {_nodes(len(nodes))}, and there is room "
-                    f"for {number} of them"
+                    f"{role.setting}={role.number}: not all of these processes fit on the cluster. Each process needs "
+                    f"{role.each}, and all need {role.all}; the cluster has {_listed(had)}{left} on "
+                    f"{_nodes(len(nodes))}, with room for {number} of the processes"
                 )
             held = [node.held[role.setting] for node in free]
             wanted = max(held) if role.is_packed else min(held)
@@ -185,8 +185,9 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
         on_each = {node.held[role.setting] for node in nodes if node.held[role.setting]}
         if role.is_packed and len(on_each) > 1:
             raise SetupError(
-                f"{role.setting}={role.number}: ranks with {role.each} each would be placed as {_where(role, nodes)}, "
-                "but every node must have the same number of ranks: set cluster.trainer_resources accordingly"
+                f"{role.setting}={role.number}: Ray would place the ranks as {_where(role, nodes)} (each rank needs "
+                f"{role.each}), but every node must have the same number of ranks: set cluster.trainer_resources "
+                "accordingly"
             )
 
 
@@ -236,8 +237,8 @@ def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
         print(line)
     if used:
         print(
-            f"of the cluster's resources, {_listed(used)} are in use now; processes that need them start when they are "
-            "free"
+            f"the cluster's resources {_listed(used)} are in use now; processes that need these resources start when "
+            "the resources are free"
         )
 
 

@@ -320,8 +320,8 @@ class RayEngine(EngineWrapper):
             self._check()
             if clock.now() > deadline:
                 raise StalledError(
-                    f"only {num} of data.engine.min_replicas={self.min_replicas} replicas had started within "
-                    f"startup_timeout_s={self.startup_timeout_s:g}: each replica {self._room()}"
+                    f"data.engine.min_replicas={self.min_replicas} replicas are needed, but only {num} had started "
+                    f"within startup_timeout_s={self.startup_timeout_s:g}: each replica {self._room()}"
                 )
         self.dtype = next(entry.place["dtype"] for entry in self._entries if "dtype" in entry.place)
         dtype = getattr(torch, self.dtype, None)
@@ -578,8 +578,8 @@ class RayEngine(EngineWrapper):
         if entry.behind is not None and not entry.is_named:
             entry.is_named = True
             self._warnings.warning(
-                "%s gets no requests until it has newer weights: after %.0f s it is still loading version %d, and the "
-                "newest is version %d",
+                "the engine's %s gets no requests until it has newer weights: after %.0f s, it is still loading the "
+                "weights of version %d, and the newest weights are those of version %d",
                 entry.where,
                 now - entry.behind,
                 entry.sent,
@@ -639,7 +639,7 @@ class RayEngine(EngineWrapper):
             self._placement.finish(entry.number, one.num_tokens)  # if it has caught up meanwhile
         # also those that wait there for weights
         self._call(entry, self._ignore, "abort", [one.request.id for one in chosen])
-        log.info("%s: %d of its requests are continued by other replicas", entry.where, len(chosen))
+        log.info("of the requests of %s, %d are continued by other replicas", entry.where, len(chosen))
         self._assign([part for one in chosen for part in one.move(begun.get(one.number, {}), self._moved_ids)])
 
     # -- calls and their answers --------------------------------------------------------------------------------------
@@ -1016,8 +1016,8 @@ class RayEngine(EngineWrapper):
             entry.is_silent = True
             entry.is_stalled = is_idle
             self._warnings.warning(
-                "%s has sent no %s for %.0f s, and the run may be waiting for it: has its process or machine stopped? "
-                "The replica is replaced after data.engine.engine.update_timeout_s=%g",
+                "the engine's %s has sent no %s for %.0f s, and the run may be waiting for this replica. Has its "
+                "process or machine stopped? The replica is replaced after data.engine.engine.update_timeout_s=%g",
                 entry.where,
                 "token" if is_idle else "answer",
                 now - (entry.heard if is_idle else entry.answered),
@@ -1139,7 +1139,7 @@ def _check_inner(engine: RolloutEngine) -> None:
     if engine.scores:
         raise ValueError(
             f"data.engine.engine must be an engine without an environment, got {name}: "
-            "nest the other way round, EpisodeEngine(RayEngine(...), ...)"
+            "put RayEngine inside of the engine with the environment, as in EpisodeEngine(RayEngine(...), ...)"
         )
     if isinstance(engine, RayEngine):
         raise ValueError("data.engine.engine must be a single engine, got RayEngine")

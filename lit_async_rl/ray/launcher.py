@@ -183,7 +183,11 @@ class _Run:
             self._screen.show([], is_last=True)
             if cause is None or 0 <= self._cluster.max_failures <= attempt:
                 break
-            log.warning("%s; all ranks start again, as %s allows", describe_end(cause, has_lines=False), limit)
+            log.warning(
+                "a rank has ended: %s; all ranks start again, which %s allows",
+                describe_end(cause, has_lines=False),
+                limit,
+            )
         stop_actors(self._ray, list(self._ask("replicas").values()))
         if cause is not None:
             raise RankError(f"{describe_end(cause)}\n(the last start that {limit} allows)")
@@ -314,8 +318,8 @@ def ranked(spots: Sequence[Spot]) -> list[Rank]:
     if len({len(numbers) for numbers in nodes.values()}) > 1:
         where = ", ".join(f"{len(numbers)} on the node {spots[numbers[0]].ip}" for numbers in nodes.values())
         raise SetupError(
-            f"cluster.trainer_ranks={len(spots)}: Ray has placed {where}, but every node must have the same number of "
-            "ranks (trainer.devices); set cluster.trainer_resources accordingly"
+            f"cluster.trainer_ranks={len(spots)}: Ray has placed the ranks as {where}, but every node must have the "
+            "same number of ranks (trainer.devices): set cluster.trainer_resources accordingly"
         )
     ranks: list[Rank] = []
     for node_rank, numbers in enumerate(nodes.values()):

@@ -153,7 +153,7 @@ def _warn_if_reachable(ray: Any, is_ours: bool) -> None:
     for node in ray.nodes() if is_ours else []:
         if not ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback:
             log.warning(
-                "Ray listens on %s: anyone with its token who reaches its ports can run code as you",
+                "Ray listens on %s: anyone who has its token and can reach its ports can run code under your account",
                 node["NodeManagerAddress"],
             )
 

@@ -114,7 +114,7 @@ class WeightStore:
         for name, tensor in weights:
             if tensor is UNCHANGED:
                 if name not in old.places:
-                    raise EngineError(f"weight {name!r} was never sent, but is reported as unchanged")
+                    raise EngineError(f"weight {name!r} is reported as unchanged, but was never sent before")
                 self._keep(name, old, new=new)
                 continue
             given = tensor

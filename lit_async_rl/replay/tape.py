@@ -85,7 +85,8 @@ def tape_files(folder: Path) -> list[TapeFile]:
         _check_order(there)
         if there:
             log.warning(
-                "tape %s has no %s (an earlier version wrote it), so a missing file would not be noticed",
+                "a missing file of the tape %s would not be noticed, because the tape has no %s: an earlier version of "
+                "lit-async-rl wrote it",
                 folder,
                 MANIFEST,
             )
@@ -102,8 +103,8 @@ def tape_files(folder: Path) -> list[TapeFile]:
         if not files or file.first > files[-1].last:
             if files and file.first != files[-1].last + 1:
                 raise ValueError(
-                    f"{file.path} is not listed in {MANIFEST}, and its steps do not directly follow step "
-                    f"{files[-1].last}"
+                    f"the file {file.path} does not belong to the tape: {MANIFEST} does not list it, and its steps do "
+                    f"not directly follow the tape's step {files[-1].last}"
                 )
             files.append(file)
         else:
@@ -444,8 +445,8 @@ class Tape:
                 recorded = step.sampling.get(name)
                 raise ValueError(
                     f"data.sampling.{name}={value} does not match tape {self.folder}: step {step.step} was sampled "
-                    f"with {name}={recorded}, so log-probabilities cannot be compared. Use "
-                    f"data.sampling.{name}={recorded}"
+                    f"with {name}={recorded}, so the recorded log-probabilities cannot be compared with the "
+                    f"policy's. Use data.sampling.{name}={recorded}"
                 )
         return step
 

@@ -78,7 +78,9 @@ class CombinedReward:
         for setting, names in named.items():
             if unknown := sorted(set(names) - set(rewards)):
                 parts = ", ".join(rewards)
-                raise ValueError(f"data.reward.{setting} names {', '.join(unknown)}, but the rewards are {parts}")
+                raise ValueError(
+                    f"data.reward.{setting} refers to {', '.join(unknown)}, but the rewards are called {parts}"
+                )
         check_range("data.reward.weights", "finite", **(weights or {}))
         check_range("data.reward.gates", "finite", **(gates or {}))
         self.rewards = {name: as_reward_function(reward) for name, reward in rewards.items()}

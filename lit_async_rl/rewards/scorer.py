@@ -105,7 +105,8 @@ def check_reward(reward: Any) -> None:
     if not callable(reward):
         raise ValueError(f"data.reward must be a function, {form}, got {reward!r:.100}")
     if isinstance(reward, type):
-        raise ValueError(f"data.reward must be a function, {form}, got the class: write {reward.__name__}(...)")
+        name = reward.__name__
+        raise ValueError(f"data.reward must be a function of the form {form}, got the class {name}: write {name}(...)")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # a C function without a signature
@@ -122,7 +123,7 @@ def check_reward(reward: Any) -> None:
     if names == ["completion", "prompt"] and inspect.isroutine(reward):
         return  # called by keyword, see `as_reward_function`
     if len(names) == 2 and names[0].startswith(("completion", "response")) and names[1].startswith("prompt"):
-        raise ValueError(f"{shown}, but a reward is called with the prompt first, as {form}: swap the two parameters")
+        raise ValueError(f"a reward is called with the prompt first, as {form}, but {shown}: swap the two parameters")
 
 
 def _misfit(signature: inspect.Signature, error: TypeError) -> str:
@@ -440,7 +441,7 @@ class Scorer:
     def _next(self, number: int) -> _Job | None:
         """Waits for a job."""
         if not isinstance(self._jobs, queue.SimpleQueue):
-            raise InvariantError("a worker thread has started for an `async` reward, which uses no worker threads")
+            raise InvariantError("an `async` reward uses no worker threads, but a worker thread has started for it")
         if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
             spans.flush()
         return self._jobs.get()

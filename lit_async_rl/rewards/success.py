@@ -142,8 +142,8 @@ class CutWatch:
         self._has_warned = True
         is_default = max_tokens == SamplingParams.max_tokens
         log.warning(
-            "%.0f %% of the completions were cut off at %s=%d%s before the policy ended them (%s), so their rewards "
-            "are computed on incomplete answers",
+            "%.0f %% of the completions were cut off at the limit %s=%d%s (see %s), so their rewards are "
+            "computed on incomplete answers",
             100 * share,
             self._setting,
             max_tokens,

@@ -97,7 +97,7 @@ class EngineCalls:
         try:
             call(self.engine.close, Wait(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:
-            log.warning("%s; the engine is abandoned with the memory that it holds", error)
+            log.warning("the engine was not closed: %s; the engine is abandoned, and its memory may stay in use", error)
 
     def end(self, limit_s: float) -> None:
         """Closes what engines share; if it takes longer, it continues in the background."""

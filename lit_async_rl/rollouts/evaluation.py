@@ -142,7 +142,9 @@ class EvaluationRun:
         if not plan.questions:
             raise InvariantError("an evaluation without questions")
         if plan.first_id < FIRST_ID:
-            raise InvariantError(f"requests of an evaluation must have ids >= {FIRST_ID}, got {plan.first_id}")
+            raise InvariantError(
+                f"the ids of an evaluation's requests must be at least {FIRST_ID}, got {plan.first_id}"
+            )
         self.version = plan.version
         self.num_samples = plan.num_samples
         self._stop = plan.sampling.stop

@@ -79,7 +79,8 @@ class DynamicSampling(GroupFilter):
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "DynamicSampling: max_in_a_row=%d groups in a row had equal rewards; such groups are now kept",
+                "DynamicSampling: %d groups in a row had equal rewards, which is the limit max_in_a_row; the next "
+                "groups with equal rewards are kept, until a group has different rewards",
                 self.max_in_a_row,
             )
         return group

@@ -393,7 +393,7 @@ class Producer:
         self.listener.abort(running)
         self.intake.forget_rewards(self.last_valid)
         log.warning(
-            "rollback: discarded %d groups (%d tokens) sampled by versions after %d",
+            "rollback: discarded %d groups (%d tokens) that policy versions after %d had sampled",
             len(lost),
             num_tokens,
             self.last_valid,

@@ -81,8 +81,9 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     if not listener.is_working:
         if producer.admission.in_order and listener.engine_error is None:
             log.warning(
-                "this checkpoint was saved after the engine had closed: it lacks the engine's random state, and its %d "
-                "unfinished groups will be sampled by newer weights, so a resumed run will not repeat bit for bit",
+                "this checkpoint was saved after the engine had closed, so a run that resumes from it will not repeat "
+                "bit for bit: the checkpoint lacks the engine's random state, and newer weights will sample its %d "
+                "unfinished groups",
                 len(producer.book.unfinished),
             )
         return [], None
@@ -192,8 +193,8 @@ def _restore_random_state(listener: EngineListener, saved: Tensor) -> None:
     own = listener.random_state()
     if listener.engine_error is None and (own is None or own.shape != saved.shape):
         log.warning(
-            "resume: data.engine=%s cannot restore the random state in the checkpoint, which comes from a different "
-            "engine or kind of device; the engine starts from a fresh random state",
+            "resume: data.engine=%s cannot restore the random state in the checkpoint, because a different engine or "
+            "kind of device saved this state; the engine starts from a fresh random state",
             type(listener.engine).__name__,
         )
         return
@@ -262,7 +263,10 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
     of_rewards = [name for name in _REWARD_SETTINGS if name in found]
     if of_rewards and keeps_rewards:
         kept = "; ".join(found.pop(name) for name in of_rewards)
-        log.warning("resume: %s, and saved rewards are kept (data.scoring.resume_rewards: keep)", kept)
+        log.warning(
+            "resume: the rewards may have changed (%s), but saved rewards are kept (data.scoring.resume_rewards: keep)",
+            kept,
+        )
     return list(found.values()), bool(of_rewards) and not keeps_rewards
 
 

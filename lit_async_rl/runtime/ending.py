@@ -46,7 +46,7 @@ class _Watch:
         lines = running_lines() if self._num_looks == round(STAYS_S / CLOCK_INTERVAL_S) else []
         if lines:
             log.warning(
-                "the program is done, but Python waits for threads of your code that still run. Press Ctrl-C to end "
-                "the process, and give these calls a time limit:\n%s",
+                "the program is done, but Python waits for threads of your code that are still running. Press Ctrl-C "
+                "to end the process, and give the calls in the following lines a time limit:\n%s",
                 "\n".join(lines),
             )

@@ -178,7 +178,7 @@ def remove_stale_parts(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if not target.exists() and (match[3] or _has_manifest(path)):
                 path.rename(target)
-                log.warning("recovered %s, which a killed run had not yet renamed", target)
+                log.warning("recovered %s: the run that saved it was killed before it had renamed the folder", target)
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             log.warning("removed %s, which a killed run had left half-written", path)
@@ -428,7 +428,9 @@ def _check_digest(file: BinaryIO, where: str) -> None:
         if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
         log.warning(
-            "%s has no digest (another program or an earlier version saved it), so damage would not be noticed", where
+            "damage to %s would not be noticed, because the checkpoint has no digest: another program or an earlier "
+            "version saved it",
+            where,
         )
         return
     length = struct.pack("<H", COMMENT_BYTES)

@@ -450,7 +450,12 @@ class LoopTasks:
         if loop is None:
             return
         if num_left := len(self._finals):
-            log.warning("%s: %d episodes were not closed within %g s", self.shared.runs, num_left, CLEANUP_TIMEOUT_S)
+            log.warning(
+                "%s: %d episodes did not close their resources within %g s",
+                self.shared.runs,
+                num_left,
+                CLEANUP_TIMEOUT_S,
+            )
         self.shared.leave()
 
     async def _end_all(self) -> None:

@@ -143,11 +143,11 @@ class Retries:
             return False
         if len(self._left_out) >= MAX_CONSECUTIVE_FAILURES:
             raise type(error)(
-                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done}, each in up to "
-                f"{setting}={tries} tries; the last error: {error}"
+                f"{MAX_CONSECUTIVE_FAILURES} prompts in a row could not be {self.policy.done}, although each was "
+                f"tried up to {setting}={tries} times; the last error: {error}"
             ) from error
         after = "a failure that another try would not fix" if is_final else f"{setting}={tries} tries"
-        self._log.warning("a prompt is left out after %s: %s", after, error)
+        self._log.warning("a prompt is left out, because its calls failed (%s); the last error: %s", after, error)
         return False
 
     def _note_left_out(self, error: Exception, is_new: bool) -> None:

@@ -67,7 +67,8 @@ class AwakeClock:
             if gap > MAX_GAP_S:
                 self._lost_s += gap
                 log.warning(
-                    "this process did not run for %.1f s (was it stopped?); timeouts do not count this time", gap
+                    "this process did not run for %.1f s (was it stopped?); this time does not count towards timeouts",
+                    gap,
                 )
             return now - self._lost_s
 

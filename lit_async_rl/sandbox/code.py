@@ -265,8 +265,8 @@ class CodeReward(Rebuildable):
         if tests.is_weak and self.tests == "plain":
             weak = "\n".join([*tests.weak.asserts, tests.weak.check]).strip()
             raise ValueError(
-                "CodeReward.tests=plain refuses the prompt: some of its tests are not calls with plain values, so a "
-                f"program can pass {weak!r:.200} without solving the task"
+                f"CodeReward.tests=plain refuses the prompt: a program can pass the tests {weak!r:.200} without "
+                "solving the task, because these tests are not calls with plain values"
             )
         return cases, tests
 

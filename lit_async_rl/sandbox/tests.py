@@ -280,7 +280,9 @@ def _run_method(case: Any, method: str) -> None:
     for _, problem in [*result.errors, *result.failures, *result.skipped]:
         raise AssertionError(problem.strip().rpartition("\n")[2])
     if result.unexpectedSuccesses or not result.testsRun:
-        raise AssertionError("a test marked as an expected failure passed, or no test ran")
+        raise AssertionError(
+            "the test counts as failed: it passed although it is marked as an expected failure, or it did not run"
+        )
 
 
 def _holds(name: str, test: Callable[[], Any], fails: Callable[[BaseException, str], None]) -> bool:

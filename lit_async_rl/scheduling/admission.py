@@ -42,8 +42,8 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         oldest = min((v for row in rows for v in row.versions), default=version)
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
-                f"group {group.index} has a token sampled by version {oldest} and would be trained on at version "
-                f"{version}: its staleness exceeds max_staleness={group.max_staleness}"
+                f"group {group.index} has a token that policy version {oldest} sampled, but policy version {version} "
+                f"would be trained on it: the token's staleness exceeds max_staleness={group.max_staleness}"
             )
 
 
@@ -79,7 +79,8 @@ class Admission:
         check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
             raise ValueError(
-                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, which fixes the lag"
+                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, because in_order already fixes "
+                "by how many versions sampling runs ahead of training"
             )
         if redundant_groups and in_order:
             raise ValueError(
@@ -121,7 +122,10 @@ class Admission:
     def admit(self) -> int:
         """Takes a slot and returns the new group's index."""
         if self.num_admissible <= 0:
-            raise InvariantError(f"a group was admitted in round {self.round} without a free slot")
+            raise InvariantError(
+                f"a group was admitted for sampling in weight-sync round {self.round}, although the limit on admitted "
+                "groups had been reached"
+            )
         index = self.next_index
         self.next_index += 1
         bound = math.ceil(self._reach)
@@ -177,7 +181,10 @@ class Admission:
         """Takes a chosen group in this round; returns its deadline."""
         deadline = self.drop(index)
         if deadline < self.round:
-            raise StalenessError(f"group {index} was due in round {deadline}, but the current round is {self.round}")
+            raise StalenessError(
+                f"group {index} had to be trained on by weight-sync round {deadline}, but the current round is "
+                f"{self.round}"
+            )
         self.num_taken += 1
         return deadline
 
@@ -198,13 +205,19 @@ class Admission:
             self.drop(index)
         self.num_lost += len(lost)
         if self.num_lost > self.redundant_groups:
-            raise InvariantError(f"round {self.round} lost {self.num_lost} groups, more than redundant_groups allows")
+            raise InvariantError(
+                f"in weight-sync round {self.round}, {self.num_lost} groups were too late to be trained on, but "
+                f"Admission.redundant_groups allows only {self.redundant_groups}"
+            )
         return lost
 
     def advance(self) -> None:
         """Ends the round: the weights trained on its groups are published (or the update was skipped)."""
         if self.num_left_in_round:
-            raise InvariantError(f"{self.num_left_in_round} groups of round {self.round} were never taken for training")
+            raise InvariantError(
+                f"weight-sync round {self.round} ended, although {self.num_left_in_round} more groups had to be taken "
+                "for training in it"
+            )
         self.bounds = {index: self.bounds[index] for index in self._deadlines}
         self.round += 1
         self.num_taken = 0
@@ -232,8 +245,9 @@ class Admission:
         """
         if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
             raise ValueError(
-                f"data.groups_per_step * data.weight_sync_steps must stay {state['groups_per_round']} to resume this "
-                f"checkpoint, which was saved before the weights were published, got {self.groups_per_round}"
+                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, but must be "
+                f"{state['groups_per_round']} to resume this checkpoint, because the checkpoint was saved between two "
+                "weight updates"
             )
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
@@ -316,7 +330,8 @@ class RingAdmission(Admission):
         """Takes the chosen group in this round; returns its deadline."""
         if index != self._waiting[0]:
             raise InvariantError(
-                f"group {index} was taken from the ring buffer before an older group: take the oldest group first"
+                f"group {index} was taken from the buffer of finished groups before an older group: take the oldest "
+                "group first"
             )
         self._waiting.popleft()
         return super().take(index)

@@ -319,8 +319,8 @@ class SignalCallback(pl.Callback):
         if signals.num_samples == 0 and self.without_signals and not self._has_missed:
             self._has_missed = True
             rank_zero_warn(
-                f"{type(self).__name__}: a step had no log_ratio signals (or only masked ones), so the callback "
-                f"{self.without_signals}; {HOW_TO_SIGNAL}"
+                f"{type(self).__name__}: a step had no log_ratio signals for unmasked tokens, so the callback "
+                f"{self.without_signals}. To provide these signals, {HOW_TO_SIGNAL}"
             )
         return signals
 

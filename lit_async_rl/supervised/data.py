@@ -74,7 +74,8 @@ class Rows(PromptSource):
                 length = len(row.ids)
                 if length > max_tokens and too_long == "refuse":
                     raise ValueError(
-                        f"the record has {length} tokens, more than {limit}, which data.too_long=refuse forbids"
+                        f"the record has {length} tokens, but the limit is {limit}: shorten the record, or set "
+                        "data.too_long to truncate or drop"
                     )
             except ValueError as error:
                 where = source.where(number)
@@ -104,7 +105,8 @@ class Rows(PromptSource):
         for why, count in self.left_out.items():
             log.warning("%d of %d records were left out: %s", count, len(source), why)
         if not self._rows:
-            raise ValueError(f"{source.where(0)} and all other records were left out: {', '.join(self.left_out)}")
+            reasons = ", ".join(self.left_out)
+            raise ValueError(f"all records were left out, from {source.where(0)} to the last record: {reasons}")
 
     def _leave_out(self, why: str) -> None:
         self.left_out[why] = self.left_out.get(why, 0) + 1

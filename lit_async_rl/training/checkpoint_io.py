@@ -127,8 +127,8 @@ def _warn_if_unreadable(path: Path) -> None:
         read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
         log.warning(
-            "%s. No run can be resumed from this checkpoint. Callbacks and modules may save (in state_dict, "
-            "on_save_checkpoint and hyperparameters) only tensors, numbers, text, and lists and dictionaries of these",
+            "no run can be resumed from this checkpoint: %s. In state_dict, on_save_checkpoint and hyperparameters, "
+            "callbacks and modules may save only tensors, numbers, text, and lists and dictionaries of these",
             error,
         )
 
@@ -344,8 +344,9 @@ def _copy_unchanged(
     copied = _copy_all(states, known, staged)
     if any(tensor._version != version for tensor, version in before):
         raise RuntimeError(
-            "optimizer states changed outside of an optimizer's step while they were copied, so the checkpoint was "
-            "not written; trainer.plugins=[AtomicCheckpointIO] saves the states before training continues"
+            "the checkpoint was not written, because optimizer states changed outside of an optimizer's step while "
+            "they were being copied. Use trainer.plugins=[AtomicCheckpointIO], which saves the states before training "
+            "continues"
         )
     return copied
 

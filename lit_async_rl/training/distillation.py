@@ -206,9 +206,9 @@ class _OpenLocalTeacher(OpenTeacher):
         # read from the device only where it can matter: that waits for it
         if self._lacks_ids and (largest := int(input_ids.max())) >= self._size:
             raise EngineError(
-                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has {self._size} token ids, but "
-                f"the student has sampled token id {largest}, which is padding of the student's vocabulary: begin with "
-                "weights that never sample padding"
+                f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has only {self._size} token ids, "
+                f"but the student has sampled token id {largest}. This id is padding of the student's vocabulary: "
+                "start training from weights that never sample padding"
             )
 
 
@@ -520,7 +520,7 @@ class Distillation:
         if self.gradient == "analytic" and self.top_k is None and not self.source.sees_all:
             raise ValueError(
                 f"model.distillation.teacher={name} gives no distributions over the whole vocabulary: set "
-                "model.distillation.top_k, or gradient: sampled"
+                "model.distillation.top_k, or set model.distillation.gradient: sampled"
             )
 
     @property
@@ -569,7 +569,7 @@ class Distiller:
             SetupError: no fit has begun.
         """
         if self.teacher is None:
-            raise SetupError("the teacher was used before the fit had loaded it")
+            raise SetupError("the teacher was used before training had loaded it")
         return self.teacher
 
     def look(self, batch: RolloutBatch) -> TeacherView:
@@ -585,7 +585,10 @@ class Distiller:
     def of_head(self, student: Float[Tensor, "B T k"], view: TeacherView) -> Float[Tensor, "B T"]:
         """Divergence over the teacher's likeliest tokens and all others together."""
         if view.head_logprobs is None:
-            raise SetupError("the teacher was not asked for its likeliest tokens")
+            raise SetupError(
+                "the log-probabilities of the teacher's likeliest tokens are needed, but were not requested from the "
+                "teacher"
+            )
         return self.settings.measure(with_tail(student), with_tail(view.head_logprobs))
 
     def of_tokens(

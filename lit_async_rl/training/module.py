@@ -107,7 +107,12 @@ def load_policies(
     if has_adapter(model) and not random_init:
         done = "is trained further" if continued else "is merged into the weights"
         flag = str(continued).lower()
-        log.warning("model.model=%r holds an adapter, which %s: model.lora.continue_adapter is %s", model, done, flag)
+        log.warning(
+            "model.model=%r holds an adapter. This adapter %s, because model.lora.continue_adapter is %s",
+            model,
+            done,
+            flag,
+        )
     reference = None
     if needs_reference and (lora is None or lora.modules_to_save or continued):
         # a continued adapter cannot be switched off to get the policy that training began with
@@ -204,9 +209,10 @@ def _frozen_digest(policy: CausalPolicy) -> str:
 def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float) -> None:
     if saved["digest"] != digest:
         raise ValueError(
-            f"the checkpoint's adapters belong to another model: model.model={saved['model']!r} had the digest "
-            f"{saved['digest'][:12]}, and now model.model={model!r} has {digest[:12]} "
-            "(model.dtype and model.lora.modules_to_save change the digest, too)"
+            f"the checkpoint's adapters belong to another model: model.model={saved['model']!r} had weights with the "
+            f"digest {saved['digest'][:12]} when the checkpoint was saved, but model.model={model!r} now has weights "
+            f"with the digest {digest[:12]}. Other values of model.dtype and model.lora.modules_to_save change the "
+            "digest, too"
         )
     if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
         raise ValueError(
@@ -411,8 +417,8 @@ class PolicyModule(pl.LightningModule):
         if self.objective.kl_coefficient > 0 and self.objective.kl_estimator == "token" and self.trainer.is_global_zero:
             log.warning(
                 "model.kl_coefficient=%g: the penalty's gradient is the gradient of KL(policy || reference), with "
-                "importance weights for stale tokens. For the penalty of earlier versions, the gradient of "
-                "KL(reference || policy) without weights, set model.kl_estimator: k3",
+                "importance weights for stale tokens. Earlier versions of lit-async-rl used the gradient of "
+                "KL(reference || policy) without importance weights: to use it again, set model.kl_estimator: k3",
                 self.objective.kl_coefficient,
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:
@@ -600,7 +606,9 @@ class PolicyModule(pl.LightningModule):
         saved = checkpoint.get(SETTINGS, {"held": {}, "named": {}})
         left_out = [f"{name} ({text})" for name, text in saved["named"].items() if name not in settings]
         if left_out:
-            log.warning("the checkpoint %s has no %s: the default is used", path, ", ".join(left_out))
+            log.warning(
+                "the checkpoint %s lacks these settings, so their defaults are used: %s", path, ", ".join(left_out)
+            )
         known = {name: value for name, value in saved["held"].items() if name not in settings}
         given = {**as_objects(known), **settings}
         if "betas" in given:

@@ -309,8 +309,7 @@ def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
         for setting in SETTINGS_WITH_MOMENTS:
             if optimizer.defaults.get(setting) and not groups[0].get(setting):
                 raise ValueError(
-                    f"{name} has {setting}=True, but the checkpoint lacks the moments that {setting} needs: leave "
-                    "the option out"
+                    f"the option {setting}=True of {name} needs moments that the checkpoint lacks: leave the option out"
                 )
 
 
@@ -330,7 +329,7 @@ def check_constants(optimizer: Optimizer) -> None:
             for setting, value in _numbers(group, lambda key: key.startswith("eps")):
                 if value and not torch.tensor(value, dtype=dtype):
                     raise ValueError(
-                        f"model.optimizer: {setting} must be representable in {name}, but {value:g} rounds to 0"
+                        f"model.optimizer: {setting}={value:g} rounds to 0 in {name}: choose a larger value"
                     )
             for setting, value in _numbers(group, DECAY_FACTORS.__contains__):
                 if 0 < value < 1 and torch.tensor(value, dtype=dtype) == 1:

@@ -203,10 +203,10 @@ class StepGuard:
         expected = self.num_admitted - is_repeated
         if batch.step != global_step or batch.micro_batch != expected:
             raise StepError(
-                f"optimizer step {global_step} needs micro-batch {expected}, but got micro-batch {batch.micro_batch} "
-                f"(of {batch.num_micro_batches}) of step {batch.step}: trainer.accumulate_grad_batches must be "
-                f"data.micro_batches_per_step={batch.num_micro_batches}, and trainer.limit_train_batches a multiple of "
-                "it"
+                f"optimizer step {global_step} needs its micro-batch {expected}, but got micro-batch "
+                f"{batch.micro_batch} of step {batch.step}. Set trainer.accumulate_grad_batches to "
+                f"data.micro_batches_per_step={batch.num_micro_batches}, and trainer.limit_train_batches to a multiple "
+                "of that number"
             )
         if expected == 0 and not is_repeated:
             self.random_state = torch.get_rng_state()
@@ -257,9 +257,9 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
         found = int(batch.versions[row, position])
         bound = int(batch.max_staleness[row])
         raise StalenessError(
-            f"version {version} of the policy cannot train on a token that version {found} sampled (group "
-            f"{int(batch.group_index[row])}; {int(is_wrong.sum())} such tokens in the batch): tokens must be at most "
-            f"max_staleness={bound} versions older, and none may be newer"
+            f"policy version {version} cannot be trained on a token of group {int(batch.group_index[row])} that policy "
+            f"version {found} sampled ({int(is_wrong.sum())} tokens of the batch have such a version): a token may be "
+            f"at most max_staleness={bound} versions older than the policy, and never newer"
         )
 
 

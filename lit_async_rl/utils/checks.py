@@ -142,7 +142,9 @@ def as_reward(value: Any) -> float:
     try:
         number = float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
-        raise ValueError("a number that is too large; a reward must be finite, and at most 3.4e38") from None
+        raise ValueError(
+            "a number that is too large to be a reward: rewards must be finite, and at most 3.4e38"
+        ) from None
     except (TypeError, ValueError):
         raise TypeError(f"{shown}, which is not a number") from None
     if not math.isfinite(number):
@@ -264,8 +266,8 @@ def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, .
     if actual is None or tuple(actual) != shape:
         got = repr(values)[:80] if actual is None else f"shape {tuple(actual)}"
         raise ValueError(
-            f"{owner}: {name} must be a tensor with one value for each token, of shape {shape}, got {got}. "
-            "data.aggregation averages over the tokens"
+            f"{owner}: {name} must be a tensor with one value for each token, that is, of shape {shape}, got {got}. Do "
+            "not average over the tokens: data.aggregation does that"
         )
 
 

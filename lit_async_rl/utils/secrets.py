@@ -76,8 +76,8 @@ def check_address(setting: str, url: str, key_setting: str) -> None:
     """
     if any(sign in url for sign in "?#@"):
         raise ValueError(
-            f"{setting} must contain no user, password or query, because it appears in configurations and messages: "
-            f"put the key into an environment variable and its name into {key_setting}"
+            f"the address {setting} must contain no user, password or query, because it appears in configurations and "
+            f"messages: put the key into an environment variable, and set {key_setting} to the name of that variable"
         )
 
 

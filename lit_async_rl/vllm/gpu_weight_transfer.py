@@ -67,7 +67,7 @@ class _VLLMBackend(WeightTransfer):
     def deliver(self, control: EngineControl) -> None:
         """Sends the weights chunk by chunk."""
         if self._weights is None:
-            raise InvariantError("a stream of weights can be delivered only once")
+            raise InvariantError("no weights are left to deliver: call `stage` with new weights before each `deliver`")
         weights = self._weights
         self._weights = None
         if not self._is_open:
@@ -210,7 +210,7 @@ class NcclTransfer(_VLLMBackend):
         """
         if trainer_gpu is not None and self.host in LOOPBACK and trainer_gpu in gpus:
             raise ValueError(
-                f"data.engine.transfer=NcclTransfer needs GPUs for the engine alone, but the trainer also uses "
+                "data.engine.transfer=NcclTransfer needs an engine on GPUs that the trainer does not use, but both use "
                 f"GPU {trainer_gpu}: set data.engine.device_ids, or use IpcTransfer or SharedMemoryTransfer"
             )
 

@@ -75,7 +75,7 @@ class LayerBuffer:
     def swap(self) -> None:
         """Moves the new weights into the model; no generation may run meanwhile. The old ones are freed later."""
         if self._twin is None:
-            raise RuntimeError("the weights are not loaded yet")
+            raise RuntimeError("`swap` was called before the new weights were loaded")
         twins = dict(self._twin.named_modules())
         replaced = []
         for name, layer in self._model.named_modules():
@@ -341,7 +341,7 @@ class WorkerExtension:
     def swap_policy_weights(self) -> None:
         """Takes the weights loaded by `begin_policy_weights` into use. No generation may run meanwhile."""
         if self._buffer is None or not self._buffer.is_loaded():
-            raise RuntimeError("no weights have been loaded, so there are none to swap in")
+            raise RuntimeError("the engine cannot switch to new weights, because no new weights have been loaded")
         buffer = self._buffer
         self._buffer = None
         if self._is_in_host_memory:

@@ -128,7 +128,7 @@ def test_a_tool_loop_is_one_row_that_extends_what_was_sampled(codec_of, name, ca
         assert messages[-1]["content"].replace('"', "") in new.replace("\\", "").replace('"', "")
         known = (*prompt_ids, *ids)
     assert (
-        "Calls that cannot continue the conversation are trained on as separate rows" in caplog.text
+        "A call that therefore cannot continue a recorded conversation is trained on as a separate row" in caplog.text
     ) is not case.goes_on
 
 
@@ -139,7 +139,8 @@ def test_a_template_that_moves_tools_begins_a_row_with_the_next_question(codec_o
     assert len(completion.rows) == 2
     assert engine.stats.drift.template == 1
     assert (
-        "with tools, its chat template writes earlier messages differently when a conversation continues" in caplog.text
+        "when tools are used, its chat template writes earlier messages differently when a conversation continues"
+        in caplog.text
     )
     with caplog.at_level(logging.WARNING):
         caplog.clear()

@@ -144,7 +144,7 @@ REWARDS = {
     "nothing gives it weight": lambda prompt, completion, weight: 1.0,
     "nothing gives it scale": lambda prompt, completion, *, scale: 1.0,
     "swap the two parameters": lambda response, prompt: 1.0,
-    "got the class: write MathVerify": rl.MathVerify,
+    "got the class MathVerify: write MathVerify": rl.MathVerify,
     "got 'exact_match'": "exact_match",
 }
 

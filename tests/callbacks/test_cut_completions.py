@@ -28,7 +28,9 @@ def test_completions_that_are_all_cut_are_said_once_for_each_limit(caplog, filte
     shares, lines = shares_of(caplog, max_tokens=4, filters=filters)
     assert shares == [1.0] * 4
     assert len(lines) == 2
-    assert all("100 % of the completions were cut off at data.sampling.max_tokens=4 before" in line for line in lines)
+    assert all(
+        "100 % of the completions were cut off at the limit data.sampling.max_tokens=4" in line for line in lines
+    )
 
 
 def test_completions_that_end_by_themselves_are_not(caplog):

@@ -207,8 +207,8 @@ def test_a_module_without_signals_keeps_its_rate_and_says_so():
 
     probe = Probe()
     says = (
-        r"ESSLearningRate: a step had no log_ratio signals .* keeps its learning rate; "
-        r"set self.stabilizer_signals = \{'log_ratio'"
+        r"ESSLearningRate: a step had no log_ratio signals .* keeps its learning rate. To provide these "
+        r"signals, set self.stabilizer_signals = \{'log_ratio'"
     )
     with pytest.warns(UserWarning, match=says) as warned:
         fit(Silent(), probe, ESSLearningRate())

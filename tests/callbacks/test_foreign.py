@@ -43,8 +43,8 @@ class Silent(Regression):
 @pytest.mark.parametrize(
     ("alarm", "says"),
     [
-        (CollapseAlarm(), "cannot watch min_ess_ratio, max_kl; set self.stabilizer_signals"),
-        (CollapseAlarm(min_ess_ratio=None, min_entropy=0.1, max_kl=None), "cannot watch min_entropy; set"),
+        (CollapseAlarm(), "cannot watch min_ess_ratio, max_kl. To provide these signals, set self.stabilizer_signals"),
+        (CollapseAlarm(min_ess_ratio=None, min_entropy=0.1, max_kl=None), "cannot watch min_entropy. To provide"),
     ],
 )
 def test_an_alarm_without_signals_says_what_it_cannot_watch_and_what_to_set(alarm, says):

@@ -153,20 +153,20 @@ def flatten(value):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("data:\n- groups_per_step: 2\n", 'data must hold settings (`name: value`), got [{"groups_per_step": 2}] in '),
-        ("trainer: []\n", "trainer must hold settings (`name: value`), got [] in "),
-        ("defaults: []\n", "defaults must hold settings (`name: value`), got [] in "),
-        ("model: 3\n", "model must hold settings (`name: value`), got 3 in "),
-        ("data: {sampling: [1]}\n", "data.sampling must hold settings (`name: value`), got [1] in "),
-        ("data: {scoring: x}\n", 'data.scoring must hold settings (`name: value`), got "x" in '),
+        ("data:\n- groups_per_step: 2\n", 'data must hold settings (`name: value`), got [{"groups_per_step": 2}]'),
+        ("trainer: []\n", "trainer must hold settings (`name: value`), got []"),
+        ("defaults: []\n", "defaults must hold settings (`name: value`), got []"),
+        ("model: 3\n", "model must hold settings (`name: value`), got 3"),
+        ("data: {sampling: [1]}\n", "data.sampling must hold settings (`name: value`), got [1]"),
+        ("data: {scoring: x}\n", 'data.scoring must hold settings (`name: value`), got "x"'),
         (
             "data: {engine: {class_path: EmbeddedEngine, init_args: [3]}}\n",
-            "data.engine.init_args must hold settings (`name: value`), got [3] in ",
+            "data.engine.init_args must hold settings (`name: value`), got [3]",
         ),
     ],
 )
 def test_what_stands_where_settings_are_meant_is_named_with_its_file(content, message, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(content)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}.*run.yaml$"):
+    with pytest.raises(ValueError, match=f"^in the file .*run.yaml, the section {re.escape(message)}$"):
         AsyncRLCLI([*BASE, "--config", str(file)])

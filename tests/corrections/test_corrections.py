@@ -213,7 +213,7 @@ def test_corrections_are_named_and_built_by_yaml(config: dict, expected: Correct
         (lambda: TokenTruncatedIS(cap=0.0), r"TokenTruncatedIS\.cap must be > 0, got 0\.0"),
         (lambda: SequenceTruncatedIS(floor=9.0), r"SequenceTruncatedIS\.floor must be in \[0, 8\.0\], got 9\.0"),
         (lambda: IcePop(low=6.0), r"IcePop\.high must be > 6\.0, got 5\.0"),
-        (lambda: GeometricRejection(), "GeometricRejection rejects nothing"),
+        (lambda: GeometricRejection(), "GeometricRejection has no limits"),
         (lambda: TokenRejection(max_k2=-1.0), "max_k2"),
         (lambda: Veto(min_ratio=2.0, max_ratio=1.0), r"Veto\.max_ratio must be > 2\.0, got 1\.0"),
         (lambda: SecondMomentMask(budget=-1.0), "budget"),

@@ -203,8 +203,5 @@ def test_a_run_says_what_was_saved_and_once_that_rows_are_computed(is_tree, tmp_
     else:
         assert shares == [1.0, 1.0]
         (line,) = said
-        assert (
-            "rows are computed separately in steps where trees would not help, such as this one: trees would take "
-            "longer" in line
-        )
+        assert "rows are computed separately, not as trees of shared prefixes: trees would take longer" in line
         assert cells["tokens computed"] == "100% of those of separate rows"

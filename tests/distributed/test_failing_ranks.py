@@ -56,7 +56,7 @@ def test_a_port_in_use_is_one_line_and_leaves_no_process(tmp_path):
             said, _ = process.communicate(timeout=100)  # until all that hold the pipe have ended
     assert process.returncode == 1, said
     (line,) = re.findall(r"^error: .*", said, re.MULTILINE)
-    assert "is MASTER_ADDR:MASTER_PORT out of reach or in use?" in line
+    assert "Is MASTER_ADDR:MASTER_PORT unreachable, or used by another program?" in line
     assert "Traceback" not in said
 
 

@@ -86,7 +86,7 @@ def test_wrong_completions_are_named_and_another_engine_goes_on_with_right_ones(
     _, data = attack(engine, steps=len(names) + 4, engine_restarts=len(names))
     assert engine.corruptions == [], "it did its worst"
     assert data.engine is not engine
-    lines = said(caplog, "the engine was restarted (")
+    lines = said(caplog, "the engine was restarted with")
     assert len(lines) == len(names)
     for name, line in zip(names, lines, strict=True):
         assert "\n" not in line
@@ -130,7 +130,7 @@ def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, limit_s, capl
     began = time.monotonic()
     attack(engine, rollout_timeout_s=limit_s)
     assert time.monotonic() - began < 30 * limit_s
-    (line,) = said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=3 in a row)")
+    (line,) = said(caplog, "This is restart 1 of at most data.limits.engine_restarts=3 in a row.")
     assert "StalledError" in line
     assert f"rollout_timeout_s={limit_s:g}" in line
     if where in ("load_weights", "submit"):
@@ -150,7 +150,7 @@ def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, lim
     engine, keep = hostile(hangs=[where]), ModelCheckpoint(tmp_path, every_n_train_steps=2)
     attack(engine, 8, callbacks=[keep], enable_checkpointing=True, rollout_timeout_s=limit_s)
     assert engine.hangs == []
-    (line,) = said(caplog, "the engine was restarted (")
+    (line,) = said(caplog, "the engine was restarted with")
     assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={limit_s:g} s" in line
 
 

@@ -228,7 +228,7 @@ def test_a_transfer_is_refused_for_the_wrong_side_of_the_trainers_gpu():
     ):
         IpcTransfer().check_gpus([3], trainer_gpu=0)
     with pytest.raises(
-        ValueError, match=r"NcclTransfer needs GPUs for the engine alone, but the trainer also uses GPU 1"
+        ValueError, match=r"NcclTransfer needs an engine on GPUs that the trainer does not use, but both use GPU 1"
     ):
         NcclTransfer().check_gpus([0, 1], trainer_gpu=1)
     IpcTransfer().check_gpus([1], trainer_gpu=1)

@@ -138,7 +138,7 @@ def test_a_run_goes_on_when_an_environment_fails_and_leaves_out_what_always_fail
     assert len(set(watch.trained)) == len(watch.trained) == 24
     assert bad not in texts
     assert said(caplog, "of data.engine.tries=3 failed, trying again: environment Shaky on prompt")
-    assert said(caplog, "a prompt is left out after data.engine.tries=3 tries: environment Shaky")
+    assert said(caplog, "because its calls failed (data.engine.tries=3 tries); the last error: environment Shaky")
 
 
 def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name():
@@ -147,7 +147,7 @@ def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name()
 
     engine = EpisodeEngine(EmbeddedEngine(), Tool(answer), tries=2)
     data = make_data(model=MODEL, prompts=Addition(3, size=100), engine=engine, reward=None, **SHORT)
-    message = r"prompts in a row could not be played, each in up to data\.engine\.tries=2 tries.*Tool on prompt"
+    message = r"prompts in a row could not be played, .* tried up to data\.engine\.tries=2 times.*Tool on prompt"
     with pytest.raises(ProducerError, match=f"{MAX_CONSECUTIVE_FAILURES} {message}") as caught:
         fit(make_module(model=MODEL), data, max_steps=3)
     assert isinstance(caught.value.__cause__, EnvironmentFailure)
@@ -237,7 +237,7 @@ def test_an_engine_that_is_replaced_while_environments_work_is_not_blamed_on_the
     watch = Watch()
     fit(make_module(model=MODEL), data, 3, [watch])
     assert len(set(watch.trained)) == 12
-    assert len(said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=3 in a row)")) == 1
+    assert len(said(caplog, "This is restart 1 of at most data.limits.engine_restarts=3 in a row.")) == 1
 
 
 def test_a_closed_engine_reports_no_failure_of_episodes_it_has_cancelled():

@@ -130,7 +130,7 @@ def main(output: str) -> None:
                     results[f"{name}-{norms.value}-{num_parts}"] = run(kind, norms, num_parts, strategy=strategy())
     if WORLD > 1:
         kind, strategy = strategies["fsdp2"]
-        with pytest.raises(ValueError, match="norms=PER_TRAJECTORY needs unsharded parameters"):
+        with pytest.raises(ValueError, match="norms=PER_TRAJECTORY does not work with sharded parameters"):
             run(kind, Norms.PER_TRAJECTORY, 2, strategy=strategy())
     if RANK == 0:
         Path(output).write_text(json.dumps(results))

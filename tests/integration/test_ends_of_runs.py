@@ -206,13 +206,13 @@ def test_what_fails_in_a_step_saves_no_half_of_it(tmp_path):
 def test_too_little_room_for_checkpoints_is_said_at_the_start(tmp_path, caplog):
     with full_disk(50_000), pytest.raises(rl.LastCheckpointError):
         fit_with_checkpoints(tmp_path, steps=1)
-    (line,) = [text for text in caplog.messages if "GB free per checkpoint" in text]
+    (line,) = [text for text in caplog.messages if "GB of free space for each checkpoint" in text]
     assert "5e-05 GB" in line
     size = float(re.search(r"takes about (\S+) GB", line)[1]) * 1e9
     fit_with_checkpoints(tmp_path / "more", steps=1)
     (written,) = tmp_path.glob("more/version_0/checkpoints/*step=1.ckpt")
     assert size == pytest.approx(written.stat().st_size, rel=0.2)
-    assert len([text for text in caplog.messages if "GB free per checkpoint" in text]) == 1
+    assert len([text for text in caplog.messages if "GB of free space for each checkpoint" in text]) == 1
 
 
 # -- export -----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ def test_a_transfer_that_a_comment_names_can_be_set(name, tmp_path):
 
 
 def test_context_parallelism_is_refused_with_what_helps_instead():
-    with pytest.raises(ValueError, match=r"context_parallel_size=2: sequences are not split .*gradient_checkpointing"):
+    with pytest.raises(
+        ValueError, match=r"context_parallel_size=2 is not supported: sequences are not split .*gradient_checkpointing"
+    ):
         lit_async_rl.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1, context_parallel_size=2)
     lit_async_rl.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1, context_parallel_size=1)

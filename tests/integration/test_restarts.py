@@ -52,7 +52,7 @@ def test_an_engine_that_fails_is_restarted_and_nothing_is_lost(where, how, in_fl
     assert module.version == 8
     assert len(set(watch.trained)) == len(watch.trained) == 16
     assert set(range(16)) <= set(watch.trained) | set(data._slots.deadlines)
-    lines = said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=3 in a row)")
+    lines = said(caplog, "This is restart 1 of at most data.limits.engine_restarts=3 in a row.")
     assert len(lines) == 1
     assert ("StalledError" if how == "hang" else "KeyError") in lines[0]
     assert data.engine is not engine
@@ -231,13 +231,13 @@ def test_an_engine_that_does_not_start_counts_as_a_restart(caplog):
     kind = type("Reluctant", (Reluctant,), {"calls": [], "starts": False, "close": EmbeddedEngine.close})
     with pytest.raises(ProducerError, match="does not start"):
         fit(make_module(), make_data(engine=kind(), groups_per_step=2, engine_restarts=2), 30)
-    assert len(said(caplog, "a new engine did not start after")) == 2
+    assert len(said(caplog, "and the new engine did not start: ")) == 2
 
 
 def test_restarts_with_steps_between_them_do_not_add_up(caplog):
     data = make_data(engine=failing("step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     fit(make_module(), data, 20)
-    assert len(said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=1 in a row)")) == 3
+    assert len(said(caplog, "This is restart 1 of at most data.limits.engine_restarts=1 in a row.")) == 3
 
 
 def test_a_run_that_restarts_its_engine_every_few_steps_says_so_and_its_summary_counts_them(caplog):
@@ -245,7 +245,7 @@ def test_a_run_that_restarts_its_engine_every_few_steps_says_so_and_its_summary_
     summary = RunSummary()
     trainer = fit(make_module(), data, 20, [summary])
     (line,) = said(caplog, "the engine was restarted 3 times within")
-    assert "(3 times in this run)" in line
+    assert "and 3 times in this run so far" in line
     shown = Console(width=200, file=io.StringIO())
     shown.print(summary.table(trainer))
     assert "engine restarts" in shown.file.getvalue()

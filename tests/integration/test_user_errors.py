@@ -112,7 +112,7 @@ def test_a_reward_class_without_an_argument_that_it_needs_is_refused(capsys, tmp
     body = "    def __init__(self, least):\n        self.least = least\n    def __call__(self, prompt, text): pass\n"
     (tmp_path / "needy_reward.py").write_text("class Needy:\n" + body)
     said = message(capsys, tmp_path, "--data.reward", "needy_reward.Needy")
-    assert "data.reward.init_args.least must be given" in said
+    assert "data.reward.init_args.least is null, but needs a value" in said
 
 
 REWARDS = {
@@ -152,7 +152,7 @@ def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
 def test_a_reward_that_always_raises_ends_the_run_though_there_are_tries(capsys, tmp_path, caplog):
     (tmp_path / "always_raises.py").write_text("def judge(prompt, completion):\n    raise KeyError('gold')\n")
     said = message(capsys, tmp_path, "--data.reward", "always_raises.judge", "--data.scoring.tries", "3")
-    assert "10 prompts in a row could not be scored, each in up to data.scoring.tries=3 tries" in said
+    assert "10 prompts in a row could not be scored, although each was tried up to data.scoring.tries=3 times" in said
     assert "always_raises.judge" in said
     assert "KeyError" in said
     assert sum("data.scoring.tries=3" in record.message for record in caplog.records) <= 30

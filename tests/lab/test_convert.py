@@ -370,11 +370,11 @@ def test_what_is_not_carried_over_is_said(settings, said):
         (
             "verl.yaml",
             "actor_rollout_ref: {model: {path: m}}\ntrainer: {n_gpus_per_node: 8}\n",
-            "configuration of verl",
+            "is one of verl",
         ),
-        ("ours.yaml", "model: {model: m}\ndata: {reward: r}\n", "is it already a configuration of this trainer?"),
+        ("ours.yaml", "model: {model: m}\ndata: {reward: r}\n", "is it already a configuration of lit-async-rl?"),
         ("grpo.py", "from trl import GRPOConfig\nGRPOConfig(beta=0.1)\n", "is a Python script"),
-        ("grpo.txt", "from trl import GRPOConfig\nx = {'a': [}\n", "but is not YAML"),
+        ("grpo.txt", "from trl import GRPOConfig\nx = {'a': [}\n", "is not valid YAML"),
     ],
 )
 def test_files_of_other_programs_are_refused_by_what_they_look_like(name, content, said, tmp_path, monkeypatch):

@@ -253,4 +253,4 @@ def test_loss_and_kl_to_the_reference_are_logged(stream_groups, caplog):
     assert losses.steps[-1][1] > losses.steps[0][1]
     said = [record.getMessage() for record in caplog.records if "kl_coefficient" in record.getMessage()]
     assert len(said) == 1
-    assert "For the penalty of earlier versions" in said[0]
+    assert "Earlier versions of lit-async-rl used" in said[0]

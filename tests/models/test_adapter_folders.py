@@ -100,7 +100,9 @@ def test_a_continued_adapter_keeps_its_rank_and_trains(folders):
 
 
 def test_what_cannot_be_continued_is_refused_by_name(folders, tmp_path):
-    with pytest.raises(SetupError, match=r"continue_adapter=true: the folder of model\.model has no adapter"):
+    with pytest.raises(
+        SetupError, match=r"continue_adapter=true needs an adapter, but the folder of model\.model has none"
+    ):
         make_module(model=folders["base"], lora=rl.LoRA(continue_adapter=True))
     path = tmp_path / "both" / "adapter_config.json"
     config = json.loads(path.read_text())

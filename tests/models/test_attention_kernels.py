@@ -117,7 +117,9 @@ def test_the_self_check_sees_what_both_sides_ignore(tmp_path):
     lm.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedModelError, match=r"model type 'gemma2'.*padded rows differ from those of a plain"):
         check_policy(CausalPolicy(lm), 1e-4)
-    with pytest.raises(ValueError, match=r"model type 'gemma2'.*'sdpa' ignores attn_logit_softcapping=0.05"):
+    with pytest.raises(
+        ValueError, match=r"model type 'gemma2'.*'sdpa' ignores the setting attn_logit_softcapping=0.05"
+    ):
         EmbeddedEngine.from_module(lm, self_check=False)
 
 
@@ -148,7 +150,7 @@ def test_a_kernel_that_was_named_is_refused_and_others_are_kept(tmp_path, caplog
             load_policy(str(tmp_path), device="meta")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "attention uses the eager implementation, because sdpa ignores the model's attn_logit_softcapping" in said[0]
+    assert "because the default implementation sdpa ignores the model's attn_logit_softcapping" in said[0]
 
 
 def test_validation_decodes_with_a_kernel_that_honours_the_configuration(tmp_path):

@@ -57,7 +57,9 @@ def test_an_engine_that_ties_what_the_policy_does_not_refuses_its_weights():
 
 def test_weights_that_are_missing_are_named(tmp_path):
     model = folder_of(tmp_path, lambda w: {name: value for name, value in w.items() if "layers.1.mlp" not in name})
-    with pytest.raises(ValueError, match=r"lacks weights, which would be random: model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(
+        ValueError, match=r"its files lack weights, and these weights would be random: model\.layers\.1\.mlp\.down_proj"
+    ):
         load_policy(model)
 
 
@@ -70,7 +72,7 @@ def test_a_shard_without_its_weights_is_named(tmp_path):
     file = tmp_path / files["weight_map"].pop(name)
     save_file({one: value for one, value in load_file(file).items() if one != name}, file, metadata={"format": "pt"})
     index.write_text(json.dumps(files))
-    with pytest.raises(ValueError, match=rf"lacks weights, which would be random: {name}"):
+    with pytest.raises(ValueError, match=rf"its files lack weights, and these weights would be random: {name}"):
         load_policy(str(tmp_path))
 
 
@@ -100,5 +102,5 @@ def test_an_adapter_without_some_of_its_weights_is_refused(tmp_path, continues):
     plain = load_policy(str(tmp_path / "base"))
     lora = LoRA(continue_adapter=True)
     load = (lambda: add_lora(plain, lora, str(folder))) if continues else (lambda: load_policy(str(folder)))
-    with pytest.raises(ValueError, match="its adapter lacks weights, which would be random"):
+    with pytest.raises(ValueError, match="its adapter lacks weights, and these weights would be random"):
         load()

@@ -67,7 +67,9 @@ def test_the_trainer_is_right_up_to_the_limit_and_refuses_longer_rows(lm, packin
     for row, part, values in zip(rows, mask, found, strict=True):
         torch.testing.assert_close(values[part], full_logprobs(lm, row)[3:], atol=1e-5, rtol=0)
     longer = torch.nn.functional.pad(ids, (0, 1), value=5)
-    with pytest.raises(ValueError, match=rf"have {LIMIT + 1} tokens, but beyond {LIMIT} tokens the model's rotary"):
+    with pytest.raises(
+        ValueError, match=rf"have {LIMIT + 1} tokens. With more than {LIMIT} tokens, the model's rotary"
+    ):
         policy(longer, torch.nn.functional.pad(mask, (0, 1), value=True), group_index=torch.zeros(2, dtype=torch.long))
 
 

@@ -181,8 +181,9 @@ def test_an_overlay_before_its_base_is_said(process, folder):
     first = "train --config configs/stabilizers/vcpo.yaml --config configs/quickstart.yaml"
     done = process.run(words_of(OVERLAY | dict(command=first, flags="--model.learning_rate 0"), folder), folder)
     assert done.said.splitlines()[0] == (
-        "configs/quickstart.yaml comes after configs/stabilizers/vcpo.yaml and overrides its settings model.baseline, "
-        "model.packing: put overlays last"
+        "the configuration file configs/quickstart.yaml comes after the file configs/stabilizers/vcpo.yaml and "
+        "overrides its settings model.baseline, model.packing: put the file that is meant to override the other one "
+        "last"
     )
     last = "train --config configs/quickstart.yaml --config mine.yaml"
     done = process.run(words_of(OVERLAY | dict(command=last, flags="--model.learning_rate 0"), folder), folder)

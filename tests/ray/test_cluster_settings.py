@@ -190,7 +190,7 @@ def test_ranks_are_numbered_node_by_node_and_see_all_gpus_of_their_node():
 def test_nodes_with_unequal_numbers_of_ranks_are_refused():
     with pytest.raises(
         SetupError,
-        match=r"trainer_ranks=4: Ray has placed 2 on the node 10.0.0.1, 1 on .* every node must have the same number",
+        match=r"trainer_ranks=4: Ray has placed the ranks as 2 on the node 10.0.0.1, 1 on .* every node must have",
     ):
         ranked([spot("1"), spot("1"), spot("2"), spot("3")])
     with pytest.raises(SetupError, match="asks for no token"):

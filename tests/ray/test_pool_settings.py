@@ -238,18 +238,17 @@ TOO_LARGE = rl.EnvironmentActors(resources={"CPU": 3})
     [
         (
             dict(rewards=TOO_MANY),
-            "cluster.rewards.actors=5: processes with GPU 1 each do not fit. Together they need GPU 5, the cluster "
-            "has GPU 2 on 2 nodes, and there is room for 2",
+            "cluster.rewards.actors=5: not all of these processes fit on the cluster. Each process needs GPU 1, and "
+            "all need GPU 5; the cluster has GPU 2 on 2 nodes, with room for 2 of the processes",
         ),
         (
             dict(trainer_ranks=4, trainer_resources={"CPU": 1}, environments=TOO_LARGE),
-            "cluster.environments.actors=2: processes with CPU 3 each do not fit. Together they need CPU 6, the "
-            "cluster has CPU 4 beside the others on 2 nodes, and there is room for 1",
+            "cluster.environments.actors=2: not all of these processes fit on the cluster. Each process needs CPU 3, "
+            "and all need CPU 6; the cluster has CPU 4 left on 2 nodes, with room for 1 of the processes",
         ),
         (
             dict(trainer_ranks=5, trainer_resources={"CPU": 1}),
-            "cluster.trainer_ranks=5: ranks with CPU 1 each would be placed as 4 on node 0, 1 on node 1, but every "
-            "node",
+            "cluster.trainer_ranks=5: Ray would place the ranks as 4 on node 0, 1 on node 1",
         ),
     ],
 )
@@ -322,7 +321,9 @@ def test_a_dry_run_shows_the_placement_or_fails_and_does_not_train(ray_cluster, 
     with pytest.raises(SystemExit) as end:
         main([*QUICKSTART, *settings, *logs, "--cluster.rewards.resources", "{GPU: 8}"])
     message = str(end.value.code) if isinstance(end.value.code, str) else capsys.readouterr().err
-    assert "cluster.rewards.actors=2: processes with GPU 8 each do not fit" in message
+    assert (
+        "cluster.rewards.actors=2: not all of these processes fit on the cluster. Each process needs GPU 8" in message
+    )
     assert list(tmp_path.iterdir()) == [], "no folder of a run"
     cluster = rl.RayCluster(address=ray_cluster.address, rewards=rl.RewardActors(), dry_run=True)
     trainer = rl.fit(

@@ -194,7 +194,7 @@ def test_weights_models_and_resources_that_do_not_fit_are_refused_at_once(ray_cl
     engine = RayEngine(replicas=1, num_cpus=0.1, resources={"unobtainium": 1.0})
     engine.startup_timeout_s = 2.0
     lack = r"needs num_cpus=0.1, unobtainium=1, where the cluster has CPU 16 \(\S+ free\), unobtainium 0 \(0 free\)"
-    with pytest.raises(StalledError, match=rf"only 0 of data.engine.min_replicas=1 .*{lack}"):
+    with pytest.raises(StalledError, match=rf"data.engine.min_replicas=1 replicas are needed, but only 0 had .*{lack}"):
         engine.setup(save(lm, tmp_path))
     assert engine.starting.startswith("0 of 1 replicas have started; each loads the model, and needs num_cpus=0.1")
     engine.close()

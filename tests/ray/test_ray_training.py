@@ -100,7 +100,7 @@ def test_while_a_replica_stands_still_the_run_goes_on_names_it_and_does_not_blam
     engine = RayEngine(EmbeddedEngine(device="cpu"), replicas=2, num_cpus=0.1)
     data, freeze, watch = make_data(engine=engine, groups_per_step=2, max_staleness=8), Freeze(caplog), Watch()
     fit(make_module(), data, 12, [watch, BottleneckVerdict(every_n_steps=2), freeze])
-    assert "has sent no answer for 5 s, and the run may be waiting for it" in freeze.lines[0]
+    assert "has sent no answer for 5 s, and the run may be waiting for this replica" in freeze.lines[0]
     assert len(set(watch.trained)) == len(watch.trained) == 24
     (verdict,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("whole run: ")]
     assert "the weight sync is the bottleneck" not in verdict

@@ -359,7 +359,7 @@ def test_a_replica_that_others_wait_for_is_named_long_before_it_counts_as_hung(s
     publishing = threading.Thread(target=engine.load_weights, args=(2, weights))  # waits for those before
     publishing.start()
     until(lambda: said(caplog, "has sent no answer for 1 s") and engine.held_s > before + 0.5, engine)
-    assert said(caplog, "has sent no answer")[0].startswith("replica 0 (pid ")
+    assert said(caplog, "has sent no answer")[0].startswith("the engine's replica 0 (pid ")
     thaws.set()
     publishing.join(60.0)
     until(lambda: said(caplog, "responds again"), engine)

@@ -175,7 +175,7 @@ def test_a_full_store_and_a_weight_that_was_never_sent_are_errors_that_say_so():
     ray.is_full = True
     with pytest.raises(EngineError, match=r"no room for .* MiB of weights .*--object-store-memory"):
         WeightStore(ray, None).publish(0, parameters().items())
-    with pytest.raises(EngineError, match="'a' was never sent"):
+    with pytest.raises(EngineError, match="'a' is reported as unchanged, but was never sent"):
         WeightStore(ray, None).publish(0, [("a", UNCHANGED)])
 
 

@@ -90,9 +90,12 @@ def test_plain_and_async_parts_are_combined_and_token_ids_go_to_those_that_want_
     [
         (dict(rewards={}), "at least one reward"),
         (dict(rewards={"a b": digits}), "names of rewards must consist of letters"),
-        (dict(rewards={"a": digits}, weights={"b": 1.0}), r"data\.reward\.weights names b, but the rewards are a"),
-        (dict(rewards={"a": digits}, gates={"b": 1.0}), r"data\.reward\.gates names b"),
-        (dict(rewards={"a": digits}, success="b"), r"data\.reward\.success names b"),
+        (
+            dict(rewards={"a": digits}, weights={"b": 1.0}),
+            r"data\.reward\.weights refers to b, but the rewards are called a",
+        ),
+        (dict(rewards={"a": digits}, gates={"b": 1.0}), r"data\.reward\.gates refers to b"),
+        (dict(rewards={"a": digits}, success="b"), r"data\.reward\.success refers to b"),
         (dict(rewards={"a": digits}, weights={"a": math.nan}), r"data\.reward\.weights\.a must be finite"),
         (dict(rewards={"a": digits}, combine="product", weights={"a": 2.0}), "weights applies to combine=sum only"),
     ],
@@ -168,7 +171,7 @@ def test_each_part_that_is_a_grader_is_checked_on_its_own_references(caplog):
     data._reference_check.join(30.0)
     lines = [record.message for record in caplog.records if "reference answers sampled from" in record.message]
     assert len(lines) == 1
-    assert "(part wrong) grades 64 of 64" in lines[0]
+    assert "(part wrong) gives wrong grades to 64 of 64" in lines[0]
 
 
 # -- the way of the parts ---------------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ def test_a_run_names_what_its_grader_grades_wrong_in_one_line(caplog):
     ]
     assert seen == [True]
     assert len(lines) == 1
-    assert "broken_grader grades" in lines[0]
-    assert "from data.prompts incorrectly" in lines[0]
+    assert "broken_grader gives wrong grades" in lines[0]
+    assert "sampled from data.prompts: " in lines[0]
     assert "has 0 of 1 for itself; " in lines[0]
 
 

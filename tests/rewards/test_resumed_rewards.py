@@ -245,5 +245,5 @@ def test_other_texts_for_the_reward_count_as_another_reward(keep, tmp_path, capl
 
     fit(make_module(), data("none"), 2, [Save()])
     fit(make_module(), data("all"), 3, [], str(path))
-    assert ("data.scoring.special_tokens is 'all' and was 'none', and saved rewards are kept" in caplog.text) == keep
+    assert ("data.scoring.special_tokens is 'all' and was 'none'), but saved rewards are kept" in caplog.text) == keep
     assert ("the pass rates of prompts are measured again" in caplog.text) == (not keep)

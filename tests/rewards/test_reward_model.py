@@ -128,7 +128,9 @@ def test_weights_that_are_missing_end_the_run(tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "body" / name).write_bytes((tmp_path / name).read_bytes())
     reward = rl.RewardModel(str(tmp_path / "body"))
-    with pytest.raises(RewardSetupError, match=r"lacks weights, which would be random: score\.weight"):
+    with pytest.raises(
+        RewardSetupError, match=r"its files lack weights, and these weights would be random: score\.weight"
+    ):
         scores(reward, [(Prompt(text="q"), "x")], max_tries=3)
     reward.close()
 

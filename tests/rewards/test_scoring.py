@@ -151,7 +151,7 @@ def test_when_nothing_can_be_scored_tries_end():
         MAX_CONSECUTIVE_FAILURES - 1
     )
     with pytest.raises(
-        RewardError, match=r"10 prompts in a row .* data\.scoring\.tries=2 tries; the last error: .*KeyError"
+        RewardError, match=r"10 prompts in a row .* data\.scoring\.tries=2 times; the last error: .*KeyError"
     ):
         score_all(scorer, prompts(1), lambda: None)
     scorer.close()

@@ -153,8 +153,8 @@ except StalenessError as error:
 def test_without_asserts_a_token_of_150_versions_ago_is_refused_too():
     out = subprocess.run([sys.executable, "-O", "-c", OLD], capture_output=True, text=True, timeout=120, check=True)
     assert (
-        "group 0 has a token sampled by version 50 and would be trained on at version 200: its staleness exceeds "
-        "max_staleness=4" in out.stdout
+        "group 0 has a token that policy version 50 sampled, but policy version 200 would be trained on it: the "
+        "token's staleness exceeds max_staleness=4" in out.stdout
     )
 
 

@@ -118,7 +118,7 @@ class _JoinedLinear:
         self._weight = _make_adjacent([linear.weight for linear in linears]) if owns_weights else None
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if len(biases) not in (0, len(linears)):
-            raise InvariantError("some of the projections have a bias and some do not")
+            raise InvariantError("linear layers can be joined into one only if all of them have a bias, or none has")
         self._bias = _make_adjacent(biases) if owns_weights and biases else None
 
     def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
@@ -339,13 +339,15 @@ class CachedForward:
     def __init__(self, lm: PreTrainedModel, cache: SlotCache, owns_weights: bool) -> None:
         if lm.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
-                "also uses, can build masks only for sdpa and eager"
+                f"model.attn_implementation must be sdpa or eager, got {lm.config._attn_implementation!r}: the "
+                "embedded engine, which also samples for validation, cannot build attention masks for other "
+                "implementations"
             )
         if setting := ignored_setting(lm):
             raise ValueError(
                 f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores "
-                f"{setting}, so the embedded engine would sample from a different distribution; use eager"
+                f"the setting {setting}, so the embedded engine would not sample from the model's distribution: set "
+                "model.attn_implementation=eager"
             )
         self._lm = lm
         self._cache = cache

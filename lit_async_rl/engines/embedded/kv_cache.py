@@ -106,7 +106,7 @@ class SlotCache:
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
         """Copies row `source[j]` of the prefill to slot `slots[j]`; call `fit` first."""
         if self._prefill is None:
-            raise InvariantError("end_prefill was called without a prefill")
+            raise InvariantError("SlotCache.end_prefill was called, but no prefill had begun")
         fresh = self._prefill
         self._prefill = None
         if not self._buffers:

@@ -102,7 +102,9 @@ class RequestQueue:
             return None
         barrier = self._items.popleft()
         if isinstance(barrier, Pending):
-            raise InvariantError("the head of the queue must be a barrier, got a request")
+            raise InvariantError(
+                "the first item of the engine's queue must be a weight update or a new batch, got a request"
+            )
         return barrier
 
     def take_requests(self, num_active: int, num_slots: int) -> list[Pending]:

@@ -68,7 +68,7 @@ class ExpertRecorder:
         """Experts of the last forward pass over tokens of this shape (rows, T)."""
         chosen = [experts.view(*shape, -1) for experts in self._chosen if experts is not None]
         if len(chosen) < len(self._chosen):
-            raise InvariantError(f"only {len(chosen)} of {len(self._chosen)} routers were used in a forward pass")
+            raise InvariantError(f"a forward pass used only {len(chosen)} of the model's {len(self._chosen)} routers")
         return torch.stack(chosen, dim=2).to(torch.int16)  # a quarter of int64, for every token of the batch
 
     def _reserve(self, positions: int, like: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ class Slots:
         """Request and sample of an active row."""
         owner = self._owners[row]
         if owner is None:
-            raise InvariantError("a free slot returned a token")
+            raise InvariantError(f"slot {row} returned a token, but has no request")
         return owner
 
     def _sampled(self, rows: Sequence[int]) -> list[Tokens]:
