@@ -183,11 +183,12 @@ class EarlySign:
     warned_others: int
 
     def __str__(self) -> str:
+        share = "all" if self.warned == self.fallen else f"{self.warned} of"
         return (
             f"{self.fallen} runs on stale data lost half of their accuracy. The effective sample size "
-            f"(`importance/ess_ratio`) fell below one half in {self.warned} of these {self.fallen} runs, a median of "
-            f"{self.lead:.0f} steps before the accuracy did. It also fell below one half in {self.warned_others} of "
-            f"the {self.others} runs that kept more of their accuracy."
+            f"(`importance/ess_ratio`) fell below one half in {share} these {self.fallen} runs, a median of "
+            f"{self.lead:.0f} steps before the accuracy did. The effective sample size also fell below one half in "
+            f"{self.warned_others} of the {self.others} runs that kept more of their accuracy."
         )
 
 
