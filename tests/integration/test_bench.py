@@ -230,7 +230,7 @@ def test_runs_are_summed_up_as_they_were():
     found = warning_time(runs[runs["lag"] == 8])
     assert (found.fallen, found.warned, found.others, found.warned_others) == (1, 1, 3, 3)
     assert found.lead in (1, 2)
-    assert "in 3 of the 3 other runs" in str(found)
+    assert "in 3 of the 3 runs that" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_solved_task_ends_instead_of_sampling_for_ever(caplog):
     steps, producer = simulated(intake, 0, lambda p, c: 1.0, 3)
     assert sum(len(groups) for groups in steps) == 12
     assert producer.stats().fates["no_signal"].num_groups == 5
-    assert [record for record in caplog.records if "max_in_a_row=5" in record.message]
+    assert [record for record in caplog.records if "5 groups in a row" in record.getMessage()]
 
 
 def test_groups_without_a_signal_are_kept_when_too_many_came_in_a_row():
