@@ -108,7 +108,7 @@ class McpTools:
             self._client = await self._exits.enter_async_context(client)
             self.schemas = await self._list()
         except BaseException as error:
-            failure = self._failure("the MCP server does not start", error)
+            failure = self._failure("does not start", error)
             await self._exits.aclose()
             if isinstance(error, Exception):
                 raise failure from error
@@ -154,7 +154,7 @@ class McpTools:
         except Exception as error:
             if _is_answer(error):
                 return f"error: {error}"
-            raise self._failure(f"the MCP server did not answer a call to the tool {name}", error) from error
+            raise self._failure(f"did not answer a call to the tool {name}", error) from error
         return "\n".join(_text(part) for part in result.content)
 
     def _failure(self, what: str, error: BaseException) -> McpServerError:
@@ -163,7 +163,7 @@ class McpTools:
         size = os.fstat(self._stderr.fileno()).st_size
         tail = os.pread(self._stderr.fileno(), MAX_STDERR_BYTES, max(0, size - MAX_STDERR_BYTES))
         written = self._concealed(tail.decode(errors="replace").strip())[-MAX_ERROR_CHARS:]
-        text = self._concealed(f"{self.name}: {what}: {type(error).__name__}: {error}")
+        text = self._concealed(f"{self.name} {what}: {type(error).__name__}: {error}")
         return McpServerError(f"{text}; it wrote: {written}" if written else text)
 
     def _concealed(self, text: str) -> str:

@@ -96,7 +96,7 @@ def test_a_server_that_ends_is_named_with_its_last_words_and_without_the_key(ser
         async with McpTools(server, environment=["MY_KEY"]) as tools:
             await tools.call("fail", {"how": "exit"})
 
-    message = r"trying\.py': the MCP server did not answer a call to the tool fail.*key is \(MY_KEY\)"
+    message = r"trying\.py' did not answer a call to the tool fail.*key is \(MY_KEY\)"
     with pytest.raises(McpServerError, match=message) as error:
         run(ask())
     assert PLANTED not in str(error.value)
