@@ -425,9 +425,20 @@ class SFTDataModule(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from the position."""
         if self._used_trainer.state.fn != TrainerFn.FITTING:
+            if self._takes_time_of(state_dict):
+                self._forget_rows()
             return
         self.check_resumable(state_dict)
         self._base = (state_dict["step"], state_dict["position"])
+
+    def _takes_time_of(self, state: Mapping[str, Any]) -> bool:
+        """Goes on with the time at which a saved run began, which templates may write; whether it is another one."""
+        began = datetime.fromisoformat(state[BEGAN])
+        if began == self._began:
+            return False
+        self._began = began
+        use_run_time(began)
+        return True
 
     def saved_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The state in a checkpoint.
@@ -449,12 +460,8 @@ class SFTDataModule(pl.LightningDataModule):
         Raises:
             ValueError: names what has changed.
         """
-        began = datetime.fromisoformat(state[BEGAN])
-        if began != self._began:  # templates may write the date
-            self._began = began
-            use_run_time(began)
-            if [rows.digest() for rows in self.rows] != state["rows"]:
-                self._forget_rows()
+        if self._takes_time_of(state) and [rows.digest() for rows in self.rows] != state["rows"]:
+            self._forget_rows()
         for name, value in self._order().items():
             if value != state["order"][name]:
                 saved = state["order"][name]

@@ -129,6 +129,17 @@ def test_an_evaluation_reads_no_training_records():
         fit(make_module(), data, 1)
 
 
+def test_an_evaluation_renders_records_at_the_time_of_the_run(tmp_path):
+    data = make_data(validation_records=RECORDS)
+    fit(make_module(), data, 1).save_checkpoint(tmp_path / "run.ckpt")
+    later = make_data(validation_records=RECORDS)
+    assert later._began != data._began
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.validate(make_module(), datamodule=later, ckpt_path=str(tmp_path / "run.ckpt"), verbose=False)
+    assert later._began == data._began, "which templates may write"
+    assert "rows" not in vars(later)
+
+
 def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
     with pytest.raises(
         ValueError,
