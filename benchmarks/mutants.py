@@ -1,11 +1,13 @@
 """Small changes of the package, one at a time, and whether a test notices each.
 
+    pip install coverage                                           # no dependency of the project
     python benchmarks/mutants.py --out runs/mutants                # 200 of the core, 100 of the neighbours
     python benchmarks/mutants.py --out runs/mutants --list         # those that none has noticed
 
-Lines are drawn uniformly, by a seed, from those that can be changed; then one change of a line. A change is tried in a
-copy of the checkout, with the tests that name its module or stand in its folder, nearest first, until one fails or they
-have taken `--limit_s` of processor time. One line of JSON for each in `mutants.jsonl`; started again, it goes on.
+Lines are drawn uniformly, by a seed, from those that can be changed; then one change of a line. The quick tests run
+once to record which of them run which lines. A change is tried in a copy of the checkout: first with the quick tests
+that run its line, nearest first, then with the slow tests of its module, until one fails or they have taken `--limit_s`
+of processor time. One line of JSON for each in `mutants.jsonl`; started again, it goes on.
 
 A change that alters nothing that a user or a test could see is equivalent; they are named by hand in
 `benchmarks/mutants_equivalent.json`, by file and change, and do not count.
@@ -25,15 +27,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 NEIGHBOURS = ("agents", "judges", "lab", "ray", "report", "sandbox", "vllm")
 HANG_S = 900.0  # of one change, on a busy machine
+MAX_FILES = 20  # of a module's tests: each takes time to collect
+NEVER = "not sweep and not gpu and not soak"
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "mutants_plugin", "-p", "no:cacheprovider"]
+PYTEST.append("--jaxtyping-packages=")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -58,20 +67,6 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "amin": "amax", "sum": "mean"}
 LOGGING = re.compile(r"(log|self\._\w*(log|warnings))\.")
 DROPPED = ast.Raise | ast.AugAssign | ast.Delete  # statements that are replaced by `pass`
-# ends a session once its tests have taken long enough: what has not failed by then has not noticed
-LIMIT = """
-import os, resource, time
-def spent():
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-began = []
-def pytest_collection_finish(session):
-    began.append(spent())
-def pytest_runtest_logfinish(nodeid, location):
-    if spent() - began[0] > float(os.environ["LIMIT_S"]):
-        import pytest
-        pytest.exit("the limit", returncode=0)
-"""
 
 
 @dataclass(frozen=True)
@@ -182,7 +177,7 @@ def drawn(seed: int, core: int, neighbours: int) -> list[Mutant]:
 
 
 def tests_of(file: str) -> list[str]:
-    """Tests of a module, nearest first: named as it is, naming it, of its folder, using what it has."""
+    """Test files of a module, nearest first: named as it is, naming it, of its folder, using what it has."""
     path = Path(file)
     folder = "/".join(path.parts[1:-1]) if path.parts[0] == "lit_async_rl" else file.rpartition("/")[0]
     module = file.removesuffix(".py").replace("/", ".")
@@ -208,52 +203,117 @@ def tests_of(file: str) -> list[str]:
     return [place for _, place in sorted(ranked)]
 
 
-def tried(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:
+class Covering:
+    """The quick tests that run a line, from one run of all of them with `coverage`."""
+
+    def __init__(self, out: Path) -> None:
+        if not (out / "done").exists():
+            self._record(out)
+        self.seconds: dict[str, float] = {}
+        for file in out.glob("seconds.*.json"):
+            self.seconds |= json.loads(file.read_text())
+        self.databases = sorted(out.glob("lines.*"))
+
+    @staticmethod
+    def _record(out: Path) -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        variables = environment(ROOT) | {"LINES_OUT": str(out.resolve()), "LINES_ROOT": str(ROOT)}
+        subprocess.run([*PYTEST, "-n", "3", "-m", f"not slow and not ray and {NEVER}"], cwd=ROOT, env=variables)
+        (out / "done").touch()
+
+    def tests(self, mutant: Mutant, limit_s: float) -> list[str]:
+        """Nearest and then quickest first, as many as about twice the limit holds."""
+        from coverage import CoverageData
+
+        found: set[str] = set()
+        for database in self.databases:
+            data = CoverageData(str(database))
+            data.read()
+            for test in data.contexts_by_lineno(str(ROOT / mutant.file)).get(mutant.line, []):
+                if test in self.seconds:
+                    found.add(test)
+        nearest = {file: rank for rank, file in enumerate(tests_of(mutant.file))}
+        ordered = sorted(found, key=lambda test: (nearest.get(test.split("::")[0], len(nearest)), self.seconds[test]))
+        chosen, sum_s = [], 0.0
+        for test in ordered:
+            if sum_s + self.seconds[test] <= 2 * limit_s:
+                chosen.append(test)
+                sum_s += self.seconds[test]
+        return chosen
+
+
+def tried(mutant: Mutant, tree: Path, covering: Covering, limit_s: float) -> dict[str, Any]:
     """Result of the tests with the change: the test that has noticed it, if any."""
     target = tree / mutant.file
     original = target.read_bytes()
     begin, end = mutant.place
     changed = original[:begin] + mutant.after.encode() + original[end:]
     began = time.monotonic()
+    tests = covering.tests(mutant, limit_s)
+    near = tests_of(mutant.file)[:MAX_FILES]
+    neighbour = mutant.file.split("/")[1]
+    caught = ""
     try:
         compile(changed, mutant.file, "exec")
         target.write_bytes(changed)
-        tests = tests_of(mutant.file)
-        ran = _run(tests, tree=tree, neighbour=mutant.file.split("/")[1], limit_s=limit_s) if tests else (0, "")
+        if tests:
+            caught = _run(tests, tree=tree, neighbour=neighbour, marks=NEVER, limit_s=limit_s)
+        if not caught and near:  # lines that run when a module is imported, or in another process, are covered by none
+            marks = ("slow" if tests else "") + (" or ray" if tests and neighbour == "ray" else "")
+            also = f"({marks}) and {NEVER}" if marks else NEVER
+            also += "" if neighbour == "ray" else " and not ray"
+            caught = _run(near, tree=tree, neighbour=neighbour, marks=also, limit_s=limit_s)
     except SyntaxError:
         return {"caught": "no Python"}
     finally:
         target.write_bytes(original)
-    status, output = ran
-    # 3 and 4: a conftest that cannot be imported; 2: a test file that cannot
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    caught = failed.group(1) if failed else f"status {status}" if status not in (0, 5) else ""
-    return {"caught": caught, "seconds": round(time.monotonic() - began, 1), "tests": len(tests)}
+    return {"caught": caught, "seconds": round(time.monotonic() - began, 1), "covering": len(tests)}
 
 
-def _run(tests: list[str], tree: Path, neighbour: str, limit_s: float) -> tuple[int, str]:
-    (tree / "mutation_limit.py").write_text(LIMIT)
-    python = ROOT / ".venv-vllm/bin/python" if neighbour == "vllm" else Path(sys.executable)
-    marks = "not sweep and not gpu and not soak" if neighbour == "ray" else "not sweep and not gpu and not ray"
-    command = [str(python), "-m", "pytest", "-x", "-q", "-n", "0", "-p", "mutation_limit", "-p", "no:cacheprovider"]
-    command += ["-m", marks, "--jaxtyping-packages=", "--timeout", "120", *tests]
-    variables = os.environ | {"PYTHONPATH": str(tree), "LIMIT_S": str(limit_s), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        return -1, "FAILED a hang"
-    return done.returncode, done.stdout
+def _run(tests: list[str], tree: Path, neighbour: str, marks: str, limit_s: float) -> str:
+    """The test that fails, or how the session ended where none could run; empty where all have passed."""
+    python = str(ROOT / ".venv-vllm/bin/python") if neighbour == "vllm" else sys.executable
+    options = ["-x", "-n", "0", "--timeout", "120", "-m", marks]
+    variables = environment(tree) | {"LIMIT_S": str(limit_s)}
+    while tests:
+        try:
+            done = subprocess.run(
+                [python, *PYTEST[1:], *options, *tests],
+                cwd=tree,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=HANG_S,
+            )
+        except subprocess.TimeoutExpired:
+            return "a hang"
+        missing = re.findall(r"^ERROR: not found: .*?(tests/.+)$", done.stdout + done.stderr, re.MULTILINE)
+        if not missing:
+            break
+        tests = [test for test in tests if test not in missing]  # names with an address in them
+    else:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    # 3 and 4: a conftest that cannot be imported; 2: a test file that cannot; 5: no test has these marks
+    return failed.group(1) if failed else f"status {done.returncode}" if done.returncode not in (0, 5) else ""
 
 
-def copied(out: Path) -> Path:
+def environment(tree: Path) -> dict[str, str]:
+    """Variables under which a tree's package and tests are imported from it."""
+    path = os.pathsep.join([str(tree), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def copied(tree: Path) -> Path:
     """A copy of the checkout's files, in which one module is changed at a time."""
-    tree = out / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
         target = tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    (tree / "models").symlink_to(ROOT / "models")
     return tree
 
 
@@ -265,6 +325,7 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=200)
     parser.add_argument("--neighbours", type=int, default=100)
     parser.add_argument("--limit_s", type=float, default=60.0)
+    parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="print those that no test has noticed, and try none")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -272,25 +333,33 @@ def main() -> None:
     results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else {}
     if not args.list:
-        tree = copied(args.out)
-        for number, mutant in enumerate(drawn(args.seed, args.core, args.neighbours)):
-            if number < len(results):
-                continue
-            part = "core" if number < args.core else "neighbours"
-            row = {"part": part, "file": mutant.file, "line": mutant.line, "change": mutant.name}
-            row |= tried(mutant, tree, args.limit_s)
-            results.append(row)
-            with file.open("a") as lines:
+        covering = Covering(args.out / "lines")
+        trees: Queue[Path] = Queue()
+        for number in range(args.num_processes):
+            trees.put(copied(args.out / f"tree{number}"))
+        writing = Lock()
+
+        def one(number: int, mutant: Mutant) -> None:
+            tree = trees.get()
+            row = {"number": number, "part": "core" if number < args.core else "neighbours"}
+            row |= {"file": mutant.file, "line": mutant.line, "change": mutant.name}
+            row |= tried(mutant, tree=tree, covering=covering, limit_s=args.limit_s)
+            trees.put(tree)
+            with writing, file.open("a") as lines:
+                results.append(row)
                 lines.write(json.dumps(row) + "\n")
-            print(
-                number + 1,
-                row["file"],
-                row["line"],
-                row["change"].replace("\n", " ")[:90],
-                "|",
-                row["caught"],
-                flush=True,
-            )
+                change = mutant.name.replace("\n", " ")[:90]
+                print(number, row["file"], row["line"], change, "|", row["caught"], flush=True)
+
+        done = {row["number"] for row in results}
+        with ThreadPoolExecutor(args.num_processes) as pool:
+            waited = [
+                pool.submit(one, number, mutant)
+                for number, mutant in enumerate(drawn(args.seed, args.core, args.neighbours))
+                if number not in done
+            ]
+            for future in waited:
+                future.result()
     for part in ("core", "neighbours"):
         rows = [row for row in results if row["part"] == part]
         counted = [row for row in rows if row["change"] not in equivalent.get(row["file"], [])]

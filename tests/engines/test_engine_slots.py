@@ -7,7 +7,6 @@ from tiny_models import EOS, save, tiny_gpt2, tiny_llama
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.forward import CachedForward
-from lit_async_rl.engines.embedded.kv_cache import BLOCK_POSITIONS
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 64])
@@ -133,10 +132,12 @@ def test_an_aborted_request_is_gone_and_its_slots_are_used_again():
 
 
 def test_a_row_that_ends_where_the_cache_ends_does_not_write_into_its_neighbour():
-    """It stays as a hole among the others, whose next positions still fit: nothing makes the cache longer."""
+    """In a cache of 32 positions: it stays as a hole among the others, whose next positions still fit, so that nothing
+    makes the cache longer.
+    """
     lm = tiny_llama()
     for seed in range(4):
         engine = EmbeddedEngine.from_module(lm, num_slots=4, seed=seed)
-        (longest,) = requests_of([20], max_tokens=BLOCK_POSITIONS - 19, num_samples=1)
+        (longest,) = requests_of([20], max_tokens=32 - 19, num_samples=1)
         others = requests_of([3, 4, 5], max_tokens=24, num_samples=1, first_id=1)
         assert_exact(lm, [longest, *others], engine.run([longest, *others]))

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, check_request, set_up
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.cuda_stream import EngineStream
+from lit_async_rl.engines.embedded.decode_graphs import cuda_graphs
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import DecodeProcess
@@ -90,6 +91,8 @@ class EmbeddedEngine(EngineWrapper):
             differ.
         own_process: generate in a child process. The trainer then does not share the GIL, which matters most for small
             models.
+        cuda_graphs: record each decode step once as a CUDA graph and replay it, which saves the time in which Python
+            launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU.
 
     Attributes:
         engine: the decode loop, or the process that runs it.
@@ -115,6 +118,7 @@ class EmbeddedEngine(EngineWrapper):
         self_check: bool = True,
         *,
         own_process: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         settings = DecodeSettings(
             num_slots=num_slots,
@@ -126,6 +130,7 @@ class EmbeddedEngine(EngineWrapper):
             max_model_len=max_model_len,
             update_timeout_s=update_timeout_s,
             self_check=self_check,
+            cuda_graphs=cuda_graphs,
         )
         if own_process and self.cache_class is not SlotCache:
             raise ValueError(
@@ -265,7 +270,7 @@ class DecodeLoop(RolloutEngine):
             owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
 
         Raises:
-            ValueError: its context is shorter than `max_model_len`.
+            ValueError: its context is shorter than `max_model_len`, or its decode steps cannot be recorded.
         """
         context = context_length(lm)
         longest = self.settings.max_model_len
@@ -279,6 +284,7 @@ class DecodeLoop(RolloutEngine):
             seed=self.settings.seed,
             owns_weights=owns_weights,
             cache_class=self._cache_class,
+            recorder=cuda_graphs if self.settings.cuda_graphs else None,
         )
 
     @property

@@ -224,6 +224,11 @@ class LlamaForward:
             x = products.add_mlp(x, self._norm(layer.post_attention_layernorm, x))
         return self._norm(self._model.norm, x)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """Rotary embeddings, which move to other memory as rows grow."""
+        return [self._cos, self._sin]
+
     def _reserve(self, like: Tensor, num_positions: int) -> None:
         """Computes the rotary embeddings of `num_positions` positions, and as many more, once."""
         if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
@@ -369,6 +374,11 @@ class CachedForward:
     def reads_ranges(self) -> bool:
         """Whether attention reads fewer positions of some rows, see `SlotCache.ranges`."""
         return self._llama is not None
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors of the forward pass that may move to other memory, apart from the cache's."""
+        return [] if self._llama is None else self._llama.memory
 
     def __call__(
         self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 1 p"] | None

@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body
 
-BLOCK_POSITIONS = 32  # M is a multiple of it
-
 
 class SlotCache:
     """KV cache of S slots, left-aligned.
@@ -42,6 +40,7 @@ class SlotCache:
     Attributes:
         rewinds: whether a slot still contains its prompt when its completion is finished.
         max_len: M.
+        block_positions: M is a multiple of it.
         ranges: (first row, end row, number of positions that attention must read) of consecutive rows.
     """
 
@@ -53,6 +52,7 @@ class SlotCache:
         self.num_slots = num_slots
         self.max_positions = max_positions
         self.max_len = 0
+        self.block_positions = 32
         self.ranges: list[tuple[int, int, int]] = []
         self._capacity = 0  # positions of each slot in memory
         self._buffers: list[Tensor] = []  # per layer [2, S, Hk, capacity, D]: keys and values
@@ -96,6 +96,11 @@ class SlotCache:
         buffer.view(-1, size).index_copy_(0, self._flat_rows[num_heads], rows)
         keys, values = buffer[:, :num_rows, :, : self.max_len].unbind()
         return keys, values
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Keys and values of all layers; they move to other memory as the cache grows."""
+        return self._buffers
 
     # -- called by the engine -----------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class SlotCache:
     def fit(self, length: int) -> bool:
         """Sets M for rows of `length` positions; returns whether M shrank, after which longer slots are overwritten."""
         previous = self.max_len
-        self.max_len = max(length, min(-(-length // BLOCK_POSITIONS) * BLOCK_POSITIONS, self.max_positions))
+        self.max_len = max(length, min(-(-length // self.block_positions) * self.block_positions, self.max_positions))
         if self.max_len <= self._capacity:
             return self.max_len < previous
         before = self._capacity

@@ -153,7 +153,7 @@ def _truncate(log_p: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "
     before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of all likelier tokens
     drop = (before >= params.top_p[:, None]) & (params.top_p[:, None] < 1)
     drop |= ordered < ordered[:, :1] + params.min_p[:, None].log()
-    drop[:, 0] = False
+    drop[:, 0].fill_(False)
     ordered = ordered.masked_fill(drop, -torch.inf).log_softmax(-1)
     return torch.empty_like(log_p).scatter_(-1, order, ordered)
 
@@ -220,6 +220,7 @@ class RowState:
         self.tokens = torch.zeros(num_slots, 0, **rows)
         self.versions = torch.zeros(num_slots, 0, **rows)
         self.logprobs = torch.zeros(num_slots, 0, device=device)
+        self.version = torch.zeros((), **rows)  # of the weights, for the tokens that `append` appends
         self.heads = HeadRecorder(num_slots, device)
         self.temperature = torch.ones(num_slots, device=device)
         self.top_p = torch.ones(num_slots, device=device)
@@ -227,6 +228,16 @@ class RowState:
         self.min_p = torch.zeros(num_slots, device=device)
         self.stream = torch.full((num_slots,), NO_STREAM, **rows)  # of random numbers; without one, the engine's
         self._truncates = self._greedy = self._has_streams = False
+
+    @property
+    def flags(self) -> tuple[bool, bool, bool]:
+        """What sampling leaves out, because no row needs it."""
+        return self._truncates, self._greedy, self._has_streams
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that grow, and move to other memory then."""
+        return [self.stops, self.tokens, self.versions, self.logprobs]
 
     def params(self, rows: slice | Tensor) -> RowParams:
         """Sampling parameters of the rows."""
@@ -294,14 +305,14 @@ class RowState:
             uniform = torch.where(stream == NO_STREAM, uniform, stream_uniform(stream, self.position[rows]))
         return uniform[:, None]
 
-    def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> Int[Tensor, " n"]:
-        """Appends one token per row; returns `REACHED_LIMIT`, `AT_STOP` or 0 for each row, and 0 for free ones."""
+    def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor) -> Int[Tensor, " n"]:
+        """Appends one token of `version` per row; returns `REACHED_LIMIT`, `AT_STOP` or 0, and 0 for free rows."""
         index = self.all_rows[rows]
         column = self.count[rows]
         alive = self.alive[rows]
         self.tokens[index, column] = tokens
         self.logprobs[index, column] = logprobs
-        self.versions[index, column] = version
+        self.versions[index, column] = self.version
         self.count[rows] = count = column + alive
         self.position[rows] += alive
         self.last[rows] = tokens

@@ -24,6 +24,7 @@ class DecodeSettings:
     max_model_len: int | None
     update_timeout_s: float
     self_check: bool
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         check_range("data.engine", "integer >= 1", num_slots=self.num_slots, num_threads=self.num_threads)

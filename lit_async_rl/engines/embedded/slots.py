@@ -6,7 +6,7 @@ every completion. The rows are compacted once many have finished.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.embedded.forward import cache_and_forward
+from lit_async_rl.engines.embedded.decode_graphs import BLOCK_POSITIONS, DecodeGraphs, Record, num_rows
+from lit_async_rl.engines.embedded.forward import CachedForward, cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.sampling import AT_STOP, RowState, Tokens
@@ -214,6 +215,11 @@ class StopCheck:
         """Unregisters all rows."""
         self._candidates = None
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that `candidates` reads."""
+        return [] if self._candidates is None else [self._candidates]
+
     def candidates(self, rows: slice | Tensor, tokens: Int[Tensor, " n"]) -> Bool[Tensor, " n"] | None:
         """Mask of the rows with a newest token that can end a stop string; None without stop strings.
 
@@ -263,6 +269,10 @@ class Slots:
         seed: seed of the random numbers.
         owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
         cache_class: class of the KV cache.
+        recorder: makes what records decode steps, such as `cuda_graphs`; None runs each step anew.
+
+    Raises:
+        ValueError: the model's decode steps cannot be recorded.
     """
 
     def __init__(
@@ -273,6 +283,7 @@ class Slots:
         seed: int,
         owns_weights: bool = False,
         cache_class: type[SlotCache] = SlotCache,
+        recorder: Callable[[torch.Generator], Record] | None = None,
     ) -> None:
         self.lm = lm
         self.num_tokens = 0  # sampled so far
@@ -290,12 +301,26 @@ class Slots:
         ] = []  # (request, sample) of slots up to the last in use
         self._num_active = 0
         self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # prompt at the beginning of each slot's cache
-        self._order = RowOrder(self._forward.reads_ranges)
+        self._graphs = None if recorder is None else self._decode_graphs(recorder)
+        self._order = RowOrder(self._forward.reads_ranges and self._graphs is None)
         # Positions are counted here, too, because reading them would wait for the device: that of a row is its offset
         # plus the number of decode steps so far.
         self._offsets = [0] * num_slots
         self._num_steps = 0
         self._longest = 0  # upper bound on the positions of active rows
+
+    def _decode_graphs(self, recorder: Callable[[torch.Generator], Record]) -> DecodeGraphs:
+        cache, forward, rows = self._cache, self._forward, self._rows
+        if not isinstance(cache, SlotCache) or not isinstance(forward, CachedForward) or not forward.reads_ranges:
+            raise ValueError(
+                f"data.engine.cuda_graphs must be False with the model type {self.lm.config.model_type!r}, got True: "
+                "CUDA graphs need the engine's own forward pass, which supports Llama, Mistral, Qwen2 and Qwen3"
+            )
+        cache.block_positions = BLOCK_POSITIONS
+        return DecodeGraphs(
+            recorder(self.generator),
+            memory=lambda: [*cache.memory, *forward.memory, *rows.memory, *self._stop_check.memory],
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -364,7 +389,11 @@ class Slots:
         logits = self._forward.logits(torch.stack(list(features.values())))
         self.num_tokens += len(slots)
         source = self._index([number[prompt] for prompt in prompts])
-        return self._commit(logits[source], self._index(slots), slots, version=version)
+        self._rows.version.fill_(version)
+        outcomes = self._sample(logits[source], self._index(slots))
+        for slot in slots:
+            self._offsets[slot] += 1
+        return self._close_finished(outcomes, slots)
 
     def _prefill(
         self, prompts: Sequence[tuple[int, ...]], slots: Sequence[Sequence[int]]
@@ -393,39 +422,54 @@ class Slots:
             lengths = [0 if owner is None else self._position(row) for row, owner in enumerate(self._owners)]
             sources, targets = self._order.sort(lengths, self._cache.max_len)
             self._move(sources, targets)
+        num_long, short_len = self._order.step(n)
+        self.num_tokens += self._num_active
+        self._rows.version.fill_(version)
+        if self._graphs is None or self._rows.heads.width is not None:
+            outcomes = self._decode_rows(n, num_long=num_long, short_len=short_len)
+        else:
+            padded = num_rows(n, self.num_slots)
+            outcomes = self._graphs.run(
+                lambda: self._decode_rows(padded, num_long=padded, short_len=0),
+                key=(padded, self._cache.max_len, self._rows.flags),
+            )
+        self._num_steps += 1
+        return self._close_finished(outcomes[:, :n], range(n))
+
+    def _decode_rows(self, n: int, num_long: int, short_len: int) -> Int[Tensor, "kinds n"]:
+        """A decode step of the first n slots, on the device alone; returns what `_sample` does."""
         # clamped: a free row that ended at the cache's last position would otherwise write into the next slot
         positions = self._rows.position[:n].clamp(max=self._cache.max_len - 1)
-        self._cache.begin_decode(positions, *self._order.step(n))
+        self._cache.begin_decode(positions, num_long, short_len)
         mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self._experts.add_tokens(positions, self._longest)
-        self.num_tokens += self._num_active
-        return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), range(n), version=version)
+        return self._sample(self._forward.logits(hidden[:, 0]), slice(0, n))
 
-    def _commit(self, logits: Tensor, rows: slice | Tensor, slots: Sequence[int], version: int) -> list[Completion]:
-        """Samples a token for each of `rows`, appends it, and closes the finished rows.
+    def _sample(self, logits: Tensor, rows: slice | Tensor) -> Int[Tensor, "kinds n"]:
+        """Samples a token for each of `rows` and appends it.
+
+        Returns:
+            Outcomes of the rows, and with stop strings a second line: whether a row may be at one.
+        """
+        tokens, logprobs = self._rows.sample(rows, logits, self.generator)
+        outcomes = self._rows.append(rows, tokens, logprobs)
+        candidates = self._stop_check.candidates(rows, tokens)
+        return outcomes[None] if candidates is None else torch.stack([outcomes, candidates])
+
+    def _close_finished(self, outcomes: Int[Tensor, "kinds n"], slots: Sequence[int]) -> list[Completion]:
+        """Closes the rows that have finished, and returns their completions.
 
         Waits once for the device, for the outcomes of all rows; for completions and possible stop strings once more.
 
         Args:
-            logits: of each row.
-            rows: indices of the rows in tensors.
-            slots: the same on the CPU.
-            version: version of the weights.
+            outcomes: result of `_sample`.
+            slots: the rows of `outcomes`.
         """
-        tokens, logprobs = self._rows.sample(rows, logits, self.generator)
-        outcomes = self._rows.append(rows, tokens, logprobs, version)
-        if isinstance(rows, slice):  # all rows: a decode step
-            self._num_steps += 1
-        else:
-            for slot in slots:
-                self._offsets[slot] += 1
         self._longest += 1
-        if (candidates := self._stop_check.candidates(rows, tokens)) is None:
-            found = outcomes.tolist()
-        else:
-            found, may_stop = torch.stack([outcomes, candidates]).tolist()
-            self._find_stop_strings(found, may_stop, slots)
+        found, *candidates = outcomes.tolist()
+        if candidates:
+            self._find_stop_strings(found, candidates[0], slots)
         if not any(found):
             return []
         closing = [slot for slot, outcome in zip(slots, found, strict=True) if outcome]
