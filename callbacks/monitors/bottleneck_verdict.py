@@ -348,6 +348,9 @@ class BottleneckVerdict(pl.Callback):
     def __init__(self, every_n_steps: int = 50) -> None:
         check_range("BottleneckVerdict", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
+        self._reset()
+
+    def _reset(self) -> None:
         self.verdict: Verdict | None = None
         self.is_early = False
         self.words: str | None = None
@@ -368,21 +371,8 @@ class BottleneckVerdict(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "BottleneckVerdict")
-        self._left_out = NO_TIME
+        self._reset()
         self._step = trainer.global_step
-        self._run = None
-        self._trend = CollapseTrend()
-        self.collapse = None
-        self._without_signal = 0
-        self._staleness = StalenessAdvice()
-        self._stale_data = StaleDataWords()
-        self._steady = SteadyAdvice()
-        self._stats_before = None
-        self.verdict = None
-        self.is_early = False
-        self.words = None
-        self.advice = None
-        self.stats = None
         folder = writing_folder(trainer)  # a collective: all ranks must call it
         self._folder = folder if trainer.is_global_zero else None
 

@@ -175,9 +175,12 @@ class FreshDataMonitor(pl.Callback):
         self.num_tokens = num_tokens
         self.on_error = on_error
         self._is_enabled = False
-        self._is_current = False
         self._step = -1
         self._version = -1
+        self._reset()
+
+    def _reset(self) -> None:
+        self._is_current = False
         self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
         self._stale = torch.zeros(3, dtype=torch.float64)
@@ -191,15 +194,9 @@ class FreshDataMonitor(pl.Callback):
         data = rollout_data(trainer, "FreshDataMonitor")
         self._is_enabled = data.tape is None and data.engine.has_model and data.sampling.temperature > 0
         self._step = trainer.global_step
-        self._is_current = False
         # a resume: restored rollouts came from older weights with the same version number, and are not fresh
         self._version = module.version if module.is_changed else -1
-        self._published_at = -1
-        self._micro = self._window = torch.zeros(8, dtype=torch.float64)
-        self._stale = torch.zeros(3, dtype=torch.float64)
-        self._split = RatioSplit()
-        self.broken = ""
-        self.num_checked_tokens = 0
+        self._reset()
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Records whether the present weights equal the last publication."""

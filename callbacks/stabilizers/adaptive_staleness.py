@@ -61,12 +61,9 @@ class AdaptiveStaleness(SignalCallback):
         self.max_kl = max_kl
         self.min_staleness = min_staleness
         self.smoothing = smoothing
-        self._smoothed: float | None = None
-        self._bound: int | None = None
-        self._resumed_bound: int | None = None
         self._max_bound = 0
-        self._num_waiting_steps = 0
         self._pending: StepSignals | None = None
+        self.reset()
 
     def next_bound(self, bound: int, highest: int) -> int:
         """Next bound by the smoothed signal, within `min_staleness` and `highest`.
@@ -92,10 +89,10 @@ class AdaptiveStaleness(SignalCallback):
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        self._smoothed = None
+        self._smoothed: float | None = None
         self._num_waiting_steps = 0
-        self._bound = None
-        self._resumed_bound = None
+        self._bound: int | None = None
+        self._resumed_bound: int | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores the bound of a resumed run before anything is sampled."""

@@ -77,13 +77,11 @@ class CollapseAlarm(SignalCallback):
         )
         self.action = action or Warn()
         self.cooldown_steps = cooldown_steps
-        self.reports: list[str] = []
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
-        self._cooldown_left = 0
         self._alarm: list[str] = []
         self._has_stepped = False
-        self._resumed: dict[str, Any] | None = None
+        self.reset()
 
     @property
     def without_signals(self) -> str:
@@ -94,8 +92,8 @@ class CollapseAlarm(SignalCallback):
     def reset(self) -> None:
         self.watch.reset()
         self._cooldown_left = 0
-        self.reports = []
-        self._resumed = None
+        self.reports: list[str] = []
+        self._resumed: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores the action of a resumed run before anything is sampled."""

@@ -103,24 +103,15 @@ class StalenessController(SignalCallback):
         self.rollback = RollBack(copy_every_n_steps, max_rollbacks) if max_rollbacks else None
         self.forecast = CollapseForecast()
         self.gain = GainWatch()
-        self.rung = 0
-        self.reports: list[str] = []
-        self._first_rung = 0  # up to which it may climb: the one below that on which the reward was lost
-        self._num_calm = 0
-        self._cooldown_left = 0
         self._module: AnyModule | None = None  # in training, if its loss can be corrected
         self._objectives: tuple[Objective, ...] = ()  # of that module, as configured and corrected
-        self._num_corrections = 0  # rungs that correct
         self._configured_bound: int | None = None
         self._arrivals: RewardingData | None = None
-        self._num_discarded = 0  # steps of data that discarded policies have sampled, where they cannot be discarded
         self._log_odds: float | None = None
-        self._lost = 0.0
-        self._has_collapsed = False
         self._has_stepped = False
-        self._resumed_rollback: dict[str, Any] | None = None
         self._rate: OneStepLearningRate | None = None
         self._spaces = GradSpaces()
+        self.reset()
 
     @property
     def without_signals(self) -> str:
@@ -137,15 +128,15 @@ class StalenessController(SignalCallback):
         self.forecast.reset()
         self.gain.reset()
         self.rung = 0
-        self.reports = []
-        self._first_rung = 0
+        self.reports: list[str] = []
+        self._first_rung = 0  # up to which it may climb: the one below that on which the reward was lost
+        self._num_corrections = 0  # rungs that correct
         self._num_calm = 0
         self._cooldown_left = 0
-        self._num_discarded = 0
+        self._num_discarded = 0  # steps of data that discarded policies have sampled, where they cannot be discarded
         self._lost = 0.0
         self._has_collapsed = False
-        self._num_corrections = 0
-        self._resumed_rollback = None
+        self._resumed_rollback: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores correction and bound of a resumed run before anything is sampled."""
