@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback
 from lit_async_rl.stabilizers.step_lr import raw_optimizer
@@ -107,10 +106,8 @@ class WeightDriftMonitor(SignalCallback):
     @torch.no_grad()
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures before the step: the weights are those that the gradient is of."""
-        if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
         signals = self.reduce_signals(optimizer)
-        space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
+        space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         now = self._sample(space)
         version = getattr(pl_module, "version", None)
         if not isinstance(version, int):  # of a module that counts none: each step is one

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
-from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.collapse import AlarmAction, CollapseWatch, StepHealth, Warn
 from lit_async_rl.stabilizers.gradients import GradSpaces
@@ -113,7 +113,7 @@ class CollapseAlarm(SignalCallback):
         """Compares the step with the limits, and logs."""
         unscale_gradients(trainer, optimizer)
         signals = self.reduce_signals(optimizer)
-        norm, c = self._gradient(trainer, raw_optimizer(optimizer))
+        norm, c = self._gradient(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         seen = StepHealth(
             ess_ratio=signals.ess_ratio,
             kl=signals.kl,
@@ -150,13 +150,11 @@ class CollapseAlarm(SignalCallback):
             self._cooldown_left = self.cooldown_steps
             self._previous = ReferenceGradients()
 
-    def _gradient(self, trainer: AnyTrainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
+    def _gradient(self, root: nn.Module, optimizer: Optimizer) -> tuple[float | None, float | None]:
         """Norm, and cosine with the previous gradient; None if no limit needs them, or without a gradient."""
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
-        if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
-        space = self._spaces.of(trainer.strategy.model, optimizer)
+        space = self._spaces.of(root, optimizer)
         gradients = space.gradients()
         gg, gp, pp = self._previous.products(space, gradients)[0].tolist()
         if self.watch.max_cosine is not None and 0 < gg < math.inf:

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.alignment import (
     AlignedStep,
     AlignmentRule,
@@ -236,10 +235,8 @@ class GradientAlignmentControl(pl.Callback):
         if index is None:
             return
         unscale_gradients(trainer, optimizer)
-        if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
         suffix = metric_suffix(trainer, self.optimizer, index)
-        for name, value in self.apply(trainer.strategy.model, optimizer, index).items():
+        for name, value in self.apply(trainer.strategy.model or pl_module, optimizer, index).items():
             pl_module.log(name + suffix, value)
 
     @property

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
 from lit_async_rl.stabilizers.step_lr import (
     check_choice,
@@ -85,10 +84,8 @@ class GradientClipping(pl.Callback):
         if index is None:
             return
         unscale_gradients(trainer, optimizer)
-        if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
         suffix = metric_suffix(trainer, self.optimizer, index)
-        for name, value in self.apply(trainer.strategy.model, optimizer, index).items():
+        for name, value in self.apply(trainer.strategy.model or pl_module, optimizer, index).items():
             pl_module.log(name + suffix, value)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:

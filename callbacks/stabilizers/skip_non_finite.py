@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
 from lit_async_rl.stabilizers.step_lr import (
     loss_scaler,
@@ -51,14 +50,12 @@ class SkipNonFinite(pl.Callback):
             is_broken = overflows(trainer, raw_optimizer(optimizer)) and scaler.get_scale() <= 1
             self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         else:
-            self._drop_if_broken(trainer, optimizer)
+            self._drop_if_broken(trainer, pl_module, optimizer)
         if self.dropped.total:
             pl_module.log("grad/num_skipped", float(self.dropped.total))
 
-    def _drop_if_broken(self, trainer: AnyTrainer, optimizer: Optimizer) -> None:
-        if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
-        space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
+    def _drop_if_broken(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         is_broken = not bool(space.norms(space.gradients()).isfinite().all())
         self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         if is_broken:

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lit_async_rl.corrections import Correction, SequenceTruncatedIS
-from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, RewardingData, StepHealth, bounded_data
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
@@ -168,7 +168,8 @@ class StalenessController(SignalCallback):
         """Forecasts, scales the learning rate of the step, and logs."""
         unscale_gradients(trainer, optimizer)
         signals = self.reduce_signals(optimizer)
-        self._log_odds = self._observe(signals, self._norm(trainer, raw_optimizer(optimizer)))
+        norm = self._norm(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
+        self._log_odds = self._observe(signals, norm)
         self._has_stepped = True
         if self.rollback is not None and self._is_worth_a_copy():
             self.rollback.healthy(trainer, pl_module)
@@ -247,10 +248,8 @@ class StalenessController(SignalCallback):
         is_first = self._log_odds is None and not self.forecast.is_ready
         return is_first or (self._num_calm > 0 and self._lost < GainWatch.COLLAPSE / 2)
 
-    def _norm(self, trainer: AnyTrainer, optimizer: Optimizer) -> float:
-        if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
-        space = self._spaces.of(trainer.strategy.model, optimizer)
+    def _norm(self, root: nn.Module, optimizer: Optimizer) -> float:
+        space = self._spaces.of(root, optimizer)
         return space.norms(space.gradients())[0].item()
 
     def _bound(self) -> int | None:
