@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,14 +124,15 @@ class CausalPolicy(nn.Module):
         features, predicts, rows = self.features(input_ids, mask, group_index, experts=experts)
         targets = input_ids[:, 1:][predicts]  # [N]
         if not needs_entropy:
-            own, greedy = (scatter(values, predicts, mask) for values in self._chunked_likelihoods(features, targets))
+            likelihoods = self._in_chunks(self._likelihoods, (features, targets))
+            own, greedy = (scatter(values, predicts, mask) for values in likelihoods)
             none = own.new_empty(*mask.shape, 0)
             entropy = torch.zeros_like(own)
             return TokenStats(logprobs=own, entropy=entropy, head=none, rows=rows, is_greedy=greedy > 0)
         head = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
-        stats = self._chunked_stats(
-            features, targets, head, temperature=temperature, entropy_grad=entropy_grad, compare=compare
-        )
+        numbers = torch.arange(len(targets), device=targets.device)
+        statistics = partial(self._stats, temperature=temperature, entropy_grad=entropy_grad, compare=compare)
+        stats = self._in_chunks(statistics, (features, targets, head, numbers))
         logprobs, entropy, head, *others = (scatter(values, predicts, mask) for values in stats)
         compared = others[0] if others else None
         return TokenStats(logprobs=logprobs, entropy=entropy, head=head, compared=compared, rows=rows)
@@ -180,11 +182,12 @@ class CausalPolicy(nn.Module):
                 "data.sampling.max_tokens, or a smaller max_prompt_tokens of data.prompts"
             )
 
-    def _chunked_likelihoods(self, features: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        if len(targets) <= self.chunk_tokens:
-            return self._likelihoods(features, targets)
-        parts = zip(features.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
-        chunks = [checkpoint(self._likelihoods, *part, use_reentrant=False) for part in parts]
+    def _in_chunks(self, function: Callable[..., tuple[Tensor, ...]], whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Results of a function of N tokens, whose logits are recomputed chunk by chunk if there are several."""
+        if len(whole[0]) <= self.chunk_tokens:
+            return function(*whole)
+        parts = zip(*(values.split(self.chunk_tokens) for values in whole), strict=True)
+        chunks = [checkpoint(function, *part, use_reentrant=False) for part in parts]
         return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
 
     def _likelihoods(
@@ -195,25 +198,6 @@ class CausalPolicy(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         own = logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
         return own, (logits.detach().argmax(-1) == targets).to(own.dtype)
-
-    def _chunked_stats(
-        self,
-        features: Tensor,
-        targets: Tensor,
-        head_ids: Tensor,
-        temperature: float,
-        entropy_grad: bool,
-        compare: Compare | None,
-    ) -> tuple[Tensor, ...]:
-        numbers = torch.arange(len(targets), device=targets.device)
-        whole = (features, targets, head_ids, numbers)
-        if len(targets) <= self.chunk_tokens:
-            return self._stats(*whole, temperature=temperature, entropy_grad=entropy_grad, compare=compare)
-        parts = zip(*(values.split(self.chunk_tokens) for values in whole), strict=True)
-        chunks = [
-            checkpoint(self._stats, *part, temperature, entropy_grad, compare, use_reentrant=False) for part in parts
-        ]
-        return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
 
     def _stats(
         self,
