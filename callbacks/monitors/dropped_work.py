@@ -53,7 +53,7 @@ def remedy(cause: str, stats: ProducerStats, before: ProducerStats | None = None
     """Advice for dropping less. Mean rewards tell whether prompts without a signal are too easy or too hard."""
     if cause != "DynamicSampling":
         return REMEDIES.get(cause, "look at data.filters")
-    then = before or ProducerStats.zero()
+    then = before or ProducerStats()
     number = max(1, stats.num_sampled - then.num_sampled)
     return TOO_EASY if (stats.sampled_reward - then.sampled_reward) / number >= stats.threshold else TOO_HARD
 

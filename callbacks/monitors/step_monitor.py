@@ -129,7 +129,7 @@ class RolloutMonitor(StepMonitor):
         self.loss = SumMetric()
         self.reference_kl = MeanMetric()
         self.divergence = MeanMetric()
-        self._previous_stats = ProducerStats.zero()
+        self._previous_stats = ProducerStats()
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
         self._gradient_scale = 1.0
         self._cut_watch = CutWatch("data.sampling.max_tokens", "rollout/cut_share")
@@ -185,7 +185,7 @@ class RolloutMonitor(StepMonitor):
         """Resets; the first step counts all groups scored since the engine started."""
         super().on_train_start(trainer, pl_module)
         rollout_data(trainer, "RolloutMonitor")
-        self._previous_stats = ProducerStats.zero()
+        self._previous_stats = ProducerStats()
 
     def _parts(self, trainer: AnyTrainer) -> dict[str, float]:
         """Means of the parts of the step's rewards, on the rank that has the producer."""
@@ -430,7 +430,7 @@ class ThroughputMonitor(StepMonitor):
         data = rollout_data(trainer, "ThroughputMonitor")
         stats = data.stats()
         if stats is not None:
-            before = self._previous_stats or ProducerStats.zero()
+            before = self._previous_stats or ProducerStats()
             wait_s = stats.wait_s - before.wait_s
             run_s = max(1e-9, stats.run_s - before.run_s)  # a coarse clock may not have advanced
             self._total_tokens += stats.num_tokens - before.num_tokens
@@ -454,7 +454,7 @@ class ThroughputMonitor(StepMonitor):
         """Adds the tokens generated since the last step: their rollouts are in the checkpoint."""
         stats = rollout_data(trainer, "ThroughputMonitor").stats()
         if stats is not None and self.state_key in checkpoint.get("callbacks", {}):
-            since = stats.num_tokens - (self._previous_stats or ProducerStats.zero()).num_tokens
+            since = stats.num_tokens - (self._previous_stats or ProducerStats()).num_tokens
             checkpoint["callbacks"][self.state_key] = {"total_tokens": self._total_tokens + since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -181,8 +181,7 @@ class Replay:
 
     def stats(self) -> ProducerStats:
         """Totals; reading the tape counts as waiting."""
-        return replace(
-            ProducerStats.zero(),
+        return ProducerStats(
             wait_s=self._timer.wait_s,
             run_s=self._timer.run_s,
             num_finished=self.num_used - self._num_restored,

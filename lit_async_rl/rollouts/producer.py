@@ -663,7 +663,7 @@ class WaitTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class ProducerStats:
-    """Totals since the start.
+    """Totals since the start; without arguments, those before it.
 
     Attributes:
         wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
@@ -679,15 +679,15 @@ class ProducerStats:
         threshold: least reward of a success.
     """
 
-    wait_s: float
-    run_s: float
-    engine_busy_s: float
-    scoring_s: float
-    num_tokens: int
-    num_finished: int
-    num_queued: int
-    num_unfinished: int
-    num_lost: int
+    wait_s: float = 0.0
+    run_s: float = 0.0
+    engine_busy_s: float = 0.0
+    scoring_s: float = 0.0
+    num_tokens: int = 0
+    num_finished: int = 0
+    num_queued: int = 0
+    num_unfinished: int = 0
+    num_lost: int = 0
     fates: Mapping[str, FateTotals] = field(default_factory=dict)
     num_sampled: int = 0
     num_dropped: int = 0
@@ -699,23 +699,8 @@ class ProducerStats:
 
     def dropped_share(self, before: ProducerStats | None = None) -> dict[str, float]:
         """Share of the tokens that was dropped, by what dropped them, most first; since `before`, or the start."""
-        then = ProducerStats.zero() if before is None else before
+        then = ProducerStats() if before is None else before
         dropped = {cause: number - then.dropped_tokens.get(cause, 0) for cause, number in self.dropped_tokens.items()}
         total = sum(dropped.values()) + self.trained_tokens - then.trained_tokens
         ordered = sorted(dropped.items(), key=lambda item: -item[1])
         return {cause: number / total for cause, number in ordered if number > 0 and total > 0}
-
-    @classmethod
-    def zero(cls) -> ProducerStats:
-        """Totals before the start."""
-        return cls(
-            wait_s=0.0,
-            run_s=0.0,
-            engine_busy_s=0.0,
-            scoring_s=0.0,
-            num_tokens=0,
-            num_finished=0,
-            num_queued=0,
-            num_unfinished=0,
-            num_lost=0,
-        )

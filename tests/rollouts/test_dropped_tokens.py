@@ -17,7 +17,7 @@ from lit_async_rl.simulation.run import SimulatedEngine
 
 
 def stats(dropped, trained, **more):
-    return ProducerStats(**vars(ProducerStats.zero()) | dict(dropped_tokens=dropped, trained_tokens=trained) | more)
+    return ProducerStats(dropped_tokens=dropped, trained_tokens=trained, **more)
 
 
 @pytest.mark.parametrize(
