@@ -26,6 +26,7 @@ class StepHealth:
     reward: float | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class CollapseWatch:
     """Counts the consecutive steps that violate each limit.
 
@@ -43,27 +44,17 @@ class CollapseWatch:
         window: steps of the median and the mean.
     """
 
-    def __init__(
-        self,
-        *,
-        min_ess_ratio: float | None,
-        max_kl: float | None,
-        max_grad_norm_factor: float | None,
-        max_cosine: float | None,
-        min_entropy: float | None,
-        max_reward_drop: float | None,
-        patience: int,
-        window: int,
-    ) -> None:
-        check_range("CollapseAlarm", "integer >= 1", patience=patience, window=window)
-        self.min_ess_ratio = min_ess_ratio
-        self.max_kl = max_kl
-        self.max_grad_norm_factor = max_grad_norm_factor
-        self.max_cosine = max_cosine
-        self.min_entropy = min_entropy
-        self.max_reward_drop = max_reward_drop
-        self.patience = patience
-        self.window = window
+    min_ess_ratio: float | None
+    max_kl: float | None
+    max_grad_norm_factor: float | None
+    max_cosine: float | None
+    min_entropy: float | None
+    max_reward_drop: float | None
+    patience: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_range("CollapseAlarm", "integer >= 1", patience=self.patience, window=self.window)
         self.reset()
 
     def reset(self) -> None:
