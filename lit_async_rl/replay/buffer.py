@@ -14,9 +14,9 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
+from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, TokenRow, Turn
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.plain import plain
 
@@ -87,6 +87,8 @@ class RecencyReplay(ReplayWeighting):
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
 log = logging.getLogger(__name__)
+EARLIER_NAMES = {"completion_ids": "token_ids", "behavior_logprobs": "logprobs"}  # of fields in older checkpoints
+Row = TypeVar("Row", bound=TokenRow)
 _MIN_ROLLOUTS = 2  # per prompt, because a single completion has no advantage
 
 
@@ -307,7 +309,8 @@ class ReplayBuffer:
         self._prompts = {key: {} for key in state["prompts"]}
         self._order = {}
         for entry in state["stored"]:
-            stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])})
+            rollout = _restored(Rollout, entry["rollout"])
+            stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": rollout})
             key = (stored.prompt_ids, stored.prompt.answer)
             ids = _all_ids(stored.rollout)
             self._prompts[key][ids] = stored
@@ -333,48 +336,18 @@ def _all_ids(rollout: Rollout) -> tuple[int, ...]:
     return ids
 
 
-def _rollout(fields: dict[str, Any]) -> Rollout:
-    """A rollout of a checkpoint; in older checkpoints two fields have other names, and some are missing."""
-    head = fields.get("head")
-    experts = fields.get("experts")
-    return Rollout(
-        request_id=fields.get("request_id", 0),
-        sample_index=fields.get("sample_index", 0),
-        token_ids=fields["token_ids" if "token_ids" in fields else "completion_ids"],
-        logprobs=fields["logprobs" if "logprobs" in fields else "behavior_logprobs"],
-        versions=fields["versions"],
-        finish_reason=fields["finish_reason"],
-        text=fields["text"],
-        reward=fields["reward"],
-        reward_parts=fields.get("reward_parts"),
-        loss_mask=fields["loss_mask"],
-        turns=_turns(fields),
-        head=None if head is None else SamplerHead(**head),
-        experts=None if experts is None else ExpertChoices(**experts),
-        prompt_ids=fields.get("prompt_ids"),
-        credit=fields.get("credit", 1.0),
-        branches=tuple(_branch(branch) for branch in fields.get("branches", ())),
-    )
-
-
-def _branch(fields: dict[str, Any]) -> Branch:
-    head = fields["head"]
-    experts = fields["experts"]
-    return Branch(
-        **(
-            fields
-            | {
-                "head": None if head is None else SamplerHead(**head),
-                "experts": None if experts is None else ExpertChoices(**experts),
-                "turns": _turns(fields),
-            }
-        )
-    )
-
-
-def _turns(fields: dict[str, Any]) -> tuple[Turn, ...] | None:
-    turns = fields.get("turns")
-    return None if turns is None else tuple(Turn(**turn) for turn in turns)
+def _restored(kind: type[Row], fields: dict[str, Any]) -> Row:
+    """A row of a checkpoint; in older ones some fields have other names, or are missing."""
+    given = {EARLIER_NAMES.get(name, name): value for name, value in fields.items()}
+    if given.get("head") is not None:
+        given["head"] = SamplerHead(**given["head"])
+    if given.get("experts") is not None:
+        given["experts"] = ExpertChoices(**given["experts"])
+    if given.get("turns") is not None:
+        given["turns"] = tuple(Turn(**turn) for turn in given["turns"])
+    if "branches" in given:
+        given["branches"] = tuple(_restored(Branch, branch) for branch in given["branches"])
+    return kind(**given)
 
 
 def _version(rollout: Rollout, group: RolloutGroup) -> int:
