@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -22,20 +21,13 @@ from lit_async_rl.stabilizers.alignment import (
     Regime,
     Residual,
 )
-from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
-from lit_async_rl.stabilizers.step_lr import (
-    check_choice,
-    chosen_index,
-    metric_suffix,
-    raw_optimizer,
-    tolerate_dropped_gradients,
-    unscale_gradients,
-)
+from lit_async_rl.stabilizers.gradients import GradientTreatment, GradSpace, GradSpaces
+from lit_async_rl.stabilizers.step_lr import raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
-class GradientAlignmentControl(pl.Callback):
+class GradientAlignmentControl(GradientTreatment):
     """Applies, projects or skips a step by the cosine c of its gradient with a reference (GAC, arXiv:2603.01501).
 
         c = <g, p> / (|g| |p|)
@@ -224,25 +216,10 @@ class GradientAlignmentControl(pl.Callback):
             self.num_dropped = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        check_choice(trainer, pl_module, self.optimizer, owner="GradientAlignmentControl")
+        super().on_train_start(trainer, pl_module)
         self._references = ReferenceGradients()
         self._spaces = GradSpaces(self._spaces.per_parameter_group)
-        tolerate_dropped_gradients(trainer)
         self._has_trained = True
-
-    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        index = chosen_index(trainer, pl_module, optimizer, choice=self.optimizer)
-        if index is None:
-            return
-        unscale_gradients(trainer, optimizer)
-        suffix = metric_suffix(trainer, self.optimizer, index)
-        for name, value in self.apply(trainer.strategy.model or pl_module, optimizer, index).items():
-            pl_module.log(name + suffix, value)
-
-    @property
-    def state_key(self) -> str:
-        """Key of the checkpointed state; distinguishes instances for different optimizers."""
-        return self._generate_state_key(optimizer=self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """State without the reference gradient; the same on all ranks."""

@@ -5,24 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
-from lit_async_rl.stabilizers.step_lr import (
-    check_choice,
-    chosen_index,
-    metric_suffix,
-    raw_optimizer,
-    tolerate_dropped_gradients,
-    unscale_gradients,
-)
+from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradientTreatment, GradSpaces
+from lit_async_rl.stabilizers.step_lr import raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
-class GradientClipping(pl.Callback):
+class GradientClipping(GradientTreatment):
     """g <- g * min(1, max_norm / ||g||), with the norm over all shards, ranks and devices.
 
     `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, fails with tensor parallelism and with fused optimizers
@@ -74,28 +66,13 @@ class GradientClipping(pl.Callback):
         return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.dropped.total)}
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        check_choice(trainer, pl_module, self.optimizer, owner="GradientClipping")
+        super().on_train_start(trainer, pl_module)
         self._spaces = GradSpaces()
         self.dropped.begin()
-        tolerate_dropped_gradients(trainer)
-
-    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        index = chosen_index(trainer, pl_module, optimizer, choice=self.optimizer)
-        if index is None:
-            return
-        unscale_gradients(trainer, optimizer)
-        suffix = metric_suffix(trainer, self.optimizer, index)
-        for name, value in self.apply(trainer.strategy.model or pl_module, optimizer, index).items():
-            pl_module.log(name + suffix, value)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Fails the run after too many dropped steps, once all callbacks have completed the last one."""
         self.dropped.check()
-
-    @property
-    def state_key(self) -> str:
-        """Key of the checkpointed state; distinguishes instances for different optimizers."""
-        return self._generate_state_key(optimizer=self.optimizer)
 
     def state_dict(self) -> dict[str, int]:
         return {"num_dropped": self.dropped.total}

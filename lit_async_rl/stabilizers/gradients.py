@@ -7,10 +7,12 @@ holds a piece of the vector; pieces replicated over ranks (DDP, replicated tenso
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from operator import is_not
 from weakref import WeakKeyDictionary
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Float64
@@ -20,7 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import InvariantError, NonFiniteError
+from lit_async_rl.stabilizers.step_lr import (
+    check_choice,
+    chosen_index,
+    metric_suffix,
+    tolerate_dropped_gradients,
+    unscale_gradients,
+)
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 # -- Random projection of gradients: estimates inner products of gradients without storing them -----------------------
 # Count sketch (Charikar, Chen and Farach-Colton 2002) by rows: the vector is cut into rows of m entries; each row is
@@ -363,3 +373,47 @@ class DroppedUpdates:
 @rank_zero_only
 def _warn(message: str) -> None:
     log.warning(message)
+
+
+# -- Base of callbacks that change the gradients of one optimizer's steps, or of each optimizer's ---------------------
+
+
+class GradientTreatment(pl.Callback):
+    """Changes gradients before the step of the chosen optimizer, or of each one by itself, and logs the metrics.
+
+    Attributes:
+        optimizer: position, or name of the submodule it trains; None for all.
+
+    Raises:
+        ValueError: when training starts, the choice matches no optimizer.
+    """
+
+    optimizer: int | str | None
+
+    @abstractmethod
+    def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
+        """Changes the gradients between backward and step, in any loop; returns the metrics.
+
+        Args:
+            root: outermost module (the FSDP or DDP wrapper, if there is one).
+            optimizer: optimizer of the gradients.
+            index: position of the optimizer, if there are several.
+        """
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        check_choice(trainer, pl_module, self.optimizer, owner=type(self).__name__)
+        tolerate_dropped_gradients(trainer)
+
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        index = chosen_index(trainer, pl_module, optimizer, choice=self.optimizer)
+        if index is None:
+            return
+        unscale_gradients(trainer, optimizer)
+        suffix = metric_suffix(trainer, self.optimizer, index)
+        for name, value in self.apply(trainer.strategy.model or pl_module, optimizer, index).items():
+            pl_module.log(name + suffix, value)
+
+    @property
+    def state_key(self) -> str:
+        """Key of the checkpointed state; distinguishes instances for different optimizers."""
+        return self._generate_state_key(optimizer=self.optimizer)
