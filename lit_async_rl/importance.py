@@ -23,11 +23,6 @@ def masked(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Flo
     return torch.where(mask, values, 0.0)
 
 
-def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Mean over the tokens in `mask`; 0 if there are none."""
-    return masked(values, mask).sum() / mask.sum().clamp(min=1)
-
-
 def masked_quantiles(
     values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], probabilities: Sequence[float]
 ) -> Float[Tensor, " Q"]:
@@ -112,15 +107,6 @@ def kl_k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """
     excess = (log_ratio - MAX_LOG_RATIO).clamp(min=0.0)
     return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * excess - log_ratio
-
-
-def chi2(log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Estimate mean r^2 - 1 of the chi-squared divergence of pi from mu, under samples of mu; 0 without tokens.
-
-    Of tokens, or of completions when given `sequence_log_ratio`. About 1 / (ESS ratio) - 1.
-    """
-    squares = masked(safe_exp(masked(log_ratio, mask)).double().square(), mask)
-    return ((squares - mask.double()).sum() / mask.sum().clamp(min=1)).float()
 
 
 def second_moment_excess(
