@@ -183,15 +183,11 @@ class PolicyQuestions:
             )
             _resolve(future, answer)
 
-    def give_up(self, request_id: int) -> None:
-        """Files that the engine gave a question up."""
+    def lose(self, request_id: int, number: int | None = None) -> None:
+        """Files that the engine gave a question up, which has one answer only."""
         _, future = self._open.pop(request_id, (None, None))
         if future is not None:
             _resolve(future, FinalRewardError("the engine gave a question of the judge up"))
-
-    def lose(self, request_id: int) -> None:
-        """As `give_up`: a question has one answer."""
-        self.give_up(request_id)
 
     def again(self) -> list[GenerationRequest]:
         """The questions without an answer, for an engine that takes the place of another."""

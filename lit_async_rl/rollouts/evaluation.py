@@ -190,27 +190,17 @@ class EvaluationRun:
         self.submit()
         self._score(item, completion)
 
-    def give_up(self, request_id: int) -> None:
-        """Files that the engine gave a question up, which is then excluded."""
+    def lose(self, request_id: int, number: int | None = None) -> None:
+        """Files that the engine gave up samples of a question, all that are left by default; it is then excluded."""
         with self._changed:
             if request_id not in self._in_engine:
                 return
-            self._in_engine.remove(request_id)
             item = self._open[request_id]
-            for _ in range(self.num_samples - item.num_sampled):
+            for _ in range(self.num_samples - item.num_sampled if number is None else number):
+                item.num_sampled += 1
                 self._file_reward(item, None)
-        self.submit()
-
-    def lose(self, request_id: int) -> None:
-        """Files that the engine gave a sample up, whose question is then excluded."""
-        with self._changed:
-            if request_id not in self._in_engine:
-                return
-            item = self._open[request_id]
-            item.num_sampled += 1
             if item.num_sampled == self.num_samples:
                 self._in_engine.remove(request_id)
-            self._file_reward(item, None)
         self.submit()
 
     def again(self) -> list[GenerationRequest]:

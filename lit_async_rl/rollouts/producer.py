@@ -446,7 +446,7 @@ class Producer:
     def _lose_request(self, request_id: int) -> None:
         """Files that the engine gave a request up."""
         if (owner := self.owners.of(request_id)) is not None:
-            owner.give_up(request_id)
+            owner.lose(request_id)
             return
         if (group := self.book.group_of(request_id)) is not None:
             self._give_up(group)
@@ -454,7 +454,7 @@ class Producer:
     def _lose_sample(self, request_id: int, sample: int) -> None:
         """Files that the engine gave a sample up: its group goes on with the others, if there are any."""
         if (owner := self.owners.of(request_id)) is not None:
-            owner.lose(request_id)
+            owner.lose(request_id, 1)
             return
         group = self.book.lose(request_id, sample)
         if group is None:

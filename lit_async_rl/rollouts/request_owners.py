@@ -23,12 +23,8 @@ class RequestOwner(Protocol):
         """Takes a completion of one of its requests, which may be withdrawn by now."""
         ...
 
-    def give_up(self, request_id: int) -> None:
-        """Takes note that the engine gave up a request."""
-        ...
-
-    def lose(self, request_id: int) -> None:
-        """Takes note that the engine gave up one sample of a request."""
+    def lose(self, request_id: int, number: int | None = None) -> None:
+        """Takes note that the engine gave up a number of a request's samples; None for all that are left."""
         ...
 
     def again(self) -> list[GenerationRequest]:

@@ -207,8 +207,8 @@ def test_a_question_that_the_engine_gives_up_counts_nowhere_and_the_next_one_is_
     run.submit()
     assert [request.id for request in engine.came] == [FIRST_ID]
     run.collect(completion(0, reward=1.0))
-    run.give_up(FIRST_ID)
-    run.give_up(FIRST_ID)  # once is enough
+    run.lose(FIRST_ID)
+    run.lose(FIRST_ID)  # once is enough
     assert [request.id for request in engine.came] == [FIRST_ID, FIRST_ID + 1]
     for number in (1, 2, 3):
         for sample in (0, 1):
