@@ -239,7 +239,6 @@ class Endpoint:
     ) -> None:
         try:
             import httpx
-            import tenacity
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 'JudgeReward.base_url needs: pip install "lit-async-rl[judge]"', name=error.name
@@ -251,7 +250,6 @@ class Endpoint:
             raise ValueError(f"JudgeReward.base_url must be an address such as http://localhost:8000/v1, got {shown}")
         key_of_variable("JudgeReward.api_key_env", api_key_env)
         self._httpx = httpx
-        self._tenacity = tenacity
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._model = model
         self._api_key_env = api_key_env
@@ -303,53 +301,38 @@ class Endpoint:
             FinalRewardError: no answer after all tries or by the deadline, or the endpoint refuses the request.
             RewardSetupError: the endpoint refuses every request.
         """
-        tenacity = self._tenacity
         loop = asyncio.get_running_loop()
         limits = self._limits
         num_requests = 0
         num_failures = 0
-
-        def pause_s(state: Any) -> float:
-            """Grows with the failures of this question while the endpoint answers no other question either."""
-            asked_s = state.outcome.exception().retry_after_s
-            doublings = min(state.attempt_number, self._failures_in_row, MAX_DOUBLINGS) - 1
-            growing_s = min(MAX_PAUSE_S, limits.backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
-            return max(growing_s, asked_s + random.random() * limits.backoff_s if asked_s else 0.0)
-
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(TransientError),
-            stop=lambda state: num_failures >= limits.tries or loop.time() + state.upcoming_sleep >= deadline,
-            wait=pause_s,
-            sleep=permit.pause,
-            reraise=True,
-        )
         last: TransientError | None = None
-
-        async def post() -> Answer:
-            nonlocal num_requests, num_failures, last
-            left_s = deadline - loop.time()
-            if left_s <= 0 and last is not None:  # time ran out while it waited for a permit
-                raise last
+        while last is None or loop.time() < deadline:  # otherwise time ran out while it waited for a permit
             num_requests += 1
             try:
-                answer = await self._post(messages, left_s, is_first=num_requests == 1)
+                answer = await self._post(messages, deadline - loop.time(), is_first=num_requests == 1)
             except TransientError as error:
                 last = error
-                num_failures += not error.is_limited
-                self._note_failure(error, permit)
-                raise
-            self._failures_in_row = 0
-            self._refusals_in_row = 0
-            return answer
+            else:
+                self._failures_in_row = 0
+                self._refusals_in_row = 0
+                return answer
+            num_failures += not last.is_limited
+            self._note_failure(last, permit)
+            pause_s = self._pause_s(last, num_requests)
+            if num_failures >= limits.tries or loop.time() + pause_s >= deadline:
+                break
+            await permit.pause(pause_s)
+        raise FinalRewardError(
+            f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
+            f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last error: {last}"
+        )
 
-        try:
-            answer: Answer = await retrying(post)
-            return answer
-        except TransientError as error:
-            raise FinalRewardError(
-                f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
-                f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last error: {error}"
-            ) from None
+    def _pause_s(self, error: TransientError, num_requests: int) -> float:
+        """Grows with the requests of a question while the endpoint answers no other question either."""
+        backoff_s = self._limits.backoff_s
+        doublings = min(num_requests, self._failures_in_row, MAX_DOUBLINGS) - 1
+        growing_s = min(MAX_PAUSE_S, backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
+        return max(growing_s, error.retry_after_s + random.random() * backoff_s if error.retry_after_s else 0.0)
 
     def _note_failure(self, error: TransientError, permit: Permit) -> None:
         """Counts a failure; pauses all questions for the `Retry-After` of an endpoint that refuses everything."""
