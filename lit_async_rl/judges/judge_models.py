@@ -435,10 +435,12 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def opened_reasoning(codec: TextCodec, prompt_ids: Sequence[int]) -> str:
-    """Opening reasoning tag at the end of a prompt, which belongs to the answer; empty without one."""
+def decoded_answer(codec: TextCodec, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Answer:
+    """The answer in a completion. An opening reasoning tag at the end of the prompt belongs to it."""
     end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
-    return found[0] if (found := re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)) is not None else ""
+    opening = re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)
+    text = ("" if opening is None else opening[0]) + codec.decode(completion_ids)
+    return Answer(text=text, prompt_tokens=len(prompt_ids), completion_tokens=len(completion_ids))
 
 
 # -- A model in this process ------------------------------------------------------------------------------------------
@@ -547,14 +549,7 @@ class LocalModel:
                     self._submit(engine, next(numbers), asked, waiting=waiting)
                 for completion in engine.poll(POLL_S) if waiting else ():
                     done = waiting.pop(completion.request_id)
-                    text = opened_reasoning(codec, done.token_ids)
-                    text += codec.decode(completion.token_ids, self._sampling.stop)
-                    _resolve(
-                        done.future,
-                        Answer(
-                            text=text, prompt_tokens=len(done.token_ids), completion_tokens=len(completion.token_ids)
-                        ),
-                    )
+                    resolve(done.future, decoded_answer(codec, done.token_ids, completion.token_ids))
         except Exception as error:
             reason = describe(error).replace("model.model", "JudgeReward.model")
             problem = self._problem = RewardSetupError(f"the judge {self._model!r} failed: {reason}")
@@ -563,7 +558,7 @@ class LocalModel:
         finally:
             engine.close()
             for asked in (*waiting.values(), *filter(None, _taken(inbox, wait=False))):
-                _resolve(asked.future, problem)
+                resolve(asked.future, problem)
 
     def _submit(self, engine: RolloutEngine, number: int, asked: _Asked, *, waiting: dict[int, _Asked]) -> None:
         room = engine.max_model_len - len(asked.token_ids)
@@ -571,7 +566,7 @@ class LocalModel:
             length = len(asked.token_ids)
             longest = engine.max_model_len
             problem = f"a question to the judge has {length} tokens, which is more than its context of {longest}"
-            _resolve(asked.future, FinalRewardError(problem))
+            resolve(asked.future, FinalRewardError(problem))
             return
         sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
         request = GenerationRequest(id=number, prompt_ids=asked.token_ids, num_samples=1, sampling=sampling)
@@ -587,7 +582,8 @@ def _taken(inbox: queue.SimpleQueue[_Asked | None], wait: bool) -> list[_Asked |
     return found
 
 
-def _resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
+def resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
+    """Sets the answer of a question, or its error."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller gave up
         if isinstance(outcome, Answer):
             future.set_result(outcome)
