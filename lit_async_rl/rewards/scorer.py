@@ -482,7 +482,7 @@ class Scorer:
                 return
             self._cpu_s += time.thread_time() - began_cpu
             seconds = time.monotonic() - began
-            if self._rest is not None and hasattr(outcome, "finish"):
+            if self._rest is not None and callable(outcome):
                 if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
                     return
                 self._busy_s += seconds
@@ -534,7 +534,7 @@ class Scorer:
         """Calls the `async` parts of a combined reward after a worker has called the plain ones."""
         try:
             with _naming(self.reward, job.prompt, job.completions):  # type: ignore[arg-type]
-                return _checked(await job.rest.finish(begin))
+                return _checked(await job.rest(begin))
         except RewardError as error:
             return error
         except StalledError:
