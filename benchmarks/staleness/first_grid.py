@@ -186,4 +186,5 @@ def gac_before() -> str:
 
 def warning() -> str:
     """How often the effective sample size falls first, and how often it falls without a loss that follows."""
-    return f"In the first series of runs, {warning_time(old()[old()['lag'] > 0])}"
+    sign = str(warning_time(old()[old()["lag"] > 0]))
+    return f"In the first series of runs, {sign[0].lower()}{sign[1:]}"

@@ -207,8 +207,8 @@ def hard() -> str:
         ["regime", "loss", "lag", "present version", "earlier version", f"`{CORRECTED}` from the start"], rows
     )
     share = f"{total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})"
-    of_runs = "the share of repeated runs that keep half of the gain"
-    return f"{table}\n\nWith the present version of the controller, {of_runs} is {share}."
+    of_runs = "Of the runs repeated with the present version of the controller, a share of"
+    return f"{table}\n\n{of_runs} {share} keeps half of the gain."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:

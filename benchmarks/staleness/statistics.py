@@ -183,12 +183,12 @@ class EarlySign:
     warned_others: int
 
     def __str__(self) -> str:
-        share = "all" if self.warned == self.fallen else f"{self.warned} of"
+        share = "All" if self.warned == self.fallen else f"{self.warned} of the"
         return (
-            f"{self.fallen} runs on stale data lost half of their accuracy. The effective sample size "
-            f"(`importance/ess_ratio`) fell below one half in {share} these {self.fallen} runs, a median of "
-            f"{self.lead:.0f} steps before the accuracy did. The effective sample size also fell below one half in "
-            f"{self.warned_others} of the {self.others} runs that kept more of their accuracy."
+            f"{share} {self.fallen} runs on stale data that lost half of their accuracy had an effective sample size "
+            f"(`importance/ess_ratio`) below one half, a median of {self.lead:.0f} steps before the accuracy fell. "
+            f"The effective sample size also fell below one half in {self.warned_others} of the {self.others} runs "
+            "that did not lose half of their accuracy."
         )
 
 

@@ -108,7 +108,7 @@ class WeightDriftMonitor(SignalCallback):
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures before the step: the weights are those that the gradient is of."""
         if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
+            raise SetupError("WeightDriftMonitor was used before the Trainer had a model")
         signals = self.reduce_signals(optimizer)
         space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
         now = self._sample(space)

@@ -157,7 +157,7 @@ class CollapseAlarm(SignalCallback):
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
         if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
+            raise SetupError("CollapseAlarm was used before the Trainer had a model")
         space = self._spaces.of(trainer.strategy.model, optimizer)
         gradients = space.gradients()
         gg, gp, pp = self._previous.products(space, gradients)[0].tolist()

@@ -237,7 +237,7 @@ class GradientAlignmentControl(pl.Callback):
             return
         unscale_gradients(trainer, optimizer)
         if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
+            raise SetupError("GradientAlignmentControl was used before the Trainer had a model")
         suffix = metric_suffix(trainer, self.optimizer, index)
         for name, value in self.apply(trainer.strategy.model, optimizer, index).items():
             pl_module.log(name + suffix, value)

@@ -76,7 +76,7 @@ def _reference(pl_module: AnyModule) -> CausalPolicy:
     if reference is None:
         raise ValueError(
             "ReferenceReset needs a reference policy with weights of its own: set model.kl_coefficient, or a loss that "
-            "needs a reference. With model.lora and without modules_to_save, the reference has no weights of its own "
-            "(it is the policy without its adapters), so it cannot be reset"
+            "needs a reference. With model.lora but without modules_to_save, the reference is the policy without its "
+            "adapters, so it cannot be reset"
         )
     return reference

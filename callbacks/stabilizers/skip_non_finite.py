@@ -57,7 +57,7 @@ class SkipNonFinite(pl.Callback):
 
     def _drop_if_broken(self, trainer: AnyTrainer, optimizer: Optimizer) -> None:
         if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
+            raise SetupError("SkipNonFinite was used before the Trainer had a model")
         space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
         is_broken = not bool(space.norms(space.gradients()).isfinite().all())
         self.dropped.note(is_broken, optimizer_index(trainer, optimizer))

@@ -258,7 +258,7 @@ class StalenessController(SignalCallback):
 
     def _norm(self, trainer: AnyTrainer, optimizer: Optimizer) -> float:
         if trainer.strategy.model is None:
-            raise SetupError("the Trainer has no model yet")
+            raise SetupError("StalenessController was used before the Trainer had a model")
         space = self._spaces.of(trainer.strategy.model, optimizer)
         return space.norms(space.gradients())[0].item()
 

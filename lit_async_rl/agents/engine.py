@@ -186,9 +186,9 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(
-                "data.engine.forks=false does not fully work with the model %r: when tools are used, %s. A call that "
-                "therefore cannot continue a recorded conversation is trained on as a separate row, and counted in "
-                "the metric agent/drift_template",
+                "data.engine.forks=false works only in part with the model %r: when tools are used, %s. A call that "
+                "cannot continue a recorded conversation for this reason is trained on as a separate row, and counted "
+                "in the metric agent/drift_template",
                 codec.model,
                 renderer.tool_problem,
             )

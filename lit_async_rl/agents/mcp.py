@@ -63,12 +63,12 @@ class McpTools:
 
     def __init__(self, command: Sequence[str], environment: Sequence[str] = (), timeout_s: float = 60.0) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
-            raise ValueError(f"McpTools.command must be a list of program and arguments, got {command!r}")
+            raise ValueError(f"McpTools.command must be a list of the program and its arguments, got {command!r}")
         if isinstance(environment, (str, Mapping)):
             raise ValueError("McpTools.environment must be a list of names of environment variables")
         missing = [name for name in environment if name not in os.environ]
         if missing:
-            raise ValueError(f"{variable('McpTools.environment', missing[0])} is not set in the environment")
+            raise ValueError(f"{variable('McpTools.environment', missing[0])}: this environment variable is not set")
         check_range("McpTools", "positive", timeout_s=timeout_s)
         self.command = list(command)
         self.environment = list(environment)
@@ -108,7 +108,7 @@ class McpTools:
             self._client = await self._exits.enter_async_context(client)
             self.schemas = await self._list()
         except BaseException as error:
-            failure = self._failure("does not start", error)
+            failure = self._failure("the server does not start", error)
             await self._exits.aclose()
             if isinstance(error, Exception):
                 raise failure from error
@@ -154,7 +154,7 @@ class McpTools:
         except Exception as error:
             if _is_answer(error):
                 return f"error: {error}"
-            raise self._failure(f"did not answer a call to the tool {name}", error) from error
+            raise self._failure(f"a call to the tool {name} was not answered", error) from error
         return "\n".join(_text(part) for part in result.content)
 
     def _failure(self, what: str, error: BaseException) -> McpServerError:
@@ -163,7 +163,7 @@ class McpTools:
         size = os.fstat(self._stderr.fileno()).st_size
         tail = os.pread(self._stderr.fileno(), MAX_STDERR_BYTES, max(0, size - MAX_STDERR_BYTES))
         written = self._concealed(tail.decode(errors="replace").strip())[-MAX_ERROR_CHARS:]
-        text = self._concealed(f"{self.name} {what}: {type(error).__name__}: {error}")
+        text = self._concealed(f"{self.name}: {what}: {type(error).__name__}: {error}")
         return McpServerError(f"{text}; it wrote: {written}" if written else text)
 
     def _concealed(self, text: str) -> str:

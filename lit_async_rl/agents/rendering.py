@@ -247,9 +247,8 @@ class ChatRenderer:
         written = self.segments(messages, tools, closed, sampled=sampled)[-1]
         if not written.startswith(asked):
             raise AgentCallError(
-                f"the chat template of {self.codec.model!r} prompts for a turn with {asked[-40:]!r}, but begins the "
-                "finished turn differently: include the turn's reasoning, or switch thinking off "
-                "(chat_template_kwargs)",
+                f"a prompt in the chat template of {self.codec.model!r} ends with {asked[-40:]!r}, but the finished "
+                "turn begins differently: include the turn's reasoning, or switch thinking off (chat_template_kwargs)",
                 UNSTABLE,
             )
         calls = messages[-1].get("tool_calls", ())
@@ -265,8 +264,8 @@ class ChatRenderer:
             end = self._end_of_turn(text, len(own))
             if end is None or not text.startswith(own) or text[len(own) : end].strip():
                 raise AgentCallError(
-                    f"the chat template of {self.codec.model!r} ends a turn with {own[-20:]!r}, which is not a token "
-                    "that ends completions",
+                    f"the chat template of {self.codec.model!r} ends a turn with {own[-20:]!r}, which is not an end "
+                    "token: completions do not end there",
                     UNSTABLE,
                 )
         return text[:end] + self._end_at(text, end)

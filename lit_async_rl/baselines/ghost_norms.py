@@ -433,7 +433,8 @@ def _chosen_layers(body: nn.Module, last_blocks: int | None) -> dict[str, nn.Mod
     stacks = [list(module) for module in body.modules() if isinstance(module, nn.ModuleList)]
     if not stacks:
         raise ValueError(
-            f"model.baseline.last_blocks={last_blocks} cannot be used: {type(body).__name__} has no list of blocks"
+            f"model.baseline.last_blocks={last_blocks} cannot be used: {type(body).__name__} has no list of "
+            "transformer blocks"
         )
     blocks = max(stacks, key=len)[-last_blocks:]
     chosen = {id(part) for block in blocks for part in block.modules()}

@@ -266,8 +266,8 @@ def _warn_of_early_overlays(files: Sequence[Path]) -> None:
             if "model.model" in others and "model.model" not in own and lost:
                 some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
                 log.warning(
-                    "the configuration file %s comes after the file %s and overrides its settings %s: put the file "
-                    "that is meant to override the other one last",
+                    "the configuration file %s comes after the file %s and overrides its settings %s: swap the "
+                    "two files if the earlier one should override the later one",
                     later,
                     file,
                     some,
@@ -379,7 +379,7 @@ def check_class_paths(config: Any, setting: str = "") -> None:
     if isinstance(config, Mapping):
         path = config.get("class_path")
         if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
-            raise ValueError(f"{setting}.class_path must be a class, but {path} is not a class, so it was not called")
+            raise ValueError(f"{setting}.class_path must name a class, but {path} is not a class")
         if isinstance(path, str):
             _check_arguments(path, config.get("init_args"), setting)
         for name, value in config.items():

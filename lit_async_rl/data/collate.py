@@ -140,8 +140,8 @@ def collate_step(
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError(
-            "data.sampling truncates the distribution (top_p, top_k, min_p), but the engine's completions do not "
-            "record from which tokens it could choose"
+            "data.sampling truncates the distribution (top_p, top_k, min_p), but the engine did not record "
+            "which tokens it could sample"
         )
     pad = partial(
         _pad,

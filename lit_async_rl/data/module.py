@@ -231,8 +231,8 @@ class RolloutDataModule(pl.LightningDataModule):
     def __getstate__(self) -> Any:
         """Refuses to be pickled, as `ddp_spawn` of a Trainer would."""
         raise TypeError(
-            "a RolloutDataModule holds locks and cannot be pickled, which trainer.strategy=ddp_spawn needs: use ddp, "
-            "or ddp_notebook in a notebook"
+            "a RolloutDataModule cannot be pickled, because it holds locks, but trainer.strategy=ddp_spawn pickles it: "
+            "use ddp, or ddp_notebook in a notebook"
         )
 
     def replace_engine(self, engine: RolloutEngine) -> None:
@@ -311,7 +311,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if (reason := batches[0].as_rows) and not self._has_said_rows:
             self._has_said_rows = True
             log.warning(
-                "model.packing: in this step, and in others like it, rows are computed separately, not as trees of "
+                "model.packing: in this step and similar ones, rows are computed separately, not as trees of "
                 "shared prefixes: %s",
                 reason,
             )

@@ -107,8 +107,8 @@ class RolloutFeed:
                             made = PROBE
                         except StopIteration as error:  # of an estimator, say: Lightning would end the run in silence
                             raise ProducerError(
-                                "the data of a step could not be assembled, because a function that was called for it "
-                                "raised StopIteration"
+                                "the data of a step could not be assembled, because a function called to assemble "
+                                "it raised StopIteration"
                             ) from error
                 # The first collective of the step: only here the other ranks learn what the leading one has made.
                 received = ranks.exchange(made)

@@ -305,7 +305,7 @@ def _connect_in_time(trainer: AnyTrainer, set_up: Any, limit_s: float) -> None:
             strategy.launcher.kill(signal.SIGTERM)
         problem = str(error).partition("\n")[0]
         raise RankError(
-            f"the {trainer.world_size} ranks did not all arrive within {START_TIMEOUT_SETTING}={limit_s:g}. Was a "
+            f"the {trainer.world_size} ranks did not all connect within {START_TIMEOUT_SETTING}={limit_s:g}. Was a "
             f"rank killed? Is MASTER_ADDR:MASTER_PORT unreachable, or used by another program? ({problem})"
         ) from error
     finally:
@@ -324,9 +324,8 @@ def _check_group(trainer: AnyTrainer) -> None:
     here = (trainer.global_rank, trainer.world_size)
     if there != here:
         raise ValueError(
-            f"the existing process group says that this process is rank {there[0]} of {there[1]}, but "
-            f"trainer.devices and trainer.num_nodes say that it is rank {here[0]} of {here[1]}: change these "
-            f"settings, or {remedy}"
+            f"this process is rank {there[0]} of {there[1]} in the existing process group, but rank {here[0]} of "
+            f"{here[1]} by trainer.devices and trainer.num_nodes: change these two settings, or {remedy}"
         )
     kind = trainer.strategy.root_device.type  # type: ignore[union-attr]
     kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]

@@ -107,7 +107,7 @@ def delete_abandoned(parent: Path) -> list[Path]:
                 deleted.append(folder)
             path.unlink(missing_ok=True)
     if deleted:
-        log.warning("deleted weights of runs that were killed: %s", ", ".join(map(str, deleted)))
+        log.warning("the weights of killed runs were deleted: %s", ", ".join(map(str, deleted)))
     return deleted
 
 

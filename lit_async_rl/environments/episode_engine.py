@@ -280,7 +280,7 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
         if self.step_cut_turns and not self._is_successor:  # earlier versions had another default
             log.warning(
                 "a turn that is cut off at data.sampling.max_tokens is shown to the environment, which may reward it. "
-                "With data.engine.step_cut_turns=false, the episode ends with that turn, which gets no reward"
+                "To end the episode there, without a reward for the turn, set data.engine.step_cut_turns=false"
             )
         self._environment_spans.lane = recorder().lane(ENVIRONMENT)  # not in validation, which never calls `setup`
 

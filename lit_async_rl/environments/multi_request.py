@@ -112,8 +112,8 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
     def __init__(self, engine: RolloutEngine, policy: TryPolicy, player: str) -> None:
         if not engine.in_flight_weight_updates:
             raise ValueError(
-                f"the engine {type(self).__name__} makes many requests per episode, and weights may change between "
-                "them: set engine.in_flight_weight_updates=true"
+                f"the engine {type(self).__name__} makes many requests per episode, so weights may change within an "
+                "episode: allow this with engine.in_flight_weight_updates=true"
             )
         super().__init__(engine)
         self.policy = policy

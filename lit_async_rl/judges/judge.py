@@ -606,9 +606,9 @@ class JudgeReward(Rebuildable):
             if error is not None:
                 raise error
             raise RewardError(
-                f"no reply from {self.model!r} ended with a verdict in the required format within "
-                f"JudgeReward.max_tokens={self.max_tokens}; to choose a reward for such completions, set "
-                "JudgeReward.on_unreadable"
+                f"no reply from the judge {self.model!r} ended with a verdict in the required format within "
+                f"JudgeReward.max_tokens={self.max_tokens}; to choose a reward for completions without "
+                "a verdict, set JudgeReward.on_unreadable"
             )
         self._account.counts["substituted"] += 1
         self._log.warning("JudgeReward.%s=%s: %s", name, choice, error or "the judge's answer holds no verdict")

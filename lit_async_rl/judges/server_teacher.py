@@ -138,8 +138,8 @@ class _OpenServerTeacher(RemoteTeacher):
         if 2 * len(other) > len(own):
             raise EngineError(
                 f"{self.name} has a different tokenizer from ServerTeacher.tokenizer="
-                f"{self._settings.tokenizer or self._settings.model!r}: its token {other[0]} is {texts[other[0]]!r}, "
-                f"and not {own[other[0]]!r}"
+                f"{self._settings.tokenizer or self._settings.model!r}: token {other[0]} is {texts[other[0]]!r} on "
+                f"the server, but {own[other[0]]!r} in this tokenizer"
             )
         self._has_same_texts = bool(own)
 

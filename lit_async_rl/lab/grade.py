@@ -208,8 +208,8 @@ def grade(
     references = references_of(reward)
     if completion is None and references is None:
         raise ValueError(
-            "there is nothing to grade: the file has no field of completions (name it with --completion), and the "
-            "reward does not say which answer is correct"
+            "there is nothing to grade: the file has no field of completions (name it with --completion), and its "
+            "reference answers cannot be graded, because the reward does not say which answer is correct"
         )
     full_marks = 1.0 if references is None else references.full_marks
     for number, record in records.items():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import csv
 import inspect
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lit_async_rl
 from lit_async_rl.cli.settings import all_settings
@@ -27,12 +28,17 @@ from lit_async_rl.simulation.plan import (
 from lit_async_rl.utils.checks import OneLineParser
 from lit_async_rl.utils.config_files import load_config
 
+if TYPE_CHECKING:
+    from lit_async_rl.lab.memory import StepShape
+
 SLOTS = ("num_slots", "max_num_seqs")  # argument of an engine
 COLUMNS = ("perf/step_s", "perf/rollout_wait_s", "perf/weight_sync_s", "perf/engine_idle_share", "rollout/length_mean")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a value
 EXAMPLES = """\
 examples:
   lit-async-rl plan runs/quickstart/version_0 --devices 8
   lit-async-rl plan configs/gsm8k_grpo_vllm.yaml --devices 8 --device h100 --completion_tokens 300
+  lit-async-rl plan configs/gsm8k_grpo.yaml --devices 1 --device rtx4090
 """
 
 
@@ -41,7 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = OneLineParser(
         prog="lit-async-rl plan",
         description="Predicts the best split of devices between trainer and engines, in virtual time. A run's folder "
-        "gives measured times; a configuration needs --device and is calculated from the size of its model.",
+        "gives measured times; a configuration needs --device and is calculated from the size of its model. With "
+        "--device, memory is counted, too, and settings that save some are named where it is too little.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,7 +80,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> list[str]:
-    """Lines of the answer.
+    """Lines of the answer: the split of several devices, and what one must hold if its kind is known.
 
     Raises:
         ValueError: an argument is out of range, or the source does not say enough.
@@ -100,21 +107,26 @@ def plan(arguments: argparse.Namespace) -> list[str]:
         bound = _count(settings, "data.max_staleness")
     if bound < 0:
         raise ValueError(f"--max_staleness must be >= 0, got {bound}")
-    predictions = splits(
-        cost, devices=arguments.devices, replica_devices=arguments.replica_devices, max_staleness=bound
-    )
-    best = fastest(predictions)
-    low = lowest_bound(cost, trainer_devices=best.trainer_devices, replicas=best.replicas)
+    is_alone = arguments.devices == 1 and arguments.device is not None  # trains and samples: nothing is divided
+    lines: list[str] = []
+    trainer_devices = 1
+    if not is_alone:
+        predictions = splits(
+            cost, devices=arguments.devices, replica_devices=arguments.replica_devices, max_staleness=bound
+        )
+        best = fastest(predictions)
+        low = lowest_bound(cost, trainer_devices=best.trainer_devices, replicas=best.replicas)
+        trainer_devices = best.trainer_devices
+        lines = ["", *_table(predictions, best), "", *_advice(best, low, bound)]
+    if arguments.device is not None:
+        lines += ["", *_memory(arguments, settings, trainer_devices)]
     return [
         f"an optimizer step, {origin}:",
         f"  training     {_seconds(cost.train_s)} on one device, publishing {_seconds(cost.sync_s)}",
         f"  sampling     {cost.groups_per_step} groups of {cost.group_size}, {_seconds(cost.sample_s)} a sample, "
         f"{_seconds(cost.longest * cost.sample_s)} at most",
         f"  an engine    {cost.num_slots} slots",
-        "",
-        *_table(predictions, best),
-        "",
-        *_advice(best, low, bound),
+        *lines,
     ]
 
 
@@ -175,9 +187,7 @@ def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any])
             f"{arguments.source} is a configuration, not a run with measured times: add --device (one of "
             f"{', '.join(sorted(DEVICES))}), or give the folder of a run"
         )
-    model = _of(settings, "model.model", None)
-    if model is None:
-        raise ValueError(f"{arguments.source}: model.model is not set, so the model's size is unknown")
+    model = _model(arguments.source, settings)
     max_tokens = _count(settings, "data.sampling.max_tokens")
     completion_tokens = arguments.completion_tokens
     if completion_tokens is None:
@@ -217,6 +227,86 @@ def model_size(model: str) -> ModelSize:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSize(parameters=parameters, cache_bytes=2 * 2 * text.num_hidden_layers * heads * width)
+
+
+def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_devices: int) -> list[str]:
+    """What one device must hold, and what to change if it cannot."""
+    from lit_async_rl.lab.memory import USABLE, Fit, ways_to_fit
+    from lit_async_rl.models.loading import load_config as load_model_config
+
+    model = _model(arguments.source, settings)
+    capacity = DEVICES[arguments.device].memory
+    shape = _step_shape(settings, arguments.prompt_tokens, trainer_devices)
+    length = shape.prompt_tokens + shape.completion_tokens
+    engine = _engine_bytes(settings, model_size(model), length=length, capacity=capacity)
+    beside = 0.0 if _of(settings, "cluster", None) is not None else engine  # an engine of the cluster has its own
+    strategy = str(_of(settings, "trainer.strategy.class_path", _of(settings, "trainer.strategy", "auto")))
+    fits = ways_to_fit(
+        load_model_config(model),
+        shape,
+        capacity=int(capacity - beside),
+        trainer_devices=trainer_devices,
+        is_sharded="FSDP" in strategy.upper() or "ModelParallel" in strategy,
+    )
+
+    def line(fit: Fit) -> str:
+        return f"{(fit.num_bytes + beside) / 1e9:.1f} GB"
+
+    lines = [
+        f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:",
+        f"  training     {fits[0].num_bytes / 1e9:.1f} GB at most, with {shape.rows} rows of {length} tokens in a "
+        "micro-batch",
+        f"  an engine    {engine / 1e9:.1f} GB{', on the same device' if beside else ', on devices of its own'}",
+    ]
+    if len(fits) == 1:
+        return [*lines, f"  together     {line(fits[0])}: it fits" if beside else "  it fits"]
+    lines.append(f"  too much: {line(fits[0])}. With each of these settings, and those above it:")
+    lines += [f"    {fit.settings[-1]:<45} {line(fit)}" for fit in fits[1:]]
+    is_enough = fits[-1].num_bytes <= USABLE * (capacity - beside)
+    return [*lines, "  it fits with all of these" if is_enough else "  it does not fit with any of these settings"]
+
+
+def _step_shape(settings: Mapping[str, Any], prompt_tokens: int, trainer_devices: int) -> StepShape:
+    """A training step on each of the devices, with the longest completions."""
+    import torch
+
+    from lit_async_rl.lab.memory import StepShape
+    from lit_async_rl.models.lora import LoRA
+
+    micro_batches = _count(settings, "data.micro_batches_per_step")
+    samples = _count(settings, "data.groups_per_step") * _count(settings, "data.group_size")
+    dtype = getattr(torch, _of(settings, "model.dtype", "float32"))
+    is_mixed = str(_of(settings, "trainer.precision", "bf16-mixed")).endswith("mixed")
+    compute = _of(settings, "model.sharding.compute_dtype", "bfloat16" if is_mixed else None)
+    lora = _of(settings, "model.lora", None)
+    return StepShape(
+        rows=max(1, math.ceil(samples / (micro_batches * trainer_devices))),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=_count(settings, "data.sampling.max_tokens"),
+        micro_batches=micro_batches,
+        logprob_chunk_tokens=_count(settings, "model.logprob_chunk_tokens"),
+        gradient_checkpointing=bool(_of(settings, "model.gradient_checkpointing", False)),
+        dtype=dtype,
+        compute_dtype=dtype if compute is None else getattr(torch, compute),
+        lora=None if lora is None else LoRA(**lora),
+    )
+
+
+def _engine_bytes(settings: Mapping[str, Any], size: ModelSize, length: int, capacity: float) -> float:
+    """Bytes of an engine: weights, twice while new ones arrive, and keys and values of all slots."""
+    share = _of(settings, "data.engine.init_args.gpu_memory_utilization", None)
+    if share is not None:
+        return float(share) * capacity
+    values = BYTES[_of(settings, "data.engine.init_args.dtype", "float32")]
+    cache = _num_slots(settings) * length * size.cache_bytes * values / 2
+    return 2 * values * size.parameters + cache
+
+
+def _model(source: Path, settings: Mapping[str, Any]) -> str:
+    model = _of(settings, "model.model", None)
+    if model is None:
+        raise ValueError(f"{source}: model.model is not set, so the model's size is unknown")
+    return str(model)
 
 
 def _settings(file: Path) -> dict[str, Any]:

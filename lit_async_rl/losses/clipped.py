@@ -297,7 +297,7 @@ class ESTR(PolicyLoss):
         """PPO-clip, with 0 at the tokens outside of the region."""
         if inputs.behavior_entropy is None:
             raise ValueError(
-                "ESTR needs the entropy of the sampling distribution: set data.sampling.head=0 to record it"
+                "ESTR needs the entropy of the sampling distribution: set data.sampling.head to 0 or more to record it"
             )
         if inputs.behavior_entropy.isnan().any():  # comparisons with NaN are False, which would be plain PPO-clip
             raise ValueError("ESTR needs the entropy of the sampling distribution, which the engine has not recorded")

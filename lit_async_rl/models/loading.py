@@ -130,8 +130,9 @@ class WeightFiles:
     def _load(self, parameters: Mapping[str, Tensor]) -> None:
         if unknown := parameters.keys() - self._names:
             raise ValueError(
-                f"model.sharding.meta_device cannot be used with model.model={self.model!r}: its files have no weight "
-                f"{min(unknown)!r}, because transformers renames weights while it loads them. Leave meta_device out."
+                f"model.sharding.meta_device cannot be used with model.model={self.model!r}: transformers renames "
+                f"weights while it loads them, so the model's files have no weight {min(unknown)!r}. Leave "
+                "meta_device out."
             )
         state: dict[str, Any] = dict(parameters)
         with warnings.catch_warnings():  # `no_dist`, because each process reads slices of its own
@@ -393,7 +394,7 @@ def complete_adapter(folder: str) -> Iterator[None]:
             yield
         except UserWarning as error:
             raise ValueError(
-                f"model.model={folder!r}: its adapter lacks weights, and these weights would be random: "
+                f"model.model={folder!r}: some weights are missing from its adapter and would be random: "
                 f"{str(error)[:300]}"
             ) from error
 

@@ -104,9 +104,9 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
             base: Any = module.get_base_layer()  # type: ignore[operator]
             if not isinstance(getattr(base, "weight", None), nn.Parameter):
                 raise ValueError(
-                    f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, which stores "
-                    "its experts as fused weights under other parameter names; adapt the attention layers, for example "
-                    '["q_proj", "k_proj", "v_proj", "o_proj"]'
+                    f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, which has "
+                    "no parameter named weight: it stores its experts as fused weights. Adapt the attention layers, "
+                    'for example ["q_proj", "k_proj", "v_proj", "o_proj"]'
                 )
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
@@ -153,8 +153,8 @@ def _train_in_place(name: str, layers: list[nn.Module]) -> None:
     for layer in layers:
         if any(hasattr(part, "get_delta_weight") for part in layer.modules()):
             raise ValueError(
-                f"{setting} also has adapters: remove it from model.lora.target_modules or from "
-                "model.lora.modules_to_save"
+                f"{setting} is trained in full and also has adapters: remove it from model.lora.target_modules "
+                "or from model.lora.modules_to_save"
             )
         layer.requires_grad_(True)
 

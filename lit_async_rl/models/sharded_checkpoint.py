@@ -159,8 +159,8 @@ def check_folder(folder: Path, where: str, is_of_policy: bool = True) -> None:
         _check_manifest(folder, where)
     else:
         log.warning(
-            "damage to %s would not be noticed, because the checkpoint has no %s: another program or an earlier "
-            "version saved it",
+            "%s has no %s, so damage to it cannot be detected: another program or an earlier version of lit-async-rl "
+            "saved this checkpoint",
             where,
             MANIFEST,
         )
@@ -215,6 +215,6 @@ class _MetadataReader(pickle.Unpickler):
         }
         if (module, name) not in others:
             raise pickle.UnpicklingError(
-                f"the file is not loaded, because it contains code, which is never executed: {module}.{name}"
+                f"the file is not loaded, because it contains code (which was not executed): {module}.{name}"
             )
         return others[module, name]

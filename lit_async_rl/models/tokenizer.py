@@ -422,8 +422,8 @@ class TextCodec:
             )
         if not self.ends.ids:
             raise ValueError(
-                f"no token ends a turn of {self.model!r}: neither its chat template nor its tokenizer, config.json or "
-                "generation_config.json names an end token. Set sampling.stop or sampling.stop_token_ids"
+                f"the model {self.model!r} has no end token: its chat template, tokenizer, config.json and "
+                "generation_config.json name none. Set sampling.stop or sampling.stop_token_ids"
             )
 
     def check_stop(self, stop: Sequence[str], token_ids: Sequence[int] = ()) -> None:

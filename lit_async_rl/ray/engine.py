@@ -578,8 +578,8 @@ class RayEngine(EngineWrapper):
         if entry.behind is not None and not entry.is_named:
             entry.is_named = True
             self._warnings.warning(
-                "the engine's %s gets no requests until it has newer weights: after %.0f s, it is still loading the "
-                "weights of version %d, and the newest weights are those of version %d",
+                "the engine's %s gets no requests until it has newer weights: it has been behind for %.0f s, "
+                "and is loading version %d, but the newest version is %d",
                 entry.where,
                 now - entry.behind,
                 entry.sent,
@@ -639,7 +639,7 @@ class RayEngine(EngineWrapper):
             self._placement.finish(entry.number, one.num_tokens)  # if it has caught up meanwhile
         # also those that wait there for weights
         self._call(entry, self._ignore, "abort", [one.request.id for one in chosen])
-        log.info("of the requests of %s, %d are continued by other replicas", entry.where, len(chosen))
+        log.info("%s: other replicas continue %d of its requests", entry.where, len(chosen))
         self._assign([part for one in chosen for part in one.move(begun.get(one.number, {}), self._moved_ids)])
 
     # -- calls and their answers --------------------------------------------------------------------------------------

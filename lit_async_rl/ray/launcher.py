@@ -184,7 +184,7 @@ class _Run:
             if cause is None or 0 <= self._cluster.max_failures <= attempt:
                 break
             log.warning(
-                "a rank has ended: %s; all ranks start again, which %s allows",
+                "a rank has ended: %s; all ranks start again, because %s allows another start",
                 describe_end(cause, has_lines=False),
                 limit,
             )

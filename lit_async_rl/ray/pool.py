@@ -423,7 +423,9 @@ class ActorPool(ABC):
                 cause = str(said or "its start was not answered")[:2000]
         self._num_given_up += 1
         self._why = f"{where}: {cause}"
-        log.warning("%s: an actor could not be started and is not restarted again: %s", self.settings.name, self._why)
+        log.warning(
+            "%s: an actor could not be started, and no further start is tried: %s", self.settings.name, self._why
+        )
         kill_actor(self._ray, actor, is_for_good=True)
         return None
 

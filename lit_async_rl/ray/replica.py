@@ -336,8 +336,8 @@ class Replica:
         with self._changed:
             if not self._wait(lambda: self._submitted >= after):
                 raise StalledError(
-                    f"the weights of version {version} cannot be loaded: the requests that were sent before these "
-                    f"weights did not reach the engine within {self._limit_s:g} s"
+                    f"the weights of version {version} cannot be loaded: earlier requests did not reach the "
+                    f"engine within {self._limit_s:g} s"
                 )
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}
             self._sent_dtypes |= {place.name: getattr(torch, place.dtype) for place in places}

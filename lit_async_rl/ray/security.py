@@ -163,7 +163,9 @@ def check_access(ray: Any) -> None:
     try:
         modes = ray.get([ask.options(scheduling_strategy=place).remote() for place in places], timeout=ANSWER_S)
     except ray.exceptions.RayError as error:
-        raise SetupError(f"cluster: not every node has reported whether it requires a token: {error}") from error
+        raise SetupError(
+            f"cluster: not every node has reported whether it requires an authentication token: {error}"
+        ) from error
     for node, mode in zip(reachable, modes, strict=True):
         if mode != "token":
             raise SetupError(refusal(node["NodeManagerAddress"], mode))

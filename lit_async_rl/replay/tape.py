@@ -85,8 +85,8 @@ def tape_files(folder: Path) -> list[TapeFile]:
         _check_order(there)
         if there:
             log.warning(
-                "a missing file of the tape %s would not be noticed, because the tape has no %s: an earlier version of "
-                "lit-async-rl wrote it",
+                "the tape %s has no %s, so a missing file cannot be detected: an earlier version of lit-async-rl wrote "
+                "this tape",
                 folder,
                 MANIFEST,
             )

@@ -393,7 +393,7 @@ class Producer:
         self.listener.abort(running)
         self.intake.forget_rewards(self.last_valid)
         log.warning(
-            "rollback: discarded %d groups (%d tokens) that policy versions after %d had sampled",
+            "rollback: %d groups (%d tokens) were discarded, because policy versions after %d had sampled them",
             len(lost),
             num_tokens,
             self.last_valid,

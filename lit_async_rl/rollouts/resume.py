@@ -81,9 +81,9 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     if not listener.is_working:
         if producer.admission.in_order and listener.engine_error is None:
             log.warning(
-                "this checkpoint was saved after the engine had closed, so a run that resumes from it will not repeat "
-                "bit for bit: the checkpoint lacks the engine's random state, and newer weights will sample its %d "
-                "unfinished groups",
+                "this checkpoint was saved after the engine had closed. A run that resumes from it will not repeat bit "
+                "for bit: the engine's random state is missing, and %d unfinished groups will be sampled with newer "
+                "weights",
                 len(producer.book.unfinished),
             )
         return [], None

@@ -178,7 +178,7 @@ def remove_stale_parts(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if not target.exists() and (match[3] or _has_manifest(path)):
                 path.rename(target)
-                log.warning("recovered %s: the run that saved it was killed before it had renamed the folder", target)
+                log.warning("recovered the folder %s: a run was killed while it replaced this folder", target)
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             log.warning("removed %s, which a killed run had left half-written", path)
@@ -428,8 +428,8 @@ def _check_digest(file: BinaryIO, where: str) -> None:
         if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
         log.warning(
-            "damage to %s would not be noticed, because the checkpoint has no digest: another program or an earlier "
-            "version saved it",
+            "%s has no digest, so damage to it cannot be detected: another program or an earlier version of "
+            "lit-async-rl saved this checkpoint",
             where,
         )
         return
@@ -459,7 +459,7 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
         kind = checkpoint if isinstance(checkpoint, type) else type(checkpoint)
         found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else kind.__name__
         raise ValueError(
-            f"{where} is not a checkpoint of a PolicyModule: it lacks one of the keys {needed}, and holds {found}"
+            f"{where} is not a checkpoint of a PolicyModule: it must have all of the keys {needed}, but has {found}"
         )
 
 
@@ -487,7 +487,9 @@ def read_in_thread(file: Path, where: str, *, with_values: bool = False) -> Any:
         return torch.load(file, map_location=device, weights_only=True, mmap=with_values)
     except pickle.UnpicklingError as error:
         if match := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
-            raise ValueError(f"{where} contains code, which is never executed: {match[1]}") from None
+            raise ValueError(
+                f"{where} is refused, because it contains code (which was not executed): {match[1]}"
+            ) from None
         raise ValueError(f"{where} cannot be read: it is damaged, or not a checkpoint") from None
     except Exception as error:  # a damaged archive raises all kinds of errors
         raise ValueError(f"{where} cannot be read: {describe(error)}") from None

@@ -121,7 +121,12 @@ class Retries:
         if tries is None:
             if num_failed >= LOST_TRIES:
                 raise error
-            self._tries_log.warning("try %d of %d was lost, trying again: %s", num_failed, LOST_TRIES, error)
+            self._tries_log.warning(
+                "try %d of %d failed, because its process or machine was lost; trying again: %s",
+                num_failed,
+                LOST_TRIES,
+                error,
+            )
             return True
         if num_failed < tries and not is_final:
             pause_s = self.policy.pause_s(num_failed)
@@ -147,7 +152,7 @@ class Retries:
                 f"tried up to {setting}={tries} times; the last error: {error}"
             ) from error
         after = "a failure that another try would not fix" if is_final else f"{setting}={tries} tries"
-        self._log.warning("a prompt is left out, because its calls failed (%s); the last error: %s", after, error)
+        self._log.warning("a prompt is left out, because calls for it failed (%s); the last error: %s", after, error)
         return False
 
     def _note_left_out(self, error: Exception, is_new: bool) -> None:

@@ -265,8 +265,8 @@ class CodeReward(Rebuildable):
         if tests.is_weak and self.tests == "plain":
             weak = "\n".join([*tests.weak.asserts, tests.weak.check]).strip()
             raise ValueError(
-                f"CodeReward.tests=plain refuses the prompt: a program can pass the tests {weak!r:.200} without "
-                "solving the task, because these tests are not calls with plain values"
+                f"CodeReward.tests=plain refuses the prompt: its tests {weak!r:.200} are not calls with plain values, "
+                "so a program can pass them without solving the task"
             )
         return cases, tests
 

@@ -188,7 +188,7 @@ class _Helper:
         os.write(self._wake, b"1")
         os.close(self._wake)
         if os.waitpid(self._pid, 0)[1]:
-            raise PermissionError("the ids of a user namespace cannot be mapped")
+            raise PermissionError("the user and group ids of a user namespace cannot be mapped")
 
 
 def _write(path: str, text: str) -> None:

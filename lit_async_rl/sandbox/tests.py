@@ -281,7 +281,7 @@ def _run_method(case: Any, method: str) -> None:
         raise AssertionError(problem.strip().rpartition("\n")[2])
     if result.unexpectedSuccesses or not result.testsRun:
         raise AssertionError(
-            "the test counts as failed: it passed although it is marked as an expected failure, or it did not run"
+            "the test counts as failed: either it did not run, or it passed although marked as an expected failure"
         )
 
 

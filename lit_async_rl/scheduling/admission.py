@@ -79,8 +79,8 @@ class Admission:
         check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
             raise ValueError(
-                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, because in_order already fixes "
-                "by how many versions sampling runs ahead of training"
+                f"Admission.async_ratio={async_ratio} has no effect with in_order=True, because in_order already sets "
+                "how far sampling runs ahead of training"
             )
         if redundant_groups and in_order:
             raise ValueError(
@@ -182,8 +182,8 @@ class Admission:
         deadline = self.drop(index)
         if deadline < self.round:
             raise StalenessError(
-                f"group {index} had to be trained on by weight-sync round {deadline}, but the current round is "
-                f"{self.round}"
+                f"group {index} is too old: its last round for training was weight-sync round {deadline}, but the "
+                f"current round is {self.round}"
             )
         self.num_taken += 1
         return deadline
@@ -215,8 +215,8 @@ class Admission:
         """Ends the round: the weights trained on its groups are published (or the update was skipped)."""
         if self.num_left_in_round:
             raise InvariantError(
-                f"weight-sync round {self.round} ended, although {self.num_left_in_round} more groups had to be taken "
-                "for training in it"
+                f"weight-sync round {self.round} ended, although {self.num_left_in_round} more groups should "
+                "have been taken for training in this round"
             )
         self.bounds = {index: self.bounds[index] for index in self._deadlines}
         self.round += 1

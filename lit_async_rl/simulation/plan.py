@@ -183,19 +183,20 @@ def lowest_bound(cost: StepCost, *, trainer_devices: int, replicas: int) -> Pred
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of dense bfloat16 products in FLOP/s and bandwidth of the memory in B/s, from the maker's data sheet."""
+    """Peak of dense bfloat16 products in FLOP/s, and the memory's bandwidth in B/s and size in bytes, by data sheet."""
 
     flops: float
     bandwidth: float
+    memory: float
 
 
 DEVICES = {
-    "a100": Device(312e12, 2.04e12),
-    "b200": Device(2.25e15, 8.0e12),
-    "h100": Device(989e12, 3.35e12),
-    "h200": Device(989e12, 4.8e12),
-    "l40s": Device(362e12, 0.864e12),
-    "rtx4090": Device(165e12, 1.008e12),
+    "a100": Device(312e12, 2.04e12, 80e9),
+    "b200": Device(2.25e15, 8.0e12, 180e9),
+    "h100": Device(989e12, 3.35e12, 80e9),
+    "h200": Device(989e12, 4.8e12, 141e9),
+    "l40s": Device(362e12, 0.864e12, 48e9),
+    "rtx4090": Device(165e12, 1.008e12, 24e9),
 }
 TRAINING_SHARE = 0.4  # of the peak that training reaches
 PREFILL_SHARE = 0.5  # that products of many rows reach in an engine

@@ -354,9 +354,9 @@ class DroppedUpdates:
         """
         if self.max_in_a_row is not None and self.num_in_a_row > self.max_in_a_row:
             raise NonFiniteError(
-                f"{self.num_in_a_row} updates in a row had a gradient with NaN or infinity, more than {self.owner}."
-                f"max_in_a_row={self.max_in_a_row}; none of them changed the weights. Check model.learning_rate, "
-                "the loss and the precision."
+                f"{self.num_in_a_row} updates in a row had a gradient with NaN or infinity (limit: {self.owner}."
+                f"max_in_a_row={self.max_in_a_row}). None of these updates changed the weights. Check "
+                "model.learning_rate, the loss and the precision."
             )
 
 

@@ -97,7 +97,7 @@ class Rows(PromptSource):
         if num_unknown:
             token = encode.unknown_id
             log.warning(
-                "%d of %d records train on text that the tokenizer cannot encode (unknown token %d)",
+                "%d of %d records have text to train on that the tokenizer cannot encode (unknown token %d)",
                 num_unknown,
                 len(source),
                 token,
@@ -106,7 +106,7 @@ class Rows(PromptSource):
             log.warning("%d of %d records were left out: %s", count, len(source), why)
         if not self._rows:
             reasons = ", ".join(self.left_out)
-            raise ValueError(f"all records were left out, from {source.where(0)} to the last record: {reasons}")
+            raise ValueError(f"all records were left out; the first is {source.where(0)}. Reasons: {reasons}")
 
     def _leave_out(self, why: str) -> None:
         self.left_out[why] = self.left_out.get(why, 0) + 1
@@ -351,8 +351,8 @@ class SFTDataModule(pl.LightningDataModule):
         rules.refuse(rules.of_any_run(self._used_trainer, module, self))
         if self._used_trainer.max_epochs not in (None, -1, 1000):  # Lightning's; the last one is its default
             raise ValueError(
-                f"trainer.max_epochs={self._used_trainer.max_epochs}: set data.epochs instead, or leave both out and "
-                "set trainer.max_steps"
+                f"trainer.max_epochs={self._used_trainer.max_epochs} cannot be used: set data.epochs or "
+                "trainer.max_steps"
             )
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(self.codec.tokenizer, vocab_size, module.model)
@@ -364,7 +364,7 @@ class SFTDataModule(pl.LightningDataModule):
     @property
     def _used_trainer(self) -> pl.Trainer:
         if self.trainer is None:
-            raise SetupError("an SFTDataModule feeds a Trainer: call `trainer.fit(..., datamodule=data)`")
+            raise SetupError("an SFTDataModule was used without a Trainer: call `trainer.fit(..., datamodule=data)`")
         return self.trainer
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:

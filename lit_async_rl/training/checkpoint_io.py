@@ -127,8 +127,8 @@ def _warn_if_unreadable(path: Path) -> None:
         read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
         log.warning(
-            "no run can be resumed from this checkpoint: %s. In state_dict, on_save_checkpoint and hyperparameters, "
-            "callbacks and modules may save only tensors, numbers, text, and lists and dictionaries of these",
+            "no run can be resumed from this checkpoint: %s. Callbacks and modules may save only tensors, numbers, "
+            "text, and lists and dictionaries of these (in state_dict, on_save_checkpoint and hyperparameters)",
             error,
         )
 

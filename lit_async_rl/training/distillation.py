@@ -207,8 +207,8 @@ class _OpenLocalTeacher(OpenTeacher):
         if self._lacks_ids and (largest := int(input_ids.max())) >= self._size:
             raise EngineError(
                 f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has only {self._size} token ids, "
-                f"but the student has sampled token id {largest}. This id is padding of the student's vocabulary: "
-                "start training from weights that never sample padding"
+                f"but the student has sampled token id {largest}, which is padding of its vocabulary: start training "
+                "from weights with which the student does not sample padding"
             )
 
 
@@ -406,7 +406,9 @@ class _OpenSourceTeachers(OpenTeacher):
     def _parts(self, batch: RolloutBatch) -> Iterator[tuple[OpenTeacher, Int[Tensor, " n"], RolloutBatch]]:
         """Each teacher that has rows, their numbers, and the batch of them; collective ones with a row that is none."""
         if batch.source is None:
-            raise SetupError("the batch does not name the sources of its prompts: is WeightSync among the callbacks?")
+            raise SetupError(
+                "the batch does not name the sources of its prompts: add WeightSync to the callbacks if it is missing"
+            )
         for number, teacher in enumerate(self._teachers):
             rows = (batch.source == number).nonzero()[:, 0]
             if len(rows):
@@ -546,7 +548,7 @@ class Distiller:
         if self.settings.top_k is not None and self.settings.top_k >= size:
             raise ValueError(
                 f"model.distillation.top_k={self.settings.top_k} must be less than the size of the vocabulary, {size} "
-                "tokens; with null, all tokens are compared"
+                "tokens; with top_k=null, all tokens are compared"
             )
         self.settings.source.check(model)
 

@@ -418,7 +418,7 @@ class PolicyModule(pl.LightningModule):
             log.warning(
                 "model.kl_coefficient=%g: the penalty's gradient is the gradient of KL(policy || reference), with "
                 "importance weights for stale tokens. Earlier versions of lit-async-rl used the gradient of "
-                "KL(reference || policy) without importance weights: to use it again, set model.kl_estimator: k3",
+                "KL(reference || policy) without importance weights; model.kl_estimator: k3 restores that gradient",
                 self.objective.kl_coefficient,
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:

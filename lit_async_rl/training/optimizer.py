@@ -309,7 +309,8 @@ def check_saved_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
         for setting in SETTINGS_WITH_MOMENTS:
             if optimizer.defaults.get(setting) and not groups[0].get(setting):
                 raise ValueError(
-                    f"the option {setting}=True of {name} needs moments that the checkpoint lacks: leave the option out"
+                    f"the option {setting}=True of {name} needs optimizer moments that the checkpoint lacks: "
+                    "leave the option out"
                 )
 
 

@@ -230,7 +230,7 @@ class StepGuard:
             raise StepError(
                 f"step {self.step} got only {self.num_admitted} of its {self.num_micro_batches} micro-batches: "
                 "set trainer.accumulate_grad_batches to data.micro_batches_per_step, and trainer.limit_train_batches "
-                "to a multiple of it"
+                "to a multiple of data.micro_batches_per_step"
             )
 
     def is_within(self, global_step: int) -> bool:
@@ -257,9 +257,9 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
         found = int(batch.versions[row, position])
         bound = int(batch.max_staleness[row])
         raise StalenessError(
-            f"policy version {version} cannot be trained on a token of group {int(batch.group_index[row])} that policy "
-            f"version {found} sampled ({int(is_wrong.sum())} tokens of the batch have such a version): a token may be "
-            f"at most max_staleness={bound} versions older than the policy, and never newer"
+            f"a token of group {int(batch.group_index[row])} was sampled by policy version {found}, so policy version "
+            f"{version} cannot be trained on it ({int(is_wrong.sum())} tokens of the batch are affected): a token may "
+            f"be at most max_staleness={bound} versions older than the policy, and never newer"
         )
 
 

@@ -150,7 +150,7 @@ def as_reward(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{number}; a reward must be finite")
     if abs(number) > MAX_REWARD:
-        raise ValueError(f"{number}; a reward must be finite in float32, and at most 3.4e38")
+        raise ValueError(f"{number}; a reward may be at most 3.4e38 in size, the largest float32 number")
     return number
 
 

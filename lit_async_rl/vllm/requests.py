@@ -455,7 +455,7 @@ class RequestRunner:
             try:
                 self._parameters(request)
             except Exception as error:  # vLLM's own error class is not a ValueError
-                raise ValueError(f"vLLM refuses data.sampling of a request: {error}") from error
+                raise ValueError(f"vLLM refuses the sampling settings (data.sampling) of a request: {error}") from error
             self._checked.add(kind)
 
     def cancel(self, request_ids: set[int]) -> None:

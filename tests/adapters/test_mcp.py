@@ -96,7 +96,7 @@ def test_a_server_that_ends_is_named_with_its_last_words_and_without_the_key(ser
         async with McpTools(server, environment=["MY_KEY"]) as tools:
             await tools.call("fail", {"how": "exit"})
 
-    message = r"trying\.py' did not answer a call to the tool fail.*key is \(MY_KEY\)"
+    message = r"trying\.py': a call to the tool fail was not answered.*key is \(MY_KEY\)"
     with pytest.raises(McpServerError, match=message) as error:
         run(ask())
     assert PLANTED not in str(error.value)
@@ -118,7 +118,10 @@ def test_a_server_that_does_not_start_is_one_error(command):
         (dict(command="python server.py"), "McpTools.command must be a list"),
         (dict(command=[]), "McpTools.command must be a list"),
         (dict(command=["a"], environment="KEY"), "McpTools.environment must be a list"),
-        (dict(command=["a"], environment=["NO_SUCH_KEY"]), "McpTools.environment='NO_SUCH_KEY' is not set"),
+        (
+            dict(command=["a"], environment=["NO_SUCH_KEY"]),
+            "McpTools.environment='NO_SUCH_KEY': this environment variable is not set",
+        ),
         (dict(command=["a"], timeout_s=0.0), "McpTools.timeout_s must be positive"),
         (dict(command=["a"], max_turns=0), "McpAgent.max_turns must be"),
     ],

@@ -88,7 +88,7 @@ def test_processes_that_are_started_with_pickles_are_refused(strategy):
     two = dict(accelerator="cpu", devices=2, max_steps=1, strategy=strategy, logger=False)
     with pytest.raises(ValueError, match=r"trainer\.strategy=ddp_spawn .* which hold locks: use ddp, or ddp_notebook"):
         rl.Trainer(**two)
-    with pytest.raises(TypeError, match=r"RolloutDataModule holds locks .* trainer\.strategy=ddp_spawn"):
+    with pytest.raises(TypeError, match=r"RolloutDataModule cannot be pickled.* trainer\.strategy=ddp_spawn"):
         pickle.dumps(rl.RolloutDataModule(prompts=ROWS, reward=rl.share_correct, **SMALL))
 
 

@@ -122,5 +122,5 @@ def test_the_score_bounds_the_gradient_with_respect_to_the_logits(batch):
 def test_a_tape_of_the_last_blocks_needs_blocks():
     policy = CausalPolicy(FAMILIES["llama"]())
     policy.causal_lm.base_model.layers = nn.Identity()
-    with pytest.raises(ValueError, match=r"last_blocks=1.*no list of blocks"):
+    with pytest.raises(ValueError, match=r"last_blocks=1.*no list of transformer blocks"):
         GhostTape(policy, last_blocks=1)

@@ -38,7 +38,7 @@ def test_a_rank_that_was_killed_before_the_ranks_met_ends_the_others(tmp_path):
     for process, output in zip(processes, finish(processes, 150), strict=True):
         assert process.returncode == 1, output
         (line,) = re.findall(r"^error: .*", output, re.MULTILINE)
-        assert f"the 2 ranks did not all arrive within data.limits.start_timeout_s={LIMIT_S}" in line
+        assert f"the 2 ranks did not all connect within data.limits.start_timeout_s={LIMIT_S}" in line
         assert "Traceback" not in output
 
 

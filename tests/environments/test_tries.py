@@ -138,7 +138,7 @@ def test_a_run_goes_on_when_an_environment_fails_and_leaves_out_what_always_fail
     assert len(set(watch.trained)) == len(watch.trained) == 24
     assert bad not in texts
     assert said(caplog, "of data.engine.tries=3 failed, trying again: environment Shaky on prompt")
-    assert said(caplog, "because its calls failed (data.engine.tries=3 tries); the last error: environment Shaky")
+    assert said(caplog, "because calls for it failed (data.engine.tries=3 tries); the last error: environment Shaky")
 
 
 def test_an_environment_that_fails_for_every_prompt_ends_the_run_with_its_name():

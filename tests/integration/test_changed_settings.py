@@ -37,7 +37,7 @@ def test_another_optimizer_is_refused_by_name(saved):
 
 def test_a_setting_whose_moments_the_checkpoint_lacks_is_refused_by_name(saved):
     module = make_module(optimizer=partial(torch.optim.AdamW, lr=1e-3, amsgrad=True))
-    with pytest.raises(ValueError, match=r"the option amsgrad=True of model\.optimizer=AdamW needs moments"):
+    with pytest.raises(ValueError, match=r"the option amsgrad=True of model\.optimizer=AdamW needs optimizer moments"):
         fit(module, make_data(), 2, ckpt_path=str(saved))
 
 

@@ -231,7 +231,9 @@ def test_a_prompt_that_cannot_be_scored_is_left_out_and_another_takes_its_place(
     assert len(set(prompts)) == 10
     assert not set(bad) & set(prompts)
     assert max(staleness for _, _, staleness in watch.trained) <= 1
-    said = [record.message for record in caplog.records if "calls failed (data.scoring.tries=2" in record.message]
+    said = [
+        record.message for record in caplog.records if "calls for it failed (data.scoring.tries=2" in record.message
+    ]
     assert len(said) == 2
     assert any("KeyError" in line for line in said)
     assert any("did not return within data.scoring.timeout_s=0.3" in line for line in said)

@@ -131,5 +131,5 @@ def test_a_token_beyond_the_bound_of_its_row_ends_the_run(monkeypatch):
     data = fixed_lag(2)
     make = data._source.collate
     data._source.collate = lambda *a, **k: [b.replace(max_staleness=b.max_staleness * 0) for b in make(*a, **k)]
-    with pytest.raises(StalenessError, match=r"version 1 .* token .* that policy version 0 sampled .* max_staleness=0"):
+    with pytest.raises(StalenessError, match=r"token .* sampled by policy version 0, .* version 1 .* max_staleness=0"):
         fit(make_module(), data, 4)

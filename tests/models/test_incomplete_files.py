@@ -102,5 +102,5 @@ def test_an_adapter_without_some_of_its_weights_is_refused(tmp_path, continues):
     plain = load_policy(str(tmp_path / "base"))
     lora = LoRA(continue_adapter=True)
     load = (lambda: add_lora(plain, lora, str(folder))) if continues else (lambda: load_policy(str(folder)))
-    with pytest.raises(ValueError, match="its adapter lacks weights, and these weights would be random"):
+    with pytest.raises(ValueError, match="some weights are missing from its adapter and would be random"):
         load()

@@ -62,7 +62,9 @@ def test_layers_that_are_not_there_or_have_no_weights_are_refused(modules):
 
 @pytest.mark.parametrize("module", ["q_proj", "self_attn", "layers.0"])
 def test_a_layer_has_adapters_or_trains_in_full(module):
-    with pytest.raises(ValueError, match=rf"model.lora.modules_to_save: '{module}' also has adapters"):
+    with pytest.raises(
+        ValueError, match=rf"model.lora.modules_to_save: '{module}' is trained in full and also has adapters"
+    ):
         add_lora(tiny_llama(), LoRA(rank=2, target_modules=["q_proj"], modules_to_save=[module]))
 
 

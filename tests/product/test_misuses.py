@@ -182,8 +182,8 @@ def test_an_overlay_before_its_base_is_said(process, folder):
     done = process.run(words_of(OVERLAY | dict(command=first, flags="--model.learning_rate 0"), folder), folder)
     assert done.said.splitlines()[0] == (
         "the configuration file configs/quickstart.yaml comes after the file configs/stabilizers/vcpo.yaml and "
-        "overrides its settings model.baseline, model.packing: put the file that is meant to override the other one "
-        "last"
+        "overrides its settings model.baseline, model.packing: swap the two files if the earlier one should "
+        "override the later one"
     )
     last = "train --config configs/quickstart.yaml --config mine.yaml"
     done = process.run(words_of(OVERLAY | dict(command=last, flags="--model.learning_rate 0"), folder), folder)

@@ -214,11 +214,14 @@ def test_with_log_lines_for_a_replica_that_stays_behind(stand_in, model, caplog,
     for version in (1, 2):
         engine.load_weights(version, WEIGHTS)
         until(accepted(engine, 0, version), engine)
-    until(lambda: said(caplog, "gets no requests until it has newer weights: after 0 s, it is still loading"), engine)
-    assert said(caplog, "it is still loading")[0].startswith("the engine's replica 1 (pid ")
+    until(
+        lambda: said(caplog, "gets no requests until it has newer weights: it has been behind for 0 s, and is loading"),
+        engine,
+    )
+    assert said(caplog, "it has been behind")[0].startswith("the engine's replica 1 (pid ")
     slow.release(1, 1)
     until(lambda: said(caplog, "is back, with the weights of version "), engine)
-    assert len(said(caplog, "it is still loading")) == 1
+    assert len(said(caplog, "it has been behind")) == 1
     engine.close()
 
 

@@ -172,7 +172,7 @@ KINDS = {
     "reward hang": Kind("failed, trying again: .* did not return within data.scoring.timeout_s", True),
     "reward crash": Kind("failed, trying again: .* injected crash of the reward", True),
     "reward slow": Kind("reward .* is slow", True),
-    "reward poison": Kind(r"a prompt is left out, because its calls failed \(data.scoring.tries"),
+    "reward poison": Kind(r"a prompt is left out, because calls for it failed \(data.scoring.tries"),
     "disk full": Kind("the disk is full", True),
     "NaN gradient": Kind("this update is dropped"),
     "NaN for good": Kind("NonFiniteError: .* updates in a row had a gradient with NaN", returncode=1),

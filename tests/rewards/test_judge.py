@@ -244,7 +244,9 @@ def test_an_answer_without_a_verdict_is_none_or_an_error_and_never_cached(judge,
     server = serve(judge=lambda asked: "No." if asked.number < 2 else f"VERDICT {asked.mark}: 10")
     assert asyncio.run(judge(server, on_unreadable="none")(PROMPT, "4")) is None
     strict = judge(server)
-    with pytest.raises(RewardError, match=r"no reply from 'a-judge' ended with a verdict.*JudgeReward\.on_unreadable"):
+    with pytest.raises(
+        RewardError, match=r"no reply from the judge 'a-judge' ended with a verdict.*JudgeReward\.on_unreadable"
+    ):
         score(strict, PROMPT, "4")
     assert score(strict, PROMPT, "4") == 1.0
 

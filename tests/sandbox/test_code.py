@@ -224,7 +224,7 @@ def test_forgeries_that_pass_beside_weak_tests(reward):
         assert reward(prompt(test_list=[test, "assert f(7) == 9"]), fenced(code)) == 0.0
     assert reward.metrics()["code/num_weak"] == weak + 2 * len(WEAK_FORGERIES)
     others = test_programs_do_not_change_what_tests_use.pytestmark[0].args[1]
-    shares = re.findall(r"(\d+) of (\d+) forged passes", (ROOT / "docs" / "rewards.md").read_text())
+    shares = re.findall(r"(\d+) of (\d+) cheating programs", (ROOT / "docs" / "rewards.md").read_text())
     number = len(FORGERIES) + len(WEAK_FORGERIES) + len(others)
     assert shares == [(str(len(passed) + len(WEAK_FORGERIES)), str(number))]
 

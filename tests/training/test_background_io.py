@@ -139,7 +139,10 @@ def test_a_checkpoint_that_could_not_be_loaded_is_named_when_it_is_saved(kind, t
         )
     io.teardown()
     (line,) = [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()]
-    assert f"checkpoint {tmp_path / '1.ckpt'} contains code, which is never executed: datetime.date" in line
+    assert (
+        f"checkpoint {tmp_path / '1.ckpt'} is refused, because it contains code (which was not executed): datetime.date"
+        in line
+    )
     caplog.clear()
     io = kind()
     io.save_checkpoint(state(1.0), tmp_path / "3.ckpt")

@@ -179,8 +179,8 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(
-            f"{setting} must not contain the options {', '.join(needed)}: every answer depends on these options, so "
-            "they cannot be ignored"
+            f"{setting} must not contain the options {', '.join(needed)}: answers would be wrong if "
+            "these options were ignored"
         )
     return tuple(names)
 

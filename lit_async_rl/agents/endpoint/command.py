@@ -72,7 +72,7 @@ class CommandAgent:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
-            raise ValueError(f"CommandAgent.command must be a list of program and arguments, got {command!r}")
+            raise ValueError(f"CommandAgent.command must be a list of the program and its arguments, got {command!r}")
         check_choice("CommandAgent", ("stdout", "exit_status"), reward=reward)
         self.command = list(command)
         self.reward = reward

@@ -69,7 +69,10 @@ class ExpertRecorder:
         """Experts of the last forward pass over tokens of this shape (rows, T)."""
         chosen = [experts.view(*shape, -1) for experts in self._chosen if experts is not None]
         if len(chosen) < len(self._chosen):
-            raise InvariantError(f"a forward pass used only {len(chosen)} of the model's {len(self._chosen)} routers")
+            raise InvariantError(
+                f"cannot record the chosen experts: a forward pass used only {len(chosen)} of the model's "
+                f"{len(self._chosen)} routers"
+            )
         return torch.stack(chosen, dim=2).to(torch.int16)  # a quarter of int64, for every token of the batch
 
     def _reserve(self, positions: int, like: Tensor) -> Tensor:
