@@ -6,8 +6,12 @@
 
 Installs nothing. Each check runs in a process of its own with a time limit; one that fails or hangs is a line of the
 table, and the exit status. A call takes at most `--budget_s`, eight minutes by default: the next one with the same
-`--output` goes on with the checks that are not in it. `share of peak` compares with the matrix products of the same
-precision that the first check measures.
+`--output` goes on with the checks that are not in it, and within a check with the parts that are not, also after a
+kill. The most valuable checks come first. `share of peak` compares with the matrix products of the same precision that
+the first check measures.
+
+Needs this repository, torch, transformers, lightning, peft, omegaconf, jsonargparse, torchmetrics and jaxtyping; wandb
+only where a run logs to it. Nothing is downloaded: `models/smollm2`, if it is there, adds a check.
 """
 
 from __future__ import annotations
@@ -24,7 +28,10 @@ from checks import CHECKS
 
 HERE = Path(__file__).parent
 WORK = "tflops_"  # prefix of a number: useful operations in the precision named behind it
+PART = ": "  # between a part and its number
 EXIT_UNFINISHED = 3
+SHORTEST_S = 20.0  # no check starts with less time left
+SLOWER = 4  # limits of a rehearsal on a shared CPU, as a factor
 
 
 def main() -> None:
@@ -32,15 +39,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), metavar="CHECK")
-    parser.add_argument("--timeout_s", type=float, default=240.0, help="of one check")
+    parser.add_argument("--timeout_s", type=float, help="of one check (default: its own limit)")
     parser.add_argument("--output", type=Path, help="the results as JSON")
     parser.add_argument("--budget_s", type=float, default=480.0, help="of this call; 0 is no limit")
     args = parser.parse_args()
     results = finished(args.output, args.device)
     waiting = [name for name in args.only if name not in {result["check"] for result in results}]
     deadline = time.monotonic() + (args.budget_s or float("inf"))
-    while waiting and time.monotonic() + args.timeout_s <= deadline:
-        results.append(run(waiting.pop(0), args.device, args.timeout_s))
+    parts = None if args.output is None else args.output.with_suffix(".parts.jsonl")
+    while waiting and (left_s := deadline - time.monotonic()) > SHORTEST_S:
+        name = waiting.pop(0)
+        limit_s = args.timeout_s or CHECKS[name].limit_s * (SLOWER if args.device == "cpu" else 1)
+        results.append(run(name, args.device, min(limit_s, left_s), parts))
         print(line(results[-1]), flush=True)
         if args.output is not None:
             args.output.write_text(json.dumps({"device": args.device, "results": results}, indent=1))
@@ -77,12 +87,12 @@ def needs_gpu(results: list[dict]) -> str:
     return "\n".join(["needs a GPU:", *lines, on_gpu])
 
 
-def run(name: str, device: str, timeout_s: float) -> dict:
+def run(name: str, device: str, timeout_s: float, parts: Path | None) -> dict:
     """One check in a process of its own."""
     began = time.monotonic()
     root = str(HERE.parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(HERE / "checks.py"), name, device]
+    command = [sys.executable, str(HERE / "checks.py"), name, device, *([] if parts is None else [str(parts)])]
     result = {"check": name, "ok": False, "skipped": False, "numbers": {}, "note": ""}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -92,7 +102,8 @@ def run(name: str, device: str, timeout_s: float) -> dict:
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, 9)
             child.communicate()
-            result["note"] = f"did not end within --timeout_s={timeout_s:g}"
+            result["note"] = f"did not end within {timeout_s:.0f} s"
+            result["numbers"] = parts_of(name, parts)
         else:
             answer = next((text for text in reversed(out.splitlines()) if text.startswith("{")), "")
             last = next((text for text in reversed(err.splitlines()) if text.strip()), "no message")
@@ -100,10 +111,19 @@ def run(name: str, device: str, timeout_s: float) -> dict:
     return result | {"seconds": round(time.monotonic() - began, 1)}
 
 
+def parts_of(name: str, parts: Path | None) -> dict[str, float]:
+    """Numbers of the parts of a check that have been measured so far."""
+    rows = [] if parts is None or not parts.exists() else [json.loads(row) for row in parts.read_text().splitlines()]
+    found = [row for row in rows if row["check"] == name]
+    return {f"{row['part']}: {key}": value for row in found for key, value in row["numbers"].items()}
+
+
 def line(result: dict) -> str:
     """One line with the result of a check."""
     state = "skipped" if result["skipped"] else "ok" if result["ok"] else "FAILED"
-    numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["numbers"].items())
+    parts = {name.partition(PART)[0] for name in result["numbers"] if PART in name}
+    listed = "  ".join(f"{name} {value:.4g}" for name, value in result["numbers"].items() if PART not in name)
+    numbers = f"{len(parts)} parts" if parts else listed
     return f"{result['check']:<12} {state:<8} {result['seconds']:>6.1f} s  {numbers}  {result['note']}".rstrip()
 
 
@@ -118,9 +138,19 @@ def table(results: list[dict], peaks: dict[str, float]) -> str:
             if result["ok"]
             else "**failed**: " + result["note"]
         )
-        numbers = {name: value for name, value in result["numbers"].items() if not name.startswith(WORK)}
+        numbers = {
+            name: value for name, value in result["numbers"].items() if not name.startswith(WORK) and PART not in name
+        }
         listed = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         rows.append(f"| {result['check']} | {state} | {result['seconds']:.0f} | {listed} | {share(result, peaks)} |")
+    rows += ["", "| check | part | numbers |", "|---|---|---|"]
+    for result in results:
+        by_part: dict[str, list[str]] = {}
+        for name, value in result["numbers"].items():
+            part, _, number = name.partition(PART)
+            if number:
+                by_part.setdefault(part, []).append(f"{number} {value:.4g}")
+        rows += [f"| {result['check']} | {part} | {', '.join(found)} |" for part, found in by_part.items()]
     return "\n".join(rows)
 
 

@@ -1,14 +1,15 @@
 """The checks. Each takes a device, asserts what must hold, and returns numbers; `Skip` says why it cannot run there.
 
-    python benchmarks/gpu_acceptance/checks.py NAME DEVICE
+    python benchmarks/gpu_acceptance/checks.py NAME DEVICE [FILE]
 
-prints one line of JSON.
+prints one line of JSON. FILE keeps the results of finished parts, for the next run of a check that was interrupted.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import one_card
+import shapes
 import torch
-from measuring import Skip, mismatch, model, num_parameters, real_model, requests, require, timed
+from measuring import Parts, Skip, batch_of, mismatch, model, real_model, requests, require, step_of, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from vllm_checks import ipc, nccl, sleep, vllm, vllm_0_5b, vllm_1_5b, vllm_delta
@@ -30,6 +33,7 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.runtime.lifetime import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,25 +70,9 @@ def embedded(device: str) -> dict[str, float]:
     return {"tokens_per_s": tokens / seconds, "error": error, "tflops_float32": flops / seconds / 1e12}
 
 
-def _rows(lm: PreTrainedModel, groups: int, samples: int, prompt: int, new: int) -> tuple[torch.Tensor, ...]:
-    """Rows of groups that share a prompt, the mask of their completions, and the group of each."""
-    generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(2, lm.config.vocab_size, (groups, 1, prompt), generator=generator)
-    new_ids = torch.randint(2, lm.config.vocab_size, (groups, samples, new), generator=generator)
-    ids = torch.cat([prompts.expand(-1, samples, -1), new_ids], -1).flatten(0, 1).to(lm.device)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[:, prompt:] = True
-    group = torch.arange(groups, device=lm.device).repeat_interleave(samples)
-    return ids, mask, group
-
-
-def _step(policy: CausalPolicy, batch: tuple[torch.Tensor, ...], amp: torch.dtype | None = None) -> torch.Tensor:
-    ids, mask, group = batch
-    policy.zero_grad(set_to_none=True)
-    with torch.autocast(ids.device.type, dtype=amp, enabled=amp is not None):
-        logprobs = policy(ids, mask, group_index=group).logprobs
-        logprobs[mask].mean().backward()
-    return logprobs.detach()
+def _rows(lm: PreTrainedModel, groups: int, prompt: int, new: int) -> tuple[torch.Tensor, ...]:
+    """Rows of groups of eight that share a prompt, on the model's device."""
+    return tuple(values.to(lm.device) for values in batch_of(lm.config.vocab_size, 8 * groups, prompt, new))
 
 
 def packing(device: str) -> dict[str, float]:
@@ -92,13 +80,13 @@ def packing(device: str) -> dict[str, float]:
     kind = "flex_attention" if device == "cuda" else "sdpa"
     plain = model(device)
     packed = model(device, attn_implementation=kind)
-    batch = _rows(plain, 4, 8, prompt=256 if device == "cuda" else 64, new=64)
+    batch = _rows(plain, 4, prompt=256 if device == "cuda" else 64, new=64)
     rows = CausalPolicy(plain)
     shared = CausalPolicy(packed, packing=PrefixTreePacking())
-    error = (_step(rows, batch) - _step(shared, batch))[batch[1]].abs().max().item()
+    error = (step_of(rows, batch) - step_of(shared, batch))[batch[1]].abs().max().item()
     require(error < 1e-3, f"log-probabilities differ by {error:.2g}")
-    rows_s = timed(lambda: _step(rows, batch), device)
-    shared_s = timed(lambda: _step(shared, batch), device)
+    rows_s = timed(lambda: step_of(rows, batch), device)
+    shared_s = timed(lambda: step_of(shared, batch), device)
     flops = 6 * sum(p.numel() for p in plain.parameters()) * batch[0].numel()
     return {"speedup": rows_s / shared_s, "error": error, "tflops_float32": flops / rows_s / 1e12}
 
@@ -124,18 +112,18 @@ def trees(device: str) -> dict[str, float]:
     batch = _branches(plain, (256, 96, 48) if device == "cuda" else (48, 24, 12))
     rows = CausalPolicy(plain)
     found = {}
-    expected = _step(rows, batch)
+    expected = step_of(rows, batch)
     gradient = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-    rows_s = timed(lambda: _step(rows, batch), device)
+    rows_s = timed(lambda: step_of(rows, batch), device)
     for kind in ("flex_attention", "sdpa") if device == "cuda" else ("sdpa",):
         packed = model(device, attn_implementation=kind)
         policy = CausalPolicy(packed, packing=PrefixTreePacking())
-        error = (_step(policy, batch) - expected)[batch[1]].abs().max().item()
+        error = (step_of(policy, batch) - expected)[batch[1]].abs().max().item()
         require(error < 1e-3, f"{kind}: log-probabilities differ by {error:.2g}")
         other = torch.cat([p.grad.flatten() for p in packed.parameters() if p.grad is not None])
         relative = ((other - gradient).norm() / gradient.norm()).item()
         require(relative < 1e-3, f"{kind}: gradients differ by {relative:.2g} of their norm")
-        seconds = timed(lambda policy=policy: _step(policy, batch), device)
+        seconds = timed(lambda policy=policy: step_of(policy, batch), device)
         found |= {f"speedup_{kind}": rows_s / seconds, f"error_{kind}": error, f"gradient_{kind}": relative}
     return found
 
@@ -144,13 +132,13 @@ def bfloat16(device: str) -> dict[str, float]:
     """A step with weights in float32 and products in bfloat16 stays close to one in float32."""
     lm = model(device)
     policy = CausalPolicy(lm)
-    batch = _rows(lm, 4, 8, prompt=64, new=64)
-    exact = _step(policy, batch)
-    rounded = _step(policy, batch, torch.bfloat16)
+    batch = _rows(lm, 4, prompt=64, new=64)
+    exact = step_of(policy, batch)
+    rounded = step_of(policy, batch, torch.bfloat16)
     error = (exact - rounded)[batch[1]].abs().mean().item()
     require(error < 0.05, f"log-probabilities differ by {error:.2g} on average")
     require(all(p.grad is not None and p.grad.isfinite().all().item() for p in lm.parameters()), "a bad gradient")
-    seconds = timed(lambda: _step(policy, batch, torch.bfloat16), device)
+    seconds = timed(lambda: step_of(policy, batch, torch.bfloat16), device)
     flops = 6 * sum(p.numel() for p in lm.parameters()) * batch[0].numel()
     return {"tokens_per_s": batch[0].numel() / seconds, "mean_error": error, "tflops_bfloat16": flops / seconds / 1e12}
 
@@ -161,21 +149,21 @@ def compiled(device: str) -> dict[str, float]:
         raise Skip("torch.compile needs g++ on a CPU")
     lm = model(device)
     policy = CausalPolicy(lm)
-    batch = _rows(lm, 2, 4, prompt=32, new=32)
-    plain = _step(policy, batch)
+    batch = _rows(lm, 2, prompt=32, new=32)
+    plain = step_of(policy, batch)
     began = time.perf_counter()
     lm.base_model.compile()  # which the policy calls
-    error = (_step(policy, batch) - plain)[batch[1]].abs().max().item()
+    error = (step_of(policy, batch) - plain)[batch[1]].abs().max().item()
     compile_s = time.perf_counter() - began
     require(torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled")
     require(error < 1e-3, f"log-probabilities differ by {error:.2g}")
-    return {"compile_s": compile_s, "error": error, "step_s": timed(lambda: _step(policy, batch), device)}
+    return {"compile_s": compile_s, "error": error, "step_s": timed(lambda: step_of(policy, batch), device)}
 
 
-def _train(*arguments: str) -> None:
+def _train(*arguments: str, config: str = "configs/quickstart.yaml") -> None:
     """The command line, for three steps."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", *arguments]
+        command = [sys.executable, "scripts/train.py", "--config", config, *arguments]
         command += ["--trainer.max_steps", "3", "--trainer.logger.init_args.save_dir", folder]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
@@ -216,11 +204,11 @@ def overlap(device: str) -> dict[str, float]:
         requests(trained, 8, 8, prompt=24, new=96) if device == "cuda" else requests(trained, 2, 4, prompt=24, new=24)
     )
     policy = CausalPolicy(trained)
-    batch = _rows(trained, 4, 8, prompt=128, new=128) if device == "cuda" else _rows(trained, 2, 4, prompt=32, new=32)
+    batch = _rows(trained, 4, prompt=128, new=128) if device == "cuda" else _rows(trained, 2, prompt=32, new=32)
 
     def train() -> None:
         for _ in range(4):
-            _step(policy, batch, torch.bfloat16)
+            step_of(policy, batch, torch.bfloat16)
 
     def both() -> None:
         other = threading.Thread(target=lambda: engine.run(asked))
@@ -235,65 +223,6 @@ def overlap(device: str) -> dict[str, float]:
     return {"apart_s": apart, "together_s": together, "saved": saved}
 
 
-def _train_real(device: str, size: str) -> dict[str, float]:
-    """Steps with weights in float32 and products in bfloat16: like for like with the peak of bfloat16."""
-    lm = real_model(device, size).train()
-    lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = CausalPolicy(lm, chunk_tokens=2048)
-    width = 512 if device == "cuda" else 32
-    batch = _rows(lm, 4, 8, prompt=width // 4, new=width * 3 // 4)
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-6, fused=True)
-
-    def step() -> None:
-        _step(policy, batch, torch.bfloat16)
-        optimizer.step()
-
-    seconds = timed(step, device)
-    tokens = batch[0].numel()
-    # forward and backward; the second forward pass of checkpointing is no useful work
-    found = {"tokens_per_s": tokens / seconds, "tflops_bfloat16": 6 * num_parameters(lm) * tokens / seconds / 1e12}
-    if device == "cuda":
-        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return found
-
-
-def train_0_5b(device: str) -> dict[str, float]:
-    """A training step of 0.5 billion parameters with random weights."""
-    return _train_real(device, "0.5B")
-
-
-def train_1_5b(device: str) -> dict[str, float]:
-    """A training step of 1.5 billion parameters with random weights."""
-    return _train_real(device, "1.5B")
-
-
-def _sample_real(device: str, size: str) -> dict[str, float]:
-    """The embedded engine in bfloat16; its log-probabilities against a forward pass in the same precision."""
-    lm = real_model(device, size, torch.bfloat16)
-    slots = 256 if device == "cuda" else 8
-    engine = EmbeddedEngine.from_module(lm, num_slots=slots)
-    asked = requests(lm, slots // 8, 8, prompt=128, new=256 if device == "cuda" else 16)
-    error = mismatch(lm, asked, engine.run(asked))
-    require(error < 0.5, f"log-probabilities differ by {error:.2g}")
-    seconds = timed(lambda: engine.run(asked), device, repeats=1)
-    tokens = slots * asked[0].sampling.max_tokens
-    return {
-        "tokens_per_s": tokens / seconds,
-        "max_error": error,
-        "tflops_bfloat16": 2 * num_parameters(lm) * tokens / seconds / 1e12,
-    }
-
-
-def engine_0_5b(device: str) -> dict[str, float]:
-    """The embedded engine with 0.5 billion parameters."""
-    return _sample_real(device, "0.5B")
-
-
-def engine_1_5b(device: str) -> dict[str, float]:
-    """The embedded engine with 1.5 billion parameters."""
-    return _sample_real(device, "1.5B")
-
-
 def flash_attention(device: str) -> dict[str, float]:
     """Attention of training by FlashAttention: torch's kernel, and that of flash-attn where it is installed."""
     if device == "cpu":
@@ -306,10 +235,10 @@ def flash_attention(device: str) -> dict[str, float]:
     for name, kind in kinds.items():
         lm = real_model(device, "0.5B", attn_implementation=kind)
         policy = CausalPolicy(lm, chunk_tokens=2048)
-        batch = _rows(lm, 2, 4, prompt=256, new=1792)
+        batch = _rows(lm, 2, prompt=256, new=1792)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error if another kernel would be needed
-            logprobs = _step(policy, batch, torch.bfloat16)
-            seconds = timed(partial(_step, policy, batch, torch.bfloat16), device)
+            logprobs = step_of(policy, batch, torch.bfloat16)
+            seconds = timed(partial(step_of, policy, batch, torch.bfloat16), device)
         expected = logprobs if expected is None else expected
         error = (logprobs - expected)[batch[1]].abs().mean().item()
         require(error < 0.05, f"{kind}: log-probabilities differ by {error:.2g} on average")
@@ -317,17 +246,62 @@ def flash_attention(device: str) -> dict[str, float]:
     return found
 
 
-CHECKS: dict[str, Callable[[str], dict[str, float]]] = {
-    **{check.__name__: check for check in (machine, embedded, packing, trees, bfloat16, compiled, overlap)},
-    **{check.__name__: check for check in (flash_attention, train_0_5b, engine_0_5b, train_1_5b, engine_1_5b)},
-    **{check.__name__: check for check in (training, fsdp2, vllm, vllm_delta, sleep, ipc, nccl)},
-    **{check.__name__: check for check in (vllm_0_5b, vllm_1_5b)},
+def smollm2(device: str) -> dict[str, float]:
+    """Four steps of SmolLM2 in bfloat16, where its files are."""
+    if not (ROOT / "models/smollm2/model.safetensors").exists():
+        raise Skip("needs models/smollm2: lit-async-rl fetch smollm2 --out models/smollm2")
+    if device == "cpu":
+        raise Skip("takes minutes on a CPU")
+    began = time.perf_counter()
+    settings = ["--trainer.accelerator", "gpu", "--trainer.devices", "1", "--trainer.precision", "bf16-mixed"]
+    _train(*settings, config="configs/smollm2.yaml")
+    return {"seconds": time.perf_counter() - began}
+
+
+class Check(NamedTuple):
+    """A check, and for how long it may run; `has_parts` goes on where an interrupted run of it ended."""
+
+    work: Callable[..., Any]
+    limit_s: float
+    has_parts: bool = False
+
+
+# The first are worth most: a quarter of an hour on a card may end anywhere.
+CHECKS: dict[str, Check] = {
+    "machine": Check(machine, 60),
+    "training": Check(training, 120),
+    "reproducible": Check(one_card.reproducible, 120),
+    "embedded": Check(embedded, 60),
+    "smollm2": Check(smollm2, 120),
+    "overlap": Check(overlap, 90),
+    "shapes": Check(shapes.measure, 300, has_parts=True),
+    "asynchrony": Check(one_card.asynchrony, 240, has_parts=True),
+    "generate": Check(one_card.generate, 180, has_parts=True),
+    "lengths": Check(one_card.lengths, 120),
+    "profiles": Check(one_card.profiles, 90, has_parts=True),
+    "trees": Check(trees, 120),
+    "long_trees": Check(one_card.long_trees, 150, has_parts=True),
+    "packing": Check(packing, 90),
+    "bfloat16": Check(bfloat16, 60),
+    "compiled": Check(compiled, 180),
+    "flash_attention": Check(flash_attention, 120),
+    "fsdp2": Check(fsdp2, 180),
+    "vllm": Check(vllm, 240),
+    "vllm_delta": Check(vllm_delta, 240),
+    "sleep": Check(sleep, 240),
+    "ipc": Check(ipc, 240),
+    "nccl": Check(nccl, 240),
+    "vllm_0_5b": Check(vllm_0_5b, 240),
+    "vllm_1_5b": Check(vllm_1_5b, 240),
 }
 
 
 def main() -> None:
     """Runs one check and prints its result as JSON."""
-    name, device = sys.argv[1:]
+    die_with_parent(os.getppid())  # which may be killed: the next run goes on, and must be alone
+    name, device, *files = sys.argv[1:]
+    check = CHECKS[name]
+    parts = Parts(Path(files[0]) if files else None, name)
     result: dict[str, Any] = {"ok": False, "skipped": False, "numbers": {}, "note": ""}
     try:
         if device == "cuda" and not torch.cuda.is_available():
@@ -335,12 +309,14 @@ def main() -> None:
         if device == "cpu":
             torch.set_num_threads(1)
         asset("sort_policy")
-        result |= {"ok": True, "numbers": {key: float(value) for key, value in CHECKS[name](device).items()}}
+        found = check.work(device, parts) if check.has_parts else check.work(device)
+        numbers = parts.numbers() if check.has_parts else found
+        result |= {"ok": True, "numbers": {key: float(value) for key, value in numbers.items()}}
     except Skip as reason:
         result |= {"skipped": True, "note": str(reason)}
     except Exception as error:
         result["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    print(json.dumps(result), flush=True)
+    print("\n" + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.models.policy import CausalPolicy
 
 SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, vocab_size=98)
 LARGE = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=32_000)
@@ -23,6 +26,47 @@ TINY = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_att
 
 class Skip(Exception):
     """The check cannot run here; says why."""
+
+
+class Parts:
+    """Results of a check's parts, written as they come: what an earlier, interrupted run has done is not done again.
+
+    Args:
+        file: one line of JSON for each part; None keeps none.
+        check: name of the check.
+    """
+
+    def __init__(self, file: Path | None, check: str) -> None:
+        self._file = file
+        self._check = check
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        earlier = [json.loads(line) for line in lines]
+        self.found: dict[str, dict[str, float]] = {
+            part["part"]: part["numbers"] for part in earlier if part["check"] == check
+        }
+
+    def do(self, name: str, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Numbers of a part; none if it does not fit into the GPU's memory."""
+        if name not in self.found:
+            began = time.perf_counter()
+            try:
+                numbers = {key: float(value) for key, value in work().items()}
+            except torch.cuda.OutOfMemoryError:
+                numbers = {"out_of_memory": 1.0}
+            self.found[name] = numbers | {"seconds": time.perf_counter() - began}
+            if self._file is not None:
+                with self._file.open("a") as file:
+                    file.write(json.dumps({"check": self._check, "part": name, "numbers": self.found[name]}) + "\n")
+        return self.found[name]
+
+    def keep(self, name: str, text: str) -> None:
+        """Writes a text beside the file."""
+        if self._file is not None:
+            self._file.with_name(name).write_text(text)
+
+    def numbers(self) -> dict[str, float]:
+        """All of them, named with their part."""
+        return {f"{part}: {key}": value for part, numbers in self.found.items() for key, value in numbers.items()}
 
 
 def require(is_true: bool, message: str) -> None:
@@ -103,3 +147,26 @@ def mismatch(lm: PreTrainedModel, asked: list[GenerationRequest], results: list)
             expected = log_p[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0].cpu()
             worst = max(worst, (torch.tensor(completion.logprobs) - expected).abs().max().item())
     return worst
+
+
+def batch_of(vocab_size: int, rows: int, prompt: int, new: int) -> tuple[torch.Tensor, ...]:
+    """Rows of groups of eight that share a prompt, the mask of their completions, and the group of each."""
+    generator = torch.Generator().manual_seed(2)
+    samples = min(8, rows)
+    groups = rows // samples
+    prompts = torch.randint(2, vocab_size, (groups, 1, prompt), generator=generator)
+    completions = torch.randint(2, vocab_size, (groups, samples, new), generator=generator)
+    ids = torch.cat([prompts.expand(-1, samples, -1), completions], -1).flatten(0, 1)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[:, prompt:] = True
+    return ids, mask, torch.arange(groups).repeat_interleave(samples)
+
+
+def step_of(policy: CausalPolicy, batch: tuple[torch.Tensor, ...], amp: torch.dtype | None = None) -> torch.Tensor:
+    """Forward and backward pass; returns the log-probabilities."""
+    ids, mask, group = batch
+    policy.zero_grad(set_to_none=True)
+    with torch.autocast(ids.device.type, dtype=amp, enabled=amp is not None):
+        logprobs = policy(ids, mask, group_index=group).logprobs
+        logprobs[mask].mean().backward()
+    return logprobs.detach()

@@ -1,0 +1,188 @@
+"""Speed and memory of real shapes with random weights: all in one process, since a start from a cold disk takes long.
+
+Neither depends on what the weights are. Each shape and kind of training is a part of its own, written as it is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from typing import Any
+
+import torch
+from measuring import Parts, batch_of, mismatch, requests, require, step_of, timed
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import lit_async_rl as rl
+from lit_async_rl.lab.memory import StepShape, training_memory
+from lit_async_rl.models.lora import LoRA, add_lora
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.training.module import CHECKPOINTING
+
+COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.04}
+QWEN25 = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 4096}
+
+
+def shapes() -> dict[str, PreTrainedConfig]:
+    """Configurations as their makers publish them, by name."""
+    return {
+        "Qwen2.5-0.5B": Qwen2Config(
+            hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, **QWEN25, **COMMON
+        ),
+        "Qwen2.5-1.5B": Qwen2Config(
+            hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, **QWEN25, **COMMON
+        ),
+        "Qwen3-0.6B": Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            head_dim=128,
+            **QWEN25 | {"num_key_value_heads": 8},
+            **COMMON,
+        ),
+        "Llama-3.2-1B": LlamaConfig(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            vocab_size=128_256,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+            **COMMON,
+        ),
+        "Qwen2.5-7B": Qwen2Config(
+            hidden_size=3584,
+            intermediate_size=18_944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            **QWEN25 | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+            **COMMON,
+        ),
+    }
+
+
+LORA_ALONE = ("Qwen2.5-7B",)  # all weights, gradients and moments take 122 GB
+
+
+def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same family at a size for a CPU."""
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
+    return type(config)(tie_word_embeddings=config.tie_word_embeddings, **small, **COMMON)
+
+
+def built(config: PreTrainedConfig, device: str, dtype: torch.dtype) -> Any:
+    """Random weights, made on the device: filling them takes a minute on a CPU."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    lm.generation_config.eos_token_id = None
+    return lm
+
+
+def trained(config: PreTrainedConfig, device: str, lora: LoRA | None) -> dict[str, float]:
+    """Tokens a second of a training step, and its largest memory beside what was counted."""
+    width = 512 if device == "cuda" else 32
+    shape = StepShape(
+        rows=16 if device == "cuda" else 4,
+        prompt_tokens=width // 4,
+        completion_tokens=width - width // 4,
+        gradient_checkpointing=True,
+        lora=lora,
+    )
+    lm = built(config, device, torch.float32).train()
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+    module: nn.Module = lm if lora is None else add_lora(lm, lora).to(device)
+    policy = CausalPolicy(module, shape.logprob_chunk_tokens)
+    batch = batch_of(config.vocab_size, shape.rows, prompt=shape.prompt_tokens, new=shape.completion_tokens)
+    batch = tuple(values.to(device) for values in batch)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-6, fused=True)
+
+    def step() -> None:
+        step_of(policy, batch, torch.bfloat16)
+        optimizer.step()
+
+    seconds = timed(step, device)
+    tokens = batch[0].numel()
+    parameters = sum(p.numel() for p in lm.parameters())
+    # forward and backward; the second forward pass of checkpointing is no useful work, nor are gradients of the frozen
+    flops = (6 if lora is None else 4) * parameters * tokens
+    found = {"tokens_per_s": tokens / seconds, "tflops_bfloat16": flops / seconds / 1e12}
+    counted = training_memory(config, shape).peak
+    found["memory_counted_gb"] = counted / 1e9
+    if device == "cuda":
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["memory_error"] = counted / torch.cuda.max_memory_allocated() - 1
+    return found
+
+
+def sampled(config: PreTrainedConfig, device: str, graphs: bool) -> dict[str, float]:
+    """Tokens a second of the embedded engine in bfloat16 by rows, of prefill, and the time of a publication."""
+    lm = built(config, device, torch.bfloat16).eval()
+    found: dict[str, float] = {}
+    prompt, new = (128, 256) if device == "cuda" else (8, 12)
+    for rows in (32, 128, 512) if device == "cuda" else (4, 8):
+        engine = own_engine(lm, device, num_slots=rows, graphs=graphs)
+        asked = requests(lm, rows // 4, 4, prompt=prompt, new=new)
+        if not found:
+            error = mismatch(lm, asked, engine.run(asked))
+            require(error < 0.5, f"log-probabilities differ by {error:.2g}")
+            found["max_error"] = error
+        seconds = timed(lambda engine=engine, asked=asked: engine.run(asked), device, repeats=1)
+        found[f"tokens_per_s_{rows}"] = rows * new / seconds
+        if rows == 32 or device == "cpu":
+            long = requests(lm, rows, 1, prompt=4 * prompt, new=1)
+            prefill_s = timed(lambda engine=engine, long=long: engine.run(long), device, repeats=1)
+            found["prefill_tokens_per_s"] = rows * 4 * prompt / prefill_s
+            began = time.perf_counter()
+            engine.load_weights(1, lm.named_parameters())
+            engine.run(requests(lm, 1, 1, prompt=2, new=1))
+            found["publication_s"] = time.perf_counter() - began
+        engine.close()
+    return found
+
+
+def own_engine(lm: Any, device: str, num_slots: int, graphs: bool) -> rl.EmbeddedEngine:
+    """An engine with its own copy of the weights, and a stream of its own; steps are recorded on a GPU only."""
+    engine = rl.EmbeddedEngine(
+        num_slots=num_slots, device=device, dtype="bfloat16", self_check=False, cuda_graphs=graphs and device == "cuda"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        lm.config.save_pretrained(folder)
+        engine.setup(folder)
+    engine.load_weights(0, lm.named_parameters())
+    return engine
+
+
+def measure(device: str, parts: Parts) -> None:
+    """All shapes: training of all weights and of adapters, sampling with and without recorded steps."""
+    for name, config in shapes().items():
+        config = config if device == "cuda" else tiny(config)
+        kinds: dict[str, LoRA | None] = {"all weights": None, "LoRA": LoRA(rank=32)}
+        for kind, lora in kinds.items():
+            if lora is None and name in LORA_ALONE:
+                continue
+            parts.do(f"{name}, {kind}", lambda config=config, lora=lora: trained(config, device, lora))
+            freed(device)
+        for kind, graphs in (("sampling", False), ("sampling, CUDA graphs", True)):
+            parts.do(f"{name}, {kind}", lambda config=config, graphs=graphs: sampled(config, device, graphs))
+            freed(device)
+
+
+def freed(device: str) -> None:
+    """Ends what the last part held, so that the next one's peak is its own."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
