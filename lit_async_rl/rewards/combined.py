@@ -158,11 +158,11 @@ class CombinedReward:
         values = await asyncio.gather(*(value_of(name) for name in names))
         return self.combined_score(dict(zip(names, values, strict=True)))
 
-    def limit_calls(self, num_workers: int) -> int | None:
+    def limit_calls(self, num_calls: int) -> int | None:
         """Limits concurrent calls of `async` parts; returns the largest limit, None if no part is `async`.
 
         Args:
-            num_workers: limit of parts without `max_concurrent`. Parts with a queue of their own keep it.
+            num_calls: limit of parts without `max_concurrent`. Parts with a queue of their own keep it.
         """
         limits = []
         for name, reward in self.rewards.items():
@@ -171,7 +171,7 @@ class CombinedReward:
             if wants(reward, "begun"):
                 limits.append(max(MAX_QUEUED, getattr(reward, "max_concurrent", None) or 1))
             else:
-                self._limits[name] = getattr(reward, "max_concurrent", None) or num_workers
+                self._limits[name] = getattr(reward, "max_concurrent", None) or num_calls
                 limits.append(self._limits[name])
         return max(limits, default=None)
 

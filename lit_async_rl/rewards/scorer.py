@@ -307,7 +307,7 @@ class Scorer:
     | | |
     |---|---|
     | `async def` | awaited in one event loop, concurrently with the others |
-    | attribute `max_concurrent` of an `async` reward | concurrent calls, in place of `num_workers` |
+    | attribute `max_concurrent` of an `async` reward | concurrent calls, in place of `num_calls` |
     | parameter `token_ids` | the token ids of the completion |
     | parameter `begun` of an `async` reward | it has its own queue: it gets up to `MAX_QUEUED` concurrent calls, and |
     | | calls `begun` when it starts to work on a completion, which starts the clock |
@@ -322,6 +322,7 @@ class Scorer:
         backoff_s: seconds before the second attempt, see `TryPolicy`.
         records_spans: whether the workers appear in the timeline.
         policy: in place of the three limits, of a function that is not `data.reward`.
+        num_calls: concurrent calls of an `async` reward; None is `num_workers`.
 
     Attributes:
         keeps_rewards: whether a resumed run keeps rewards of another reward function, environment or answers.
@@ -336,6 +337,7 @@ class Scorer:
         backoff_s: float = 0.0,
         records_spans: bool = True,
         policy: TryPolicy | None = None,
+        num_calls: int | None = None,
     ) -> None:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
         self.policy = policy or TryPolicy(
@@ -345,6 +347,7 @@ class Scorer:
         self.keeps_rewards = False
         self.timeout_s = self.policy.timeout_s
         self.num_workers = num_workers
+        num_calls = num_calls or num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # of the workers
         # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops an entry of
         # `_running` handles its job: the worker (or loop) itself, or `check` after a timeout.
@@ -365,11 +368,11 @@ class Scorer:
         limit: int | None = None  # of concurrent calls in the event loop; None without one
         if reward is not None and is_async(reward):
             self._is_async = True
-            self.num_workers = getattr(reward, "max_concurrent", None) or num_workers
+            self.num_workers = getattr(reward, "max_concurrent", None) or num_calls
             self._has_own_queue = wants(reward, "begun")
             limit = max(MAX_QUEUED, self.num_workers) if self._has_own_queue else self.num_workers
         elif (limit_calls := getattr(reward, "limit_calls", None)) is not None:  # of a combined reward
-            limit = limit_calls(num_workers)
+            limit = limit_calls(num_calls)
         self._calls: AsyncCalls[_Job, Outcome] | None = None  # of an `async` reward, or `async` parts of a combined one
         if limit is not None:
             self._calls = AsyncCalls(
