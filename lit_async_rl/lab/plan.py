@@ -239,7 +239,8 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
     shape = _step_shape(settings, arguments.prompt_tokens, trainer_devices)
     length = shape.prompt_tokens + shape.completion_tokens
     engine = _engine_bytes(settings, model_size(model), length=length, capacity=capacity)
-    beside = 0.0 if _of(settings, "cluster", None) is not None else engine  # an engine of the cluster has its own
+    has_own = any(_of(settings, name, None) is not None for name in ("cluster", "data.engine.init_args.device_ids"))
+    beside = 0.0 if has_own else engine
     strategy = str(_of(settings, "trainer.strategy.class_path", _of(settings, "trainer.strategy", "auto")))
     fits = ways_to_fit(
         load_model_config(model),
