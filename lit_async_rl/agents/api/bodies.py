@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
-from lit_async_rl.agents.api.formats import content_check
+from lit_async_rl.agents.api.formats import content_check, refuse_constant
 from lit_async_rl.agents.api.shapes import MAX_CHOICES, Body, ChatBody, ChatMessage, Shape, TextBody, shaped
 from lit_async_rl.agents.calls import REASONING_KEYS
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
@@ -189,7 +189,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_body") from None
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
+        body = json.loads(text, parse_constant=refuse_constant)
         if "\\u" in text:  # half a surrogate pair is JSON, but no text
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -199,10 +199,6 @@ def parse_body(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, got {quoted(body)}", code="invalid_body")
     return {name: value for name, value in body.items() if value is not None}
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 # -- Calls ------------------------------------------------------------------------------------------------------------
