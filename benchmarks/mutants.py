@@ -235,7 +235,8 @@ class Covering:
                     found.add(test)
         nearest = {file: rank for rank, file in enumerate(tests_of(mutant.file))}
         ordered = sorted(found, key=lambda test: (nearest.get(test.split("::")[0], len(nearest)), self.seconds[test]))
-        chosen, sum_s = [], 0.0
+        chosen = []
+        sum_s = 0.0
         for test in ordered:
             if sum_s + self.seconds[test] <= 2 * limit_s:
                 chosen.append(test)

@@ -50,7 +50,7 @@ def main() -> None:
     while waiting and (left_s := deadline - time.monotonic()) > SHORTEST_S:
         name = waiting.pop(0)
         limit_s = args.timeout_s or CHECKS[name].limit_s * (SLOWER if args.device == "cpu" else 1)
-        results.append(run(name, args.device, min(limit_s, left_s), parts))
+        results.append(run(name, args.device, timeout_s=min(limit_s, left_s), parts=parts))
         print(line(results[-1]), flush=True)
         if args.output is not None:
             args.output.write_text(json.dumps({"device": args.device, "results": results}, indent=1))

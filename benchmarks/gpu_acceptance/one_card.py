@@ -70,7 +70,15 @@ def reproducible(device: str) -> dict[str, float]:
         ends = []
         for _ in range(2):
             with tempfile.TemporaryDirectory() as folder:
-                trainer = _run(rl.asset("sort_policy"), device, folder, 4, digits, groups_per_step=4, **settings)
+                trainer = _run(
+                    rl.asset("sort_policy"),
+                    device,
+                    folder,
+                    max_steps=4,
+                    reward=digits,
+                    groups_per_step=4,
+                    **settings,
+                )
                 ends.append(_weights(trainer))
         found[name] = (ends[0] - ends[1]).abs().max().item()
         require(found[name] == 0, f"{name}: weights differ by {found[name]:.2g}")
@@ -85,7 +93,7 @@ def asynchrony(device: str, parts: Parts) -> None:
             for bound in (0, 1, 4):
                 parts.do(
                     f"{name}, rewards of {reward_s} s, max_staleness {bound}",
-                    lambda config=config, reward_s=reward_s, bound=bound: _steps(config, device, reward_s, bound),
+                    lambda config=config, reward_s=reward_s, bound=bound: _steps(config, device, reward_s, bound=bound),
                 )
                 freed(device)
 
@@ -101,8 +109,8 @@ def _steps(config: PreTrainedConfig, device: str, reward_s: float, bound: int) -
             _folder(config, model),
             device,
             folder,
-            10 if big else 4,
-            slow,
+            max_steps=10 if big else 4,
+            reward=slow,
             random_init=True,
             gradient_checkpointing=True,
             max_staleness=bound,
@@ -181,7 +189,8 @@ def long_trees(device: str, parts: Parts) -> None:
     config = shapes()["Qwen2.5-0.5B"] if device == "cuda" else tiny(shapes()["Qwen2.5-0.5B"])
 
     def compared(prompt: int, new: int) -> dict[str, float]:
-        seconds, results = [], []
+        seconds = []
+        results = []
         batch = tuple(values.to(device) for values in batch_of(config.vocab_size, 8, prompt, new))
         for packing in (None, PrefixTreePacking()):
             kind = "flex_attention" if packing is not None and device == "cuda" else "sdpa"
@@ -214,7 +223,7 @@ def profiles(device: str, parts: Parts) -> None:
     asked = requests(lm, 8, 4, prompt=16, new=32 if device == "cuda" else 4)
     works = {"training": lambda: step_of(policy, batch, torch.bfloat16), "sampling": lambda: engine.run(asked)}
     for name, work in works.items():
-        parts.do(name, lambda name=name, work=work: _profiled(name, work, activities, order, parts))
+        parts.do(name, lambda name=name, work=work: _profiled(name, work, activities, order=order, parts=parts))
     engine.close()
 
 

@@ -54,8 +54,8 @@ def main() -> None:
         "memory_counted",
         round(rows[0][-1], 1),
         "GB of a training step of 0.5B at most",
-        columns,
-        [[name, gpus, *(round(size, 1) for size in sizes)] for name, gpus, *sizes in rows],
+        columns=columns,
+        rows=[[name, gpus, *(round(size, 1) for size in sizes)] for name, gpus, *sizes in rows],
         command="python benchmarks/performance/memory_counted.py --write docs/measurements/memory_counted.json",
         machine="tensors without values: no device",
     )

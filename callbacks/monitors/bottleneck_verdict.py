@@ -151,7 +151,7 @@ def num_cores() -> int:
 def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
     """Number of threads competing for cores: trainers, engine and reward workers."""
     trainers = num_ranks * (torch.get_num_threads() if pl_module.device.type == "cpu" else 1)
-    return trainers + _engine_threads(data.engine) + (1 if is_async(data.reward) else data.scoring.workers)
+    return trainers + _engine_threads(data.engine) + (1 if is_async(data.reward) else data.scoring.threads)
 
 
 def _engine_threads(engine: RolloutEngine) -> int:
@@ -203,7 +203,8 @@ def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -
         if setting is None:
             return None
         return Setting(name=f"data.reward.init_args.{setting[0]}", present=setting[1], suggested=2 * setting[1])
-    workers = data.scoring.workers
+    is_waiting = any(is_async(part) for part in hooks.parts_of(reward))
+    workers = data.scoring.calls if is_waiting else data.scoring.threads
     return Setting(name="data.scoring.workers", present=workers, suggested=2 * workers)
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -141,23 +141,66 @@ def fit(
     """
     folder: list[str] = []
     try:
-        return _fit(
+        is_module = isinstance(model, PolicyModule)
+        _check_names(settings, is_module)
+        check_model(model, tokenizer)
+        own = as_groups(dict(settings))
+        distillation = own.get("distillation")
+        if isinstance(distillation, Distillation) and not distillation.with_reward:
+            recipe = None  # its parts weigh rewards
+            if reward is None and not getattr(own.get("engine"), "scores", False):
+                reward = no_reward
+        if not is_module:
+            own = with_recipe(recipe, own)
+        of_module = {name: value for name, value in own.items() if name in MODULE_SETTINGS}
+        check_kinds("model", PolicyModule.__init__, module_defaults() | of_module)
+        chosen = ""
+        if not is_module:
+            own, chosen = with_rate(own)
+        if cluster is not None:
+            cluster.check()
+        if ckpt_path is not None:
+            ckpt_path = os.path.expanduser(ckpt_path)
+            check_checkpoint(ckpt_path)
+        if cluster is not None and cluster.dry_run:
+            cluster.print_dry_run(uses_gpus=uses_gpus(own.get("accelerator")))
+            return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
+        given = Given(
             model,
-            prompts,
+            prompts,  # type: ignore[arg-type]  # the data module takes a path object as well
             reward,
             max_steps=max_steps,
-            recipe=recipe,
             ckpt_path=ckpt_path,
-            tokenizer=tokenizer,
             cluster=cluster,
-            settings=dict(settings),
-            folder=folder,
+            settings=own,
+            chosen=chosen,
         )
+        if cluster is not None and cluster.places_ranks:
+            if tokenizer is not None or isinstance(model, PreTrainedModel):
+                raise ValueError(
+                    "model: an in-memory model or tokenizer cannot be used if `cluster` starts the ranks in other "
+                    "processes: pass the model's name or folder"
+                )
+            return _fit_in_ranks(given, cluster)
+        with nullcontext() if cluster is None else cluster.actors_connected():
+            return _fit_here(given, tokenizer=tokenizer, folder=folder)
     except Exception as error:
         if is_shown_whole(error, folder, (*ARGUMENTS, *SETTINGS)):
             raise
         # cut to the frames of the user's code, without the threads and loops that the error came through
         raise error.with_traceback(user_traceback(error)) from None
+
+
+def _check_names(settings: Iterable[str], is_module: bool) -> None:
+    """Refuses settings of `fit` that it does not know, or that its module has already."""
+    known = (() if is_module else MODULE_SETTINGS) + DATA_SETTINGS + FIT_TRAINER_SETTINGS
+    for name in settings:
+        if name not in known:
+            if is_module and name in MODULE_SETTINGS:
+                raise TypeError(
+                    f"fit: {name!r} is a setting of PolicyModule: set it in the PolicyModule given as model"
+                )
+            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
 
 
 def is_shown_whole(error: Exception, folder: Sequence[str], names: Sequence[str]) -> bool:
@@ -186,72 +229,6 @@ def _name_as_typed(error: Exception, names: Sequence[str]) -> None:
     is_about_settings = isinstance(error, ValueError | TypeError | OSError) and len(error.args) == 1
     if is_about_settings and user_traceback(error) is None:
         error.args = (as_typed(str(error.args[0]), names),)
-
-
-def _fit(
-    model: Any,
-    prompts: Any,
-    reward: Any,
-    *,
-    max_steps: int,
-    recipe: str | None,
-    ckpt_path: str | os.PathLike[str] | None,
-    tokenizer: Any,
-    cluster: Cluster | None,
-    settings: dict[str, Any],
-    folder: list[str],
-) -> Trainer:
-    """`fit`, which turns its errors into what the user sees; `folder` gets the run's."""
-    is_module = isinstance(model, PolicyModule)
-    known = (() if is_module else MODULE_SETTINGS) + DATA_SETTINGS + FIT_TRAINER_SETTINGS
-    for name in settings:
-        if name not in known:
-            if is_module and name in MODULE_SETTINGS:
-                raise TypeError(
-                    f"fit: {name!r} is a setting of PolicyModule: set it in the PolicyModule given as model"
-                )
-            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
-    check_model(model, tokenizer)
-    settings = as_groups(settings)
-    distillation = settings.get("distillation")
-    if isinstance(distillation, Distillation) and not distillation.with_reward:
-        recipe = None  # its parts weigh rewards
-        if reward is None and not getattr(settings.get("engine"), "scores", False):
-            reward = no_reward
-    if not is_module:
-        settings = with_recipe(recipe, settings)
-    own = {name: value for name, value in settings.items() if name in MODULE_SETTINGS}
-    check_kinds("model", PolicyModule.__init__, module_defaults() | own)
-    chosen = ""
-    if not is_module:
-        settings, chosen = with_rate(settings)
-    if cluster is not None:
-        cluster.check()
-    if ckpt_path is not None:
-        ckpt_path = os.path.expanduser(ckpt_path)
-        check_checkpoint(ckpt_path)
-    if cluster is not None and cluster.dry_run:
-        cluster.print_dry_run(uses_gpus=uses_gpus(settings.get("accelerator")))
-        return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
-    given = Given(
-        model,
-        prompts,
-        reward,
-        max_steps=max_steps,
-        ckpt_path=ckpt_path,
-        cluster=cluster,
-        settings=settings,
-        chosen=chosen,
-    )
-    if cluster is not None and cluster.places_ranks:
-        if tokenizer is not None or isinstance(model, PreTrainedModel):
-            raise ValueError(
-                "model: an in-memory model or tokenizer cannot be used if `cluster` starts the ranks in other "
-                "processes: pass the model's name or folder"
-            )
-        return _fit_in_ranks(given, cluster)
-    with nullcontext() if cluster is None else cluster.actors_connected():
-        return _fit_here(given, tokenizer=tokenizer, folder=folder)
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,7 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
             return
         if cli.places_ranks and cli.cluster is not None:
             load_config(cli.config["model"]["model"])  # reports a wrong path before Ray and the ranks start
-            job = partial(_train_in_rank, list(sys.argv[1:] if args is None else args))
+            job = partial(_train, list(sys.argv[1:] if args is None else args))
             status = cli.cluster.launch(job, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"])).status
             if status:
                 sys.exit(status)
@@ -375,11 +375,6 @@ def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
         if stopped_at and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
         check_last_is_saved(trainer)
-
-
-def _train_in_rank(args: Sequence[str], place: Place) -> None:
-    """The command, in a process that the cluster has placed."""
-    _train(args, place)
 
 
 def _cli_of(args: Sequence[str] | None) -> type[AsyncRLCLI]:

@@ -18,6 +18,7 @@ from lit_async_rl.scheduling.admission import FromTape
 from lit_async_rl.utils.checks import MANY, check_choice, check_range
 
 log = logging.getLogger(__name__)
+ASYNC_CALLS = 64  # an `async` reward waits for something else, mostly: one call at a time would waste that
 
 # -- data.scoring, data.validation and data.limits --------------------------------------------------------------------
 
@@ -28,7 +29,8 @@ class Scoring:
 
     Args:
         workers: number of completions scored concurrently, each as soon as it is sampled: threads, or calls under way
-            of an `async` reward. Rewards that know their own number, such as a judge, have that instead.
+            of an `async` reward. None is one thread, or 64 calls of an `async` reward. Rewards that know their own
+            number, such as a judge, have that instead.
         timeout_s: timeout of one reward.
         tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
@@ -47,7 +49,7 @@ class Scoring:
         ValueError: a setting is out of range.
     """
 
-    workers: int = 1
+    workers: int | None = None
     timeout_s: float = 60.0
     tries: int | None = None
     backoff_s: float = 0.0
@@ -63,12 +65,23 @@ class Scoring:
         check_choice("data.scoring", SPECIAL_TOKENS, special_tokens=self.special_tokens)
         check_choice("data.scoring", ("anew", "keep"), resume_rewards=self.resume_rewards)
 
+    @property
+    def threads(self) -> int:
+        """Completions that plain rewards score concurrently."""
+        return self.workers or 1
+
+    @property
+    def calls(self) -> int:
+        """Calls under way of an `async` reward."""
+        return self.workers or ASYNC_CALLS
+
     def make_scorer(self, reward: Reward | None, records_spans: bool = True) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
         scorer = Scorer(
             reward,
-            num_threads(reward, self.workers),
+            num_threads(reward, self.threads),
             self.timeout_s,
+            num_calls=self.calls,
             max_tries=self.tries,
             backoff_s=self.backoff_s,
             records_spans=records_spans,

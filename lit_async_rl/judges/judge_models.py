@@ -239,7 +239,6 @@ class Endpoint:
     ) -> None:
         try:
             import httpx
-            import tenacity
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 'JudgeReward.base_url needs: pip install "lit-async-rl[judge]"', name=error.name
@@ -251,7 +250,6 @@ class Endpoint:
             raise ValueError(f"JudgeReward.base_url must be an address such as http://localhost:8000/v1, got {shown}")
         key_of_variable("JudgeReward.api_key_env", api_key_env)
         self._httpx = httpx
-        self._tenacity = tenacity
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._model = model
         self._api_key_env = api_key_env
@@ -303,53 +301,38 @@ class Endpoint:
             FinalRewardError: no answer after all tries or by the deadline, or the endpoint refuses the request.
             RewardSetupError: the endpoint refuses every request.
         """
-        tenacity = self._tenacity
         loop = asyncio.get_running_loop()
         limits = self._limits
         num_requests = 0
         num_failures = 0
-
-        def pause_s(state: Any) -> float:
-            """Grows with the failures of this question while the endpoint answers no other question either."""
-            asked_s = state.outcome.exception().retry_after_s
-            doublings = min(state.attempt_number, self._failures_in_row, MAX_DOUBLINGS) - 1
-            growing_s = min(MAX_PAUSE_S, limits.backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
-            return max(growing_s, asked_s + random.random() * limits.backoff_s if asked_s else 0.0)
-
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(TransientError),
-            stop=lambda state: num_failures >= limits.tries or loop.time() + state.upcoming_sleep >= deadline,
-            wait=pause_s,
-            sleep=permit.pause,
-            reraise=True,
-        )
         last: TransientError | None = None
-
-        async def post() -> Answer:
-            nonlocal num_requests, num_failures, last
-            left_s = deadline - loop.time()
-            if left_s <= 0 and last is not None:  # time ran out while it waited for a permit
-                raise last
+        while last is None or loop.time() < deadline:  # otherwise time ran out while it waited for a permit
             num_requests += 1
             try:
-                answer = await self._post(messages, left_s, is_first=num_requests == 1)
+                answer = await self._post(messages, deadline - loop.time(), is_first=num_requests == 1)
             except TransientError as error:
                 last = error
-                num_failures += not error.is_limited
-                self._note_failure(error, permit)
-                raise
-            self._failures_in_row = 0
-            self._refusals_in_row = 0
-            return answer
+            else:
+                self._failures_in_row = 0
+                self._refusals_in_row = 0
+                return answer
+            num_failures += not last.is_limited
+            self._note_failure(last, permit)
+            pause_s = self._pause_s(last, num_requests)
+            if num_failures >= limits.tries or loop.time() + pause_s >= deadline:
+                break
+            await permit.pause(pause_s)
+        raise FinalRewardError(
+            f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
+            f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last error: {last}"
+        )
 
-        try:
-            answer: Answer = await retrying(post)
-            return answer
-        except TransientError as error:
-            raise FinalRewardError(
-                f"{self._url} gave no answer in {num_requests} requests (JudgeLimits.tries={limits.tries}) within "
-                f"JudgeLimits.timeout_s={limits.timeout_s:g}; the last error: {error}"
-            ) from None
+    def _pause_s(self, error: TransientError, num_requests: int) -> float:
+        """Grows with the requests of a question while the endpoint answers no other question either."""
+        backoff_s = self._limits.backoff_s
+        doublings = min(num_requests, self._failures_in_row, MAX_DOUBLINGS) - 1
+        growing_s = min(MAX_PAUSE_S, backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
+        return max(growing_s, error.retry_after_s + random.random() * backoff_s if error.retry_after_s else 0.0)
 
     def _note_failure(self, error: TransientError, permit: Permit) -> None:
         """Counts a failure; pauses all questions for the `Retry-After` of an endpoint that refuses everything."""
@@ -452,10 +435,12 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def opened_reasoning(codec: TextCodec, prompt_ids: Sequence[int]) -> str:
-    """Opening reasoning tag at the end of a prompt, which belongs to the answer; empty without one."""
+def decoded_answer(codec: TextCodec, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Answer:
+    """The answer in a completion. An opening reasoning tag at the end of the prompt belongs to it."""
     end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
-    return found[0] if (found := re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)) is not None else ""
+    opening = re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)
+    text = ("" if opening is None else opening[0]) + codec.decode(completion_ids)
+    return Answer(text=text, prompt_tokens=len(prompt_ids), completion_tokens=len(completion_ids))
 
 
 # -- A model in this process ------------------------------------------------------------------------------------------
@@ -564,14 +549,7 @@ class LocalModel:
                     self._submit(engine, next(numbers), asked, waiting=waiting)
                 for completion in engine.poll(POLL_S) if waiting else ():
                     done = waiting.pop(completion.request_id)
-                    text = opened_reasoning(codec, done.token_ids)
-                    text += codec.decode(completion.token_ids, self._sampling.stop)
-                    _resolve(
-                        done.future,
-                        Answer(
-                            text=text, prompt_tokens=len(done.token_ids), completion_tokens=len(completion.token_ids)
-                        ),
-                    )
+                    resolve(done.future, decoded_answer(codec, done.token_ids, completion.token_ids))
         except Exception as error:
             reason = describe(error).replace("model.model", "JudgeReward.model")
             problem = self._problem = RewardSetupError(f"the judge {self._model!r} failed: {reason}")
@@ -580,7 +558,7 @@ class LocalModel:
         finally:
             engine.close()
             for asked in (*waiting.values(), *filter(None, _taken(inbox, wait=False))):
-                _resolve(asked.future, problem)
+                resolve(asked.future, problem)
 
     def _submit(self, engine: RolloutEngine, number: int, asked: _Asked, *, waiting: dict[int, _Asked]) -> None:
         room = engine.max_model_len - len(asked.token_ids)
@@ -588,7 +566,7 @@ class LocalModel:
             length = len(asked.token_ids)
             longest = engine.max_model_len
             problem = f"a question to the judge has {length} tokens, which is more than its context of {longest}"
-            _resolve(asked.future, FinalRewardError(problem))
+            resolve(asked.future, FinalRewardError(problem))
             return
         sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
         request = GenerationRequest(id=number, prompt_ids=asked.token_ids, num_samples=1, sampling=sampling)
@@ -604,7 +582,8 @@ def _taken(inbox: queue.SimpleQueue[_Asked | None], wait: bool) -> list[_Asked |
     return found
 
 
-def _resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
+def resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
+    """Sets the answer of a question, or its error."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller gave up
         if isinstance(outcome, Answer):
             future.set_result(outcome)

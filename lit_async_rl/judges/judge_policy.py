@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lit_async_rl.errors import FinalRewardError, RewardSetupError
-from lit_async_rl.judges.judge_models import Answer, Permit, opened_reasoning
+from lit_async_rl.judges.judge_models import Answer, Permit, decoded_answer, resolve
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, PRIORITY
@@ -176,18 +175,13 @@ class PolicyQuestions:
         """Files an answer."""
         request, future = self._open.pop(completion.request_id, (None, None))
         if request is not None and future is not None:
-            answer = Answer(
-                text=opened_reasoning(self._codec, request.prompt_ids) + self._codec.decode(completion.token_ids),
-                prompt_tokens=len(request.prompt_ids),
-                completion_tokens=len(completion.token_ids),
-            )
-            _resolve(future, answer)
+            resolve(future, decoded_answer(self._codec, request.prompt_ids, completion.token_ids))
 
     def lose(self, request_id: int, number: int | None = None) -> None:
         """Files that the engine gave a question up, which has one answer only."""
         _, future = self._open.pop(request_id, (None, None))
         if future is not None:
-            _resolve(future, FinalRewardError("the engine gave a question of the judge up"))
+            resolve(future, FinalRewardError("the engine gave a question of the judge up"))
 
     def again(self) -> list[GenerationRequest]:
         """The questions without an answer, for an engine that takes the place of another."""
@@ -200,7 +194,7 @@ class PolicyQuestions:
             left = list(self._open.values())
             self._open.clear()
         for _, future in left:
-            _resolve(future, NoPolicyError())
+            resolve(future, NoPolicyError())
 
 
 def questions_of(producer: Producer) -> PolicyQuestions:
@@ -210,11 +204,3 @@ def questions_of(producer: Producer) -> PolicyQuestions:
         owner = PolicyQuestions(producer.listener, producer.book.codec.model)
         producer.owners.add(FIRST_QUESTION_ID, owner)
     return owner
-
-
-def _resolve(future: Answered, outcome: Answer | FinalRewardError) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up meanwhile
-        if isinstance(outcome, Answer):
-            future.set_result(outcome)
-        else:
-            future.set_exception(outcome)

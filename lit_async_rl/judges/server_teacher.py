@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.training.distillation import OpenTeacher, RemoteTeacher, Teacher, check_same_tokens, vocabulary_of
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.secrets import CONCEALED, check_address, key_of_variable
 
 MAX_TRIES = 4  # of the official client, for connections and statuses that may pass
 START_S = 30.0
@@ -50,6 +50,7 @@ class ServerTeacher(Teacher):
     any_temperature = False
 
     def __post_init__(self) -> None:
+        check_address("ServerTeacher.base_url", self.base_url, "ServerTeacher.api_key_env")
         check_range("ServerTeacher", "positive", timeout_s=self.timeout_s)
         check_range("ServerTeacher", "integer positive", max_concurrent=self.max_concurrent)
 
@@ -79,11 +80,9 @@ class _OpenServerTeacher(RemoteTeacher):
         except ImportError as error:
             raise SetupError('ServerTeacher needs openai: pip install "lit-async-rl[agents]"') from error
         settings = self._settings
-        key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else "none"
-        if not key:
-            raise SetupError(f"ServerTeacher.api_key_env={settings.api_key_env}: this environment variable is not set")
+        key = key_of_variable("ServerTeacher.api_key_env", settings.api_key_env or None)
         return AsyncOpenAI(
-            base_url=settings.base_url, api_key=key, max_retries=MAX_TRIES - 1, timeout=settings.timeout_s
+            base_url=settings.base_url, api_key=key or "none", max_retries=MAX_TRIES - 1, timeout=settings.timeout_s
         )
 
     def ask(self, sequences: Sequence[Sequence[int]], num: int) -> list[list[dict[int, float]]]:
@@ -108,7 +107,10 @@ class _OpenServerTeacher(RemoteTeacher):
                 model=self._settings.model, prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": num}
             )
         except (OpenAIError, ValueError) as error:  # the latter of an answer that is no JSON
-            raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
+            text = f"{self.name}: {type(error).__name__}: {error}"
+            if self._settings.api_key_env:  # some servers repeat the key that they refuse
+                text = text.replace(self._client.api_key, CONCEALED)
+            raise EngineError(text) from None
         try:
             given: Any = answer.choices[0].prompt_logprobs
             found = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in given[1:]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -153,7 +152,7 @@ class LMEvalValidation(pl.Callback):
         data = rollout_data(trainer, "LMEvalValidation")
         lm = module.policy.causal_lm
         precision = trainer.precision_plugin.val_step_context()
-        with _random_states(), torch.no_grad(), evaluation_mode(lm), decodable(lm), precision:
+        with isolate_rng(), torch.no_grad(), evaluation_mode(lm), decodable(lm), precision:
             found = simple_evaluate(
                 model=_harness_model(lm, data, self),
                 tasks=self.tasks,
@@ -184,18 +183,6 @@ def _named(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, floa
             metric, _, kind = key.partition(",")
             if kind and isinstance(value, int | float):
                 yield f"lm_eval/{task}/{metric}" + ("" if kind == "none" else f"/{kind}"), float(value)
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    """Context that leaves the random states of the process as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _harness_model(lm: PreTrainedModel, data: RolloutDataModule, settings: LMEvalValidation) -> Any:

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a training step computes.
+    """Size of a training step, and how it is computed.
 
     Attributes:
         rows: rows of a micro-batch.
@@ -199,7 +199,7 @@ class Fit:
 def ways_to_fit(
     config: PreTrainedConfig, shape: StepShape, capacity: int, trainer_devices: int, is_sharded: bool
 ) -> list[Fit]:
-    """What training needs, then with one setting more at a time until it fits.
+    """Memory of training, then with one setting more at a time until it fits.
 
     Args:
         config: of the model.

@@ -230,7 +230,7 @@ def model_size(model: str) -> ModelSize:
 
 
 def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_devices: int) -> list[str]:
-    """What one device must hold, and what to change if it cannot."""
+    """Memory that one device needs, and settings to change if that is too much."""
     from lit_async_rl.lab.memory import USABLE, Fit, ways_to_fit
     from lit_async_rl.models.loading import load_config as load_model_config
 

@@ -136,7 +136,7 @@ class RayCluster(ClusterSettings, Cluster):
             scoring = data.scoring
             if self.rewards is not None:
                 data.replace_reward(
-                    self.with_reward_actors(data.reward, workers=scoring.workers, timeout_s=scoring.timeout_s)
+                    self.with_reward_actors(data.reward, workers=scoring.calls, timeout_s=scoring.timeout_s)
                 )
             if self.environments is not None:
                 data.replace_engine(self.with_environment_actors(data.engine))
@@ -175,7 +175,7 @@ class RayCluster(ClusterSettings, Cluster):
 
         Args:
             reward: `data.reward`.
-            workers: `data.scoring.workers`.
+            workers: calls under way of an `async` reward, see `data.scoring.workers`.
             timeout_s: `data.scoring.timeout_s`.
 
         Raises:

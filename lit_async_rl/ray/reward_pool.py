@@ -80,7 +80,7 @@ class RewardPool(ActorPool):
         settings: of the pool.
         parts: rewards of single completions by name.
         calls: of plain rewards under way in one actor.
-        workers: `data.scoring.workers`: calls of an `async` reward under way, in all actors together.
+        workers: see `data.scoring.workers`: calls of an `async` reward under way, in all actors together.
         timeout_s: `data.scoring.timeout_s`, of each call of an actor.
 
     Attributes:

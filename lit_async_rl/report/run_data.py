@@ -64,7 +64,7 @@ class RunData:
 
     def refresh(self) -> dict[str, int]:
         """Reads new lines; returns a number for each part of the page that grows with every change."""
-        verdicts = self._read_verdicts()
+        verdicts = self._verdict_tail.refresh(self._verdicts.clear, self._add_verdict)
         changed = {
             "curves": self._curves.refresh() or verdicts,
             "timeline": self._timeline.refresh() or verdicts,
@@ -75,16 +75,9 @@ class RunData:
             self._numbers[name] += has_changed
         return dict(self._numbers)
 
-    def _read_verdicts(self) -> bool:
-        generation = self._verdict_tail.generation
-        if not self._verdict_tail.begin():
-            return False
-        if self._verdict_tail.generation != generation:
-            self._verdicts.clear()
-        for _, line in self._verdict_tail.lines():
-            if (row := parsed(line)) is not None:
-                self._verdicts.append(row)
-        return True
+    def _add_verdict(self, _: int, line: bytes) -> None:
+        if (row := parsed(line)) is not None:
+            self._verdicts.append(row)
 
     def payload(self, known: dict[str, int] | None = None) -> dict[str, Any]:
         """The run as JSON for the page, without the unchanged parts.
@@ -217,29 +210,25 @@ class Curves:
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / "metrics.csv")
+        self._clear()
+
+    def _clear(self) -> None:
         self._header: list[str] = []
-        self._generation = 0
         self._last_step = -1.0
         self._series: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(_series)
 
     def refresh(self) -> bool:
         """Reads new rows; returns whether there were any."""
-        if not self._tail.begin():
-            return False
-        if self._tail.generation != self._generation:
-            self._generation = self._tail.generation
-            self._header = []
-            self._last_step = -1.0
-            self._series.clear()
-        for _, line in self._tail.lines():
-            row = next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
-            if not self._header:
-                self._header = row
-            elif row != self._header:
-                self._add(dict(zip(self._header, row, strict=False)))
-        return True
+        return self._tail.refresh(self._clear, self._add)
 
-    def _add(self, row: dict[str, str]) -> None:
+    def _add(self, _: int, line: bytes) -> None:
+        cells = next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
+        if not self._header:
+            self._header = cells
+            return
+        if cells == self._header:
+            return
+        row = dict(zip(self._header, cells, strict=False))
         step = _number(row.get("step"))
         if step is None:
             return
@@ -320,21 +309,16 @@ class HeldOut:
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / "held_out.jsonl")
-        self._generation = 0
         self._rows: dict[str, dict[int, dict[str, Any]]] = {}
 
     def refresh(self) -> bool:
         """Reads new rows; returns whether there were any."""
-        if not self._tail.begin():
-            return False
-        if self._tail.generation != self._generation:
-            self._generation = self._tail.generation
-            self._rows.clear()
-        for _, line in self._tail.lines():
-            row = parsed(line)
-            if row is not None and isinstance(row.get("prompt"), str) and isinstance(row.get("step"), int):
-                self._rows.setdefault(row["prompt"], {}).setdefault(row["step"], row)
-        return True
+        return self._tail.refresh(self._rows.clear, self._add)
+
+    def _add(self, _: int, line: bytes) -> None:
+        row = parsed(line)
+        if row is not None and isinstance(row.get("prompt"), str) and isinstance(row.get("step"), int):
+            self._rows.setdefault(row["prompt"], {}).setdefault(row["step"], row)
 
     def payload(self) -> list[dict[str, Any]]:
         """Prompts with their answers, and with a completion at each of several evenly spaced validations."""

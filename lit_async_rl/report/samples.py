@@ -26,7 +26,6 @@ class Samples:
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
-        self._generation = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -41,18 +40,14 @@ class Samples:
 
     def refresh(self) -> bool:
         """Indexes new rows; returns whether there were any."""
-        if not self._tail.begin():
-            return False
-        if self._tail.generation != self._generation:
-            self._generation = self._tail.generation
-            self._clear()
-        for offset, line in self._tail.lines():
-            if (key := _step_and_group(line)) is not None:
-                self._offsets.append(offset)
-                self._sizes.append(len(line))
-                self._steps.append(key[0])
-                self._groups.append(key[1])
-        return True
+        return self._tail.refresh(self._clear, self._add)
+
+    def _add(self, offset: int, line: bytes) -> None:
+        if (key := _step_and_group(line)) is not None:
+            self._offsets.append(offset)
+            self._sizes.append(len(line))
+            self._steps.append(key[0])
+            self._groups.append(key[1])
 
     def steps(self) -> set[int]:
         """Steps with rows."""

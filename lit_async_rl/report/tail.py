@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -18,6 +18,23 @@ class Tail:
         self._identity: tuple[int, int] | None = None
         self._offset = 0  # end of the last complete line
         self._read_until = 0  # end of the bytes read, including an incomplete line
+        self._refreshed_generation = 0  # of the lines that `refresh` has added
+
+    def refresh(self, clear: Callable[[], object], add: Callable[[int, bytes], object]) -> bool:
+        """Reads the new lines; returns whether there were new bytes.
+
+        Args:
+            clear: called before the lines of a replaced file, to forget those of the earlier one.
+            add: called with the offset and content of each new complete line.
+        """
+        if not self.begin():
+            return False
+        if self.generation != self._refreshed_generation:
+            self._refreshed_generation = self.generation
+            clear()
+        for offset, line in self.lines():
+            add(offset, line)
+        return True
 
     def begin(self) -> bool:
         """Whether there are new bytes; detects a replaced file. Call it before `lines`."""

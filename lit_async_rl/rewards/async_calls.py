@@ -108,12 +108,11 @@ class AsyncCalls(Generic[J, R]):
         """Whether jobs are queued."""
         return bool(self._waiting)
 
-    def put(self, job: J | None) -> None:
-        """Queues a job; ignores None, the end marker of other queues."""
-        if job is not None:
-            with self._lock:
-                self._waiting.append(job)
-                self._begin_more()
+    def put(self, job: J) -> None:
+        """Queues a job."""
+        with self._lock:
+            self._waiting.append(job)
+            self._begin_more()
 
     def abandon(self, call: CallUnderWay[J, R]) -> None:
         """Cancels a call that takes too long. If its loop is blocked, later jobs run in another loop."""

@@ -99,15 +99,21 @@ class CombinedReward:
             RewardError: a part raised, or did not return a finite number; or no part applies.
         """
         found = self.begin(prompt, completion, token_ids)
-        return found if isinstance(found, Score) else found.finish()
+        return found if isinstance(found, Score) else found()
 
-    def begin(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Score | UnfinishedReward:
-        """Calls the plain parts; `finish` of the returned object calls the `async` ones, in an event loop.
+    def begin(
+        self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()
+    ) -> Score | Callable[..., Awaitable[Score]]:
+        """Calls the plain parts.
+
+        Returns:
+            The score, or a function that calls the `async` parts in an event loop. Its argument `begun` is called when
+            the work of the last of them begins: the time in which one waits for its turn is not that of the call.
 
         Raises:
             RewardError: see `__call__`.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {}  # some of which may be awaitables
         calls: dict[str, Callable[..., Awaitable[Any]]] = {}
         for name, reward in self.rewards.items():
             ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
@@ -117,14 +123,46 @@ class CombinedReward:
             with _errors_of(name):
                 found[name] = reward(prompt, completion, **ids)
         if calls or any(inspect.isawaitable(value) for value in found.values()):
-            return UnfinishedReward(self, found, calls)
+            return partial(self._finish, found, calls)
         return self.combined_score(found)
 
-    def limit_calls(self, num_workers: int) -> int | None:
+    async def _finish(
+        self,
+        found: Mapping[str, Any],
+        calls: Mapping[str, Callable[..., Awaitable[Any]]],
+        begun: Callable[[], None] = lambda: None,
+    ) -> Score:
+        """Calls the `async` parts, all at once: two judges take as long as the slower one."""
+        waiting = set(calls)
+
+        def begin(name: str) -> None:  # from the thread of a judge, too
+            waiting.discard(name)
+            if not waiting:
+                begun()
+
+        async def value_of(name: str) -> Any:
+            with _errors_of(name):
+                if name not in calls:
+                    value = found[name]
+                    return await value if inspect.isawaitable(value) else value
+                async with self.places(name):
+                    try:
+                        if wants(self.rewards[name], "begun"):
+                            return await calls[name](begun=partial(begin, name))
+                        begin(name)
+                        return await calls[name]()
+                    finally:
+                        begin(name)
+
+        names = list(self.rewards)
+        values = await asyncio.gather(*(value_of(name) for name in names))
+        return self.combined_score(dict(zip(names, values, strict=True)))
+
+    def limit_calls(self, num_calls: int) -> int | None:
         """Limits concurrent calls of `async` parts; returns the largest limit, None if no part is `async`.
 
         Args:
-            num_workers: limit of parts without `max_concurrent`. Parts with a queue of their own keep it.
+            num_calls: limit of parts without `max_concurrent`. Parts with a queue of their own keep it.
         """
         limits = []
         for name, reward in self.rewards.items():
@@ -133,7 +171,7 @@ class CombinedReward:
             if wants(reward, "begun"):
                 limits.append(max(MAX_QUEUED, getattr(reward, "max_concurrent", None) or 1))
             else:
-                self._limits[name] = getattr(reward, "max_concurrent", None) or num_workers
+                self._limits[name] = getattr(reward, "max_concurrent", None) or num_calls
                 limits.append(self._limits[name])
         return max(limits, default=None)
 
@@ -174,62 +212,6 @@ class CombinedReward:
         limits = [getattr(part, "call_timeout_s", None) for part in self.rewards.values()]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known else None
-
-
-class UnfinishedReward:
-    """A combined reward after the calls of its plain parts, and before those of its `async` parts.
-
-    Args:
-        reward: to which it belongs.
-        found: values of the plain parts, some of which may be awaitables.
-        calls: of the `async` parts.
-    """
-
-    def __init__(
-        self,
-        reward: CombinedReward,
-        found: Mapping[str, Any],
-        calls: Mapping[str, Callable[..., Awaitable[Any]]],
-    ) -> None:
-        self._reward = reward
-        self._found = found
-        self._calls = calls
-
-    async def finish(self, begun: Callable[[], None] = lambda: None) -> Score:
-        """Calls the `async` parts, all at once: two judges take as long as the slower one.
-
-        Args:
-            begun: called when the work of the last part begins: the time in which one waits for its turn is not that of
-                the call.
-
-        Raises:
-            RewardError: see `CombinedReward`.
-        """
-        waiting = set(self._calls)
-
-        def begin(name: str) -> None:  # from the thread of a judge, too
-            waiting.discard(name)
-            if not waiting:
-                begun()
-
-        async def value_of(name: str) -> Any:
-            with _errors_of(name):
-                if name not in self._calls:
-                    value = self._found[name]
-                    return await value if inspect.isawaitable(value) else value
-                call = self._calls[name]
-                async with self._reward.places(name):
-                    try:
-                        if wants(self._reward.rewards[name], "begun"):
-                            return await call(begun=partial(begin, name))
-                        begin(name)
-                        return await call()
-                    finally:
-                        begin(name)
-
-        names = list(self._reward.rewards)
-        values = await asyncio.gather(*(value_of(name) for name in names))
-        return self._reward.combined_score(dict(zip(names, values, strict=True)))
 
 
 def _errors_of(part: str) -> NamedErrors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from lit_async_rl.runtime.waiting import clock
@@ -101,7 +102,7 @@ class BatchedReward:
         self._batch_lock = threading.Lock()
         self._began: float | None = None  # start of the running batch
         self._queue_lock = threading.Lock()  # of the list of waiting calls; never held while a batch is scored
-        self._waiting: list[_Call] = []
+        self._waiting: list[tuple[Prompt, str, Future[Any]]] = []
 
     def __reduce__(self) -> Any:
         """Locks and waiting calls stay here."""
@@ -109,23 +110,23 @@ class BatchedReward:
 
     def __call__(self, prompt: Prompt, completion: str) -> Any:
         """Value of the completion. Blocks until its batch is scored; the scorer limits the time."""
-        call = _Call(prompt, completion)
+        future = Future[Any]()
         with self._queue_lock:
-            self._waiting.append(call)
-        while not call.is_done:
+            self._waiting.append((prompt, completion, future))
+        while not future.done():
             lock = self._batch_lock
             if not lock.acquire(timeout=LOOK_INTERVAL_S):
                 continue
             try:
                 # another worker may have scored it meanwhile, or more calls wait before it than fit in one batch
-                if not call.is_done and lock is self._batch_lock:
+                if not future.done() and lock is self._batch_lock:
                     self._began = clock.now()
                     self._score_batch()
             finally:
                 if lock is self._batch_lock:
                     self._began = None
                 lock.release()
-        return call.result()
+        return future.result()
 
     def abandon_batch(self, age_s: float) -> None:
         """Lets others be scored beside a batch that has not returned for `age_s`, and may never."""
@@ -139,13 +140,13 @@ class BatchedReward:
             batch = self._waiting[: self.max_batch_size]
             del self._waiting[: self.max_batch_size]
         try:
-            values = self.values([call.prompt for call in batch], [call.completion for call in batch])
+            values = self.values([prompt for prompt, _, _ in batch], [completion for _, completion, _ in batch])
         except BaseException as error:
-            for call in batch:
-                call.fail(error)
+            for _, _, future in batch:
+                future.set_exception(error)
             return
-        for call, value in zip(batch, values, strict=True):
-            call.finish(value)
+        for (_, _, future), value in zip(batch, values, strict=True):
+            future.set_result(value)
 
     def values(self, prompts: list[Prompt], completions: list[str]) -> list[Any]:
         """Calls the function on one batch.
@@ -213,30 +214,6 @@ class TRLReward(BatchedReward):
             raise TypeError(f"needs {', '.join(missing)}, but the prompts have {known}")
         given = {name: column for name, column in columns.items() if self._takes_all or name in self._names}
         return self.reward(**given)
-
-
-class _Call:
-    """A completion in the queue; after its batch is scored, also its value or the exception of the batch."""
-
-    def __init__(self, prompt: Prompt, completion: str) -> None:
-        self.prompt = prompt
-        self.completion = completion
-        self.is_done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    def finish(self, value: Any) -> None:
-        self._value = value
-        self.is_done = True  # last: another thread reads it without a lock
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self.is_done = True
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 def _messages(prompt: Prompt) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lit_async_rl.errors import InvariantError, ProducerError, RewardError, SetupError, StalledError, describe
+from lit_async_rl.errors import ProducerError, RewardError, SetupError, StalledError, describe
 from lit_async_rl.rewards.async_calls import THREAD_NAME, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
 from lit_async_rl.runtime.loop import ReplaceableLoop, run_once
@@ -307,7 +307,7 @@ class Scorer:
     | | |
     |---|---|
     | `async def` | awaited in one event loop, concurrently with the others |
-    | attribute `max_concurrent` of an `async` reward | concurrent calls, in place of `num_workers` |
+    | attribute `max_concurrent` of an `async` reward | concurrent calls, in place of `num_calls` |
     | parameter `token_ids` | the token ids of the completion |
     | parameter `begun` of an `async` reward | it has its own queue: it gets up to `MAX_QUEUED` concurrent calls, and |
     | | calls `begun` when it starts to work on a completion, which starts the clock |
@@ -322,6 +322,7 @@ class Scorer:
         backoff_s: seconds before the second attempt, see `TryPolicy`.
         records_spans: whether the workers appear in the timeline.
         policy: in place of the three limits, of a function that is not `data.reward`.
+        num_calls: concurrent calls of an `async` reward; None is `num_workers`.
 
     Attributes:
         keeps_rewards: whether a resumed run keeps rewards of another reward function, environment or answers.
@@ -336,6 +337,7 @@ class Scorer:
         backoff_s: float = 0.0,
         records_spans: bool = True,
         policy: TryPolicy | None = None,
+        num_calls: int | None = None,
     ) -> None:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
         self.policy = policy or TryPolicy(
@@ -345,7 +347,8 @@ class Scorer:
         self.keeps_rewards = False
         self.timeout_s = self.policy.timeout_s
         self.num_workers = num_workers
-        self._jobs: queue.SimpleQueue[_Job | None] | AsyncCalls[_Job, Outcome] = queue.SimpleQueue()
+        num_calls = num_calls or num_workers
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # of the workers
         # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops an entry of
         # `_running` handles its job: the worker (or loop) itself, or `check` after a timeout.
         self._running: dict[Any, tuple[float, _Job]] = {}  # start time and job, by worker or call in the loop
@@ -360,31 +363,27 @@ class Scorer:
         self._cpu_s = 0.0
         self._is_closed = False
         self._spans = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
+        self._is_async = False  # whether the event loop scores all, without workers
         self._has_own_queue = False
-        self._rest: AsyncCalls[_Job, Outcome] | None = None  # of `async` parts of a combined reward
+        limit: int | None = None  # of concurrent calls in the event loop; None without one
         if reward is not None and is_async(reward):
-            self.num_workers = getattr(reward, "max_concurrent", None) or num_workers
+            self._is_async = True
+            self.num_workers = getattr(reward, "max_concurrent", None) or num_calls
             self._has_own_queue = wants(reward, "begun")
-            self._jobs = AsyncCalls(
-                max(MAX_QUEUED, self.num_workers) if self._has_own_queue else self.num_workers,
+            limit = max(MAX_QUEUED, self.num_workers) if self._has_own_queue else self.num_workers
+        elif (limit_calls := getattr(reward, "limit_calls", None)) is not None:  # of a combined reward
+            limit = limit_calls(num_calls)
+        self._calls: AsyncCalls[_Job, Outcome] | None = None  # of an `async` reward, or `async` parts of a combined one
+        if limit is not None:
+            self._calls = AsyncCalls(
+                limit,
                 call=self._await,
                 is_wanted=lambda job: job.is_wanted() and not self._is_closed,
                 on_begin=self._began,
                 on_end=self._ended,
                 runs=self._awaiter.runs,
             )
-            return
-        limit_calls = getattr(reward, "limit_calls", None)  # of a combined reward
-        if limit_calls is not None and (limit := limit_calls(num_workers)) is not None:
-            self._rest = AsyncCalls(
-                limit,
-                call=self._await_rest,
-                is_wanted=lambda job: job.is_wanted() and not self._is_closed,
-                on_begin=self._began,
-                on_end=self._ended_rest,
-                runs=self._awaiter.runs,
-            )
-        for _ in range(num_workers):
+        for _ in range(0 if self._is_async else num_workers):
             self._add_worker()
 
     def _add_worker(self) -> None:
@@ -413,7 +412,7 @@ class Scorer:
             group: number of the group, for the timeline.
             token_ids: token ids of the completion, for rewards with a parameter of that name.
         """
-        self._jobs.put(
+        self._put(
             _Job(prompt, (completion,), done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
         )
 
@@ -432,22 +431,27 @@ class Scorer:
         group: int | None = None,
     ) -> None:
         """As `submit`, for a reward that `scores_groups`: all completions of a prompt, in one call."""
-        self._jobs.put(
+        self._put(
             _Job(prompt, tuple(completions), done, give_up=give_up, is_wanted=is_wanted, group=group, is_group=True)
         )
+
+    def _put(self, job: _Job) -> None:
+        """Queues an attempt from its beginning."""
+        if self._is_async and self._calls is not None:
+            self._calls.put(job)
+        else:
+            self._jobs.put(job)
 
     # -- worker threads -----------------------------------------------------------------------------------------------
 
     def _next(self, number: int) -> _Job | None:
         """Waits for a job."""
-        if not isinstance(self._jobs, queue.SimpleQueue):
-            raise InvariantError("an `async` reward uses no worker threads, but a worker thread has started for it")
         if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
             spans.flush()
         return self._jobs.get()
 
     def _score(self, job: _Job, reward: Any) -> Any:
-        if self._rest is not None and not job.is_group:
+        if self._calls is not None and not job.is_group:
             with _naming(reward, job.prompt, job.completions):
                 found = reward.begin(job.prompt, job.completions[0], token_ids=job.token_ids)
                 return _checked(found) if isinstance(found, Score) else found  # the event loop continues it
@@ -482,12 +486,12 @@ class Scorer:
                 return
             self._cpu_s += time.thread_time() - began_cpu
             seconds = time.monotonic() - began
-            if self._rest is not None and hasattr(outcome, "finish"):
+            if self._calls is not None and callable(outcome):
                 if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
                     return
                 self._busy_s += seconds
                 job.rest = outcome
-                self._rest.put(job)
+                self._calls.put(job)
                 continue
             if not self._end(number, job, outcome, began=began, seconds=seconds, lane=number):
                 return
@@ -510,15 +514,17 @@ class Scorer:
             return False
         return True
 
-    # -- event loop of an `async` reward, and the thread that files its outcomes --------------------------------------
+    # -- event loop of `async` rewards, and the thread that files its outcomes ----------------------------------------
 
     async def _await(self, job: _Job, begin: Callable[[], None]) -> Outcome:
         reward: Any = self.reward
-        begun = {"begun": begin} if self._has_own_queue else {}
-        if not self._has_own_queue:
-            begin()
         try:
             with _naming(reward, job.prompt, job.completions):
+                if job.rest is not None:
+                    return _checked(await job.rest(begin))
+                begun = {"begun": begin} if self._has_own_queue else {}
+                if not self._has_own_queue:
+                    begin()
                 if job.is_group:
                     values = reward.score_group(job.prompt, job.completions, **begun)
                     values = await values if inspect.isawaitable(values) else values
@@ -530,30 +536,15 @@ class Scorer:
         except StalledError:
             return self._too_late(job)
 
-    async def _await_rest(self, job: _Job, begin: Callable[[], None]) -> Outcome:
-        """Calls the `async` parts of a combined reward after a worker has called the plain ones."""
-        try:
-            with _naming(self.reward, job.prompt, job.completions):  # type: ignore[arg-type]
-                return _checked(await job.rest.finish(begin))
-        except RewardError as error:
-            return error
-        except StalledError:
-            return self._too_late(job)
-
-    def _ended_rest(self, call: CallUnderWay[_Job, Outcome]) -> None:
-        lane = MAX_LANES - 1 - call.lane  # counted from the end: the first ones belong to the workers
-        self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=lane)
-        spans = self._spans.get(lane)
-        if spans is not None and self._rest is not None and not self._rest.has_waiting:
-            spans.flush()
-
     def _began(self, call: CallUnderWay[_Job, Outcome]) -> None:
         self._running[call] = (clock.now(), call.job)
 
     def _ended(self, call: CallUnderWay[_Job, Outcome]) -> None:
-        self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=call.lane)
-        spans = self._spans.get(call.lane)
-        if spans is not None and isinstance(self._jobs, AsyncCalls) and not self._jobs.has_waiting:
+        # counted from the end beside workers, to which the first ones belong
+        lane = call.lane if self._is_async else MAX_LANES - 1 - call.lane
+        self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=lane)
+        spans = self._spans.get(lane)
+        if spans is not None and self._calls is not None and not self._calls.has_waiting:
             spans.flush()
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -568,7 +559,7 @@ class Scorer:
             if pause_s := self.policy.pause_s(job.num_tries):
                 self._pausing.append((clock.now() + pause_s, job))
             else:
-                self._jobs.put(job)
+                self._put(job)
         else:
             job.give_up()
 
@@ -580,8 +571,7 @@ class Scorer:
     @property
     def cpu_share(self) -> float:
         """Processor time of the workers as a share of the time spent scoring."""
-        loops = [calls for calls in (self._jobs, self._rest) if isinstance(calls, AsyncCalls)]
-        cpu_s = self._cpu_s + sum(calls.cpu_s for calls in loops)
+        cpu_s = self._cpu_s + (0.0 if self._calls is None else self._calls.cpu_s)
         return min(1.0, cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
@@ -598,7 +588,7 @@ class Scorer:
         for entry in list(self._pausing):
             if entry[0] <= clock.now():
                 self._pausing.remove(entry)
-                self._jobs.put(entry[1])
+                self._put(entry[1])
         for number, (began, job) in list(self._running.items()):
             seconds = clock.now() - began
             if seconds > self.timeout_s / 2 and not job.is_reported_slow:
@@ -607,10 +597,8 @@ class Scorer:
                 log.warning("reward %s is slow: %s, %r", self._name, took, job.prompt.text[:200])
             if seconds <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
-            if isinstance(number, CallUnderWay):
-                calls = self._rest if self._rest is not None else self._jobs
-                if isinstance(calls, AsyncCalls):
-                    calls.abandon(number)
+            if self._calls is not None and isinstance(number, CallUnderWay):
+                self._calls.abandon(number)
             else:
                 self._abandoned.append(self._workers.pop(number))
                 self._add_worker()
@@ -631,8 +619,8 @@ class Scorer:
             RewardError: too many calls hang.
         """
         self._abandoned = [worker for worker in self._abandoned if worker.is_alive()]
-        loops = [calls.num_blocked for calls in (self._jobs, self._rest) if isinstance(calls, AsyncCalls)]
-        number = len(self._abandoned) + self._awaiter.num_blocked + sum(loops)
+        number = len(self._abandoned) + self._awaiter.num_blocked
+        number += 0 if self._calls is None else self._calls.num_blocked
         if number >= MAX_ABANDONED:
             raise RewardError(
                 f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and still run, "
@@ -667,13 +655,10 @@ class Scorer:
         self._is_closed = True
         self._awaiter.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        if self._rest is not None:
-            self._rest.close(CLOSE_TIMEOUT_S)
-        if isinstance(self._jobs, AsyncCalls):
-            self._jobs.close(CLOSE_TIMEOUT_S)
-        else:
-            for _ in range(self.num_workers):
-                self._jobs.put(None)
+        if self._calls is not None:
+            self._calls.close(CLOSE_TIMEOUT_S)
+        for _ in range(self.num_workers):
+            self._jobs.put(None)
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))

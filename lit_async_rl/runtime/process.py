@@ -17,11 +17,11 @@ started it (see `lifetime.die_with_parent`). Imports the standard library only, 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
 import os
-import queue
 import select
 import signal
 import socket
@@ -32,10 +32,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_async_rl.runtime.lifetime import guarded, kill_group
-from lit_async_rl.runtime.threads import start_thread
+from lit_async_rl.runtime.threads import ThreadPool, start_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -213,45 +214,21 @@ async def receive_from(reader: asyncio.StreamReader, max_bytes: int) -> Message 
 # -- The process -------------------------------------------------------------------------------------------------------
 
 
-class _Starter:
-    """A thread that starts processes, and lasts as long as this process: children that ask for it end with a thread."""
-
-    def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        self._starting = threading.Lock()
-        self._is_there = False
-
-    def start(self, make: Callable[[], T]) -> T:
-        """Calls `make` in the thread, and returns or raises what it does.
-
-        Raises:
-            ChildEnded: `START_TIMEOUT_S` are over.
-        """
-        with self._starting:
-            if not self._is_there:
-                start_thread(self._work, name="process-starter")
-                self._is_there = True
-        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._orders.put((make, replies))
-        try:
-            started = replies.get(timeout=START_TIMEOUT_S)
-        except queue.Empty:
-            raise ChildEnded(f"the operating system started no process within {START_TIMEOUT_S:g} s") from None
-        if isinstance(started, BaseException):
-            raise started
-        return started  # type: ignore[no-any-return]
-
-    def _work(self) -> None:
-        while True:
-            make, replies = self._orders.get()
-            try:
-                replies.put(make())
-            except BaseException as error:
-                replies.put(error)
+_STARTER = ThreadPool(1, name="process-starter")  # its thread lasts: children that ask for it end with a thread
+# a child has no thread, and maybe a lock
+os.register_at_fork(after_in_child=partial(_STARTER.__init__, 1, name="process-starter"))  # type: ignore[misc]
 
 
-STARTER = _Starter()
-os.register_at_fork(after_in_child=STARTER.__init__)  # type: ignore[misc]  # a child has no thread, and maybe a lock
+def start_process(make: Callable[[], T]) -> T:
+    """Calls `make` in the thread that starts processes, and returns or raises what it does.
+
+    Raises:
+        ChildEnded: `START_TIMEOUT_S` are over.
+    """
+    try:
+        return _STARTER.submit(make).result(START_TIMEOUT_S)
+    except concurrent.futures.TimeoutError:
+        raise ChildEnded(f"the operating system started no process within {START_TIMEOUT_S:g} s") from None
 
 
 def environment() -> dict[str, str]:
@@ -289,7 +266,7 @@ class Child:
         self.name = name
         self.socket, theirs = socket.socketpair()
         with theirs:
-            process = STARTER.start(
+            process = start_process(
                 lambda: subprocess.Popen(
                     guarded(command) if is_guarded else command,
                     stdin=theirs.fileno(),

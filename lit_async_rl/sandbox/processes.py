@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_async_rl.runtime.process import STARTER, ChildEnded
+from lit_async_rl.runtime.process import ChildEnded, start_process
 from lit_async_rl.sandbox import room
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits, Verdict
 from lit_async_rl.sandbox.warden import END_S, STOP
@@ -79,7 +79,7 @@ class WardenProcess:
                 cwd="/",
             )
             try:
-                self._process = STARTER.start(start)
+                self._process = start_process(start)
             except (ChildEnded, OSError) as error:
                 self.socket.close()
                 raise SandboxError(str(error)) from error

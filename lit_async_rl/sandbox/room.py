@@ -31,29 +31,25 @@ OLD_ROOT = "/.outside"
 ETC_PASSWD = f"sandbox:x:{USER}:{USER}::{SCRATCH}:/bin/sh\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Room:
     """Environment of programs, and its isolation.
 
     Attributes:
-        level: see `Sandbox`.
+        level: see `Sandbox`. In a `namespace` the scratch folder has its own file system, which the warden replaces.
         scratch: folder that programs may write to.
-        readable: folders that programs may read, besides those of the system.
         scratch_bytes: size of the scratch folder, if it has its own file system.
         user: user id of programs; None is the warden's.
         has_own_ids: whether it has its own pid namespace, with the warden as process 1.
-        has_own_scratch: whether the scratch folder has its own file system, which the warden replaces.
         has_processes_shown: whether `/proc` is mounted.
         guards: active guards, for the log.
     """
 
     level: Level
-    scratch: str
-    readable: tuple[str, ...]
+    scratch: str = SCRATCH
     scratch_bytes: int
-    user: int | None
-    has_own_ids: bool
-    has_own_scratch: bool
+    user: int | None = None
+    has_own_ids: bool = False
     has_processes_shown: bool
     guards: tuple[str, ...]
 
@@ -63,7 +59,7 @@ class Room:
         Raises:
             OSError: the folder cannot be emptied.
         """
-        if self.has_own_scratch:
+        if self.level == "namespace":
             kernel.unmount(self.scratch)
             _mount_scratch(self.scratch, self.scratch_bytes)
             return
@@ -105,12 +101,8 @@ def build(settings: dict[str, Any]) -> Room | None:
         # This is process 1 in the namespaces of bwrap, as the user of the programs
         return Room(
             level=level,
-            scratch=SCRATCH,
-            readable=tuple(settings["readable"]),
             scratch_bytes=settings["scratch_bytes"],
-            user=None,
             has_own_ids=os.getpid() == 1,
-            has_own_scratch=False,
             has_processes_shown=True,
             guards=("bubblewrap",),
         )
@@ -119,11 +111,7 @@ def build(settings: dict[str, Any]) -> Room | None:
     return Room(
         level=level,
         scratch=settings["scratch"],
-        readable=tuple(settings["readable"]),
         scratch_bytes=settings["scratch_bytes"],
-        user=None,
-        has_own_ids=False,
-        has_own_scratch=False,
         has_processes_shown=os.path.isdir("/proc/self"),
         guards=("resource limits only",),
     )
@@ -163,12 +151,9 @@ def _in_namespaces(settings: dict[str, Any]) -> Room | None:
     socket.sethostname("sandbox")
     return Room(
         level="namespace",
-        scratch=SCRATCH,
-        readable=tuple(settings["readable"]),
         scratch_bytes=settings["scratch_bytes"],
         user=USER if may_map else None,
         has_own_ids=True,
-        has_own_scratch=True,
         has_processes_shown=has_processes_shown,
         guards=("namespaces (user, mount, pid, network, ipc, uts)",),
     )

@@ -103,7 +103,7 @@ class Warden:
             self._rules = None
         if self._landlock:
             place = self._room
-            readable = [*room.SYSTEM_FOLDERS, *room.SYSTEM_FILES, *place.readable, "/etc/passwd"]
+            readable = [*room.SYSTEM_FOLDERS, *room.SYSTEM_FILES, *self._settings["readable"], "/etc/passwd"]
             if place.has_own_ids:
                 readable.append("/proc")
             writable = [place.scratch, *(f"/dev/{name}" for name in room.DEVICES)]

@@ -178,24 +178,6 @@ def lowest_bound(cost: StepCost, *, trainer_devices: int, replicas: int) -> Pred
     return next(prediction for prediction in found if prediction.step_s <= limit_s)
 
 
-def fewest_replicas(cost: StepCost, *, trainer_devices: int, most: int, max_staleness: int) -> Prediction:
-    """The prediction with the fewest replicas whose steps are at most `TOLERANCE` slower than with `most` of them."""
-
-    def with_replicas(replicas: int) -> Prediction:
-        return predict(cost, trainer_devices=trainer_devices, replicas=replicas, max_staleness=max_staleness)
-
-    limit_s = (1 + TOLERANCE) * with_replicas(most).step_s
-    low = 1
-    high = most
-    while low < high:  # more replicas never make a step longer
-        middle = (low + high) // 2
-        if with_replicas(middle).step_s <= limit_s:
-            high = middle
-        else:
-            low = middle + 1
-    return with_replicas(high)
-
-
 # -- Costs by formula, for models and devices that nobody has measured yet ---------------------------------------------
 
 

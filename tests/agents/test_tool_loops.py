@@ -128,7 +128,7 @@ def test_a_tool_loop_is_one_row_that_extends_what_was_sampled(codec_of, name, ca
         assert messages[-1]["content"].replace('"', "") in new.replace("\\", "").replace('"', "")
         known = (*prompt_ids, *ids)
     assert (
-        "A call that therefore cannot continue a recorded conversation is trained on as a separate row" in caplog.text
+        "cannot continue a recorded conversation for this reason is trained on as a separate row" in caplog.text
     ) is not case.goes_on
 
 

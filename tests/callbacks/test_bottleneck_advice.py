@@ -282,3 +282,9 @@ def test_processor_time_of_validations_is_not_that_of_the_steps(monkeypatch):
     of_all = time.process_time() - began
     assert sum(seconds) >= 4
     assert 0 < verdict.verdict.intervals.cpu_s < of_all - sum(seconds) + 0.05
+
+
+def test_more_replicas(module, monkeypatch):
+    data = make_data()
+    monkeypatch.setattr(type(data.engine), "num_replicas", 3)
+    assert str(advised("engine", data, module)) == "change data.engine.replicas from 3 to 4"

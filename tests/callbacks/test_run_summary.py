@@ -65,6 +65,16 @@ def test_accuracy_before_is_that_of_the_same_fit():
         assert len(summary.accuracy) == 2
 
 
+def test_shares_of_the_time_are_those_of_the_producer():
+    summary = RunSummary()
+    trainer = fit(make_module(), make_data(), 2, [summary])
+    stats = summary.stats
+    found = rows(summary, trainer)
+    assert found["trainer waited"] == f"{stats.wait_s / stats.run_s:.0%} of the time"
+    assert found["engine idle"] == f"{max(0.0, 1 - stats.engine_busy_s / stats.run_s):.0%} of the time"
+    assert found["tokens generated"] == f"{stats.num_tokens:,}"
+
+
 def test_a_run_with_nothing_left_to_train_says_so(tmp_path):
     trainer = fit(make_module(), make_data(), 2)
     trainer.save_checkpoint(tmp_path / "last.ckpt")

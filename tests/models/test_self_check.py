@@ -9,6 +9,7 @@ from tiny_models import EOS, save, tiny_llama, tiny_tokenizer
 from transformers import LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from lit_async_rl import SharedPromptPacking
+from lit_async_rl.engines.embedded import decoding_check
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import UnsupportedModelError
@@ -155,6 +156,16 @@ def test_validation_checks_a_model_once_and_not_where_the_check_is_off(monkeypat
         data = make_data(engine=EmbeddedEngine(device="cpu", self_check=self_check), val_prompts=HELD_OUT)
         fit(module, data, 2, val_check_interval=1)
         assert len(checked) == times  # the engine's model, and the policy's
+
+
+def test_a_model_is_decoded_for_its_check_once(monkeypatch):
+    decoded = []
+    whole = decoding_check.plain_pass
+    monkeypatch.setattr(decoding_check, "plain_pass", lambda lm, rows: decoded.append(lm) or whole(lm, rows))
+    lm = tiny_llama()
+    for _ in range(2):
+        EmbeddedEngine.from_module(lm)
+    assert decoded == [lm]
 
 
 def test_random_tokens_are_no_special_ones():

@@ -5,7 +5,9 @@ import threading
 import time
 
 import pytest
+from hostile_engines import wait_until
 
+import lit_async_rl as rl
 from lit_async_rl.errors import RewardError
 from lit_async_rl.rewards.scorer import Scorer, score, score_all
 from lit_async_rl.types import Prompt
@@ -173,3 +175,33 @@ def test_a_job_that_nobody_wants_any_more_is_dropped():
     assert is_done.wait(30)
     scorer.close()
     assert called == ["a", "c"]
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(("workers", "expected"), [(None, 64), (3, 3)])
+def test_an_async_reward_waits_for_many_completions_at_once_by_default(workers, expected, is_part):
+    waiting = most = 0
+    everybody = threading.Event()
+
+    async def slow(prompt, completion):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        if waiting == expected:
+            everybody.set()
+        while not everybody.is_set():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)  # in which one more would begin, if it could
+        waiting -= 1
+        return 1.0
+
+    reward = rl.CombinedReward({"slow": slow}) if is_part else slow
+    scorer = rl.Scoring(workers=workers).make_scorer(reward)
+    results = []
+    try:
+        for _ in range(100):
+            scorer.submit(PROMPT, "c", results.append)
+        wait_until(lambda: len(results) == 100)
+    finally:
+        scorer.close()
+    assert most == expected

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -63,3 +65,23 @@ def test_what_was_there_stays_when_the_disk_is_full(tmp_path, monkeypatch):
         duplicate(tmp_path / "a", tmp_path / "b", link=False)
     assert content(tmp_path / "b") == {".": "old"}
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_an_append_that_the_disk_takes_only_in_part_leaves_the_file_as_it_was(tmp_path):
+    """In a process of its own: a limit on the size of files stands in for a full disk."""
+    file = tmp_path / "log"
+    file.write_text("before\n")
+    program = f"""
+import resource, signal
+from pathlib import Path
+from lit_async_rl.runtime.files import append
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+try:
+    append(Path({str(file)!r}), "more than fits")
+except OSError as error:
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "OSError", done.stderr
+    assert file.read_text() == "before\n"

@@ -77,3 +77,19 @@ def test_a_projection_leaves_at_least_the_smallest_share_of_the_gradient_or_is_a
     for smallest, expected in ((left * factor, Regime.PROJECT), (left / factor, Regime.SKIP)):
         if smallest <= 1:
             assert rule(low=low, residual=residual, min_remainder=smallest).decide(cosine, 0)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"low": -0.1}, "low must be in"),
+        ({"low": 0.5, "high": 0.4}, "high must be in"),
+        ({"max_consecutive_skips": -1}, "max_consecutive_skips must be"),
+        ({"min_remainder": 0.0}, "min_remainder must be in"),
+        ({"min_remainder": 1.5}, "min_remainder must be in"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(changes, words):
+    with pytest.raises(ValueError, match=f"GradientAlignmentControl.*{words}"):
+        rule(**changes)

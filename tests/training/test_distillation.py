@@ -552,6 +552,7 @@ def answer(*places):
     return {"choices": [{"text": "", "index": 0, "prompt_logprobs": [None, *places]}]}
 
 
+KEY = "3f2a9c77b1d84e6fa0c1"
 STRANGE = (float("nan"), float("-inf"), 0.5)
 
 
@@ -588,6 +589,7 @@ def two_tokens():
             r"gave 1 tokens of model.distillation.top_k=2",
         ),
         (404, {"error": {"message": "no such model"}}, "no such model"),
+        (401, {"error": {"message": f"bad key {KEY}"}}, r"bad key \*\*\*"),
         (200, {"choices": [{"text": "", "index": 0}]}, "returned no log-probabilities of the prompt's tokens"),
         (200, {"choices": [{"text": "", "prompt_logprobs": [None, {"5": {"logprob": "x"}}]}]}, "returned no log-prob"),
         (
@@ -597,13 +599,14 @@ def two_tokens():
         ),
     ],
 )
-def test_a_server_that_cannot_be_a_teacher_is_named(models, status, body, message):
+def test_a_server_that_cannot_be_a_teacher_is_named(models, status, body, message, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
     body = body if isinstance(body, str) else json.dumps(body)
     handler = type("Handler", (Answering,), dict(status=status, body=body.encode()))
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/v1"
-        teacher = rl.ServerTeacher(base_url=address, model="m", tokenizer=MODEL).open(
+        teacher = rl.ServerTeacher(base_url=address, model="m", tokenizer=MODEL, api_key_env="A_KEY").open(
             CausalPolicy(models[0]), torch.device("cpu")
         )
         try:

@@ -1,9 +1,13 @@
 """Keys appear in no message and no file of a run, wherever they were pasted."""
 
 import pytest
+import torch
+from flow import MODEL
 
 import lit_async_rl as rl
 from lit_async_rl.cli.error_report import shorten
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.utils.secrets import check_address, concealed, key_of_variable, without_secrets
 from lit_async_rl.utils.user_code import write_traceback
 
@@ -24,6 +28,10 @@ SETTINGS = {
     "OpenEnvEnvironment.api_key_env": lambda key: rl.OpenEnvEnvironment("http://localhost", api_key_env=key),
     "OpenEnvEnvironment.url": lambda key: rl.OpenEnvEnvironment(f"http://localhost?key={key}"),
     "McpTools.environment": lambda key: rl.McpTools(["server"], environment=[key]),
+    "ServerTeacher.api_key_env": lambda key: rl.ServerTeacher(
+        base_url="http://localhost/v1", model="m", tokenizer=MODEL, api_key_env=key
+    ).open(CausalPolicy(load_policy(MODEL)), torch.device("cpu")),
+    "ServerTeacher.base_url": lambda key: rl.ServerTeacher(base_url=f"http://u:{key}@host/v1", model="m"),
 }
 
 

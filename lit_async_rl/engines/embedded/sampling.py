@@ -231,7 +231,7 @@ class RowState:
 
     @property
     def flags(self) -> tuple[bool, bool, bool]:
-        """What sampling leaves out, because no row needs it."""
+        """Whether any row truncates, is greedy or has a stream: sampling leaves out the rest."""
         return self._truncates, self._greedy, self._has_streams
 
     @property

@@ -313,7 +313,8 @@ class Slots:
         self._longest = 0  # upper bound on the positions of active rows
 
     def _decode_graphs(self, recorder: Callable[[torch.Generator], Record]) -> DecodeGraphs:
-        cache, forward, rows = self._cache, self._forward, self._rows
+        cache = self._cache
+        forward = self._forward
         if not isinstance(cache, SlotCache) or not isinstance(forward, CachedForward) or not forward.reads_ranges:
             raise ValueError(
                 f"data.engine.cuda_graphs must be False with the model type {self.lm.config.model_type!r}, got True: "
@@ -322,7 +323,7 @@ class Slots:
         cache.block_positions = BLOCK_POSITIONS
         return DecodeGraphs(
             recorder(self.generator),
-            memory=lambda: [*cache.memory, *forward.memory, *rows.memory, *self._stop_check.memory],
+            memory=lambda: [*cache.memory, *forward.memory, *self._rows.memory, *self._stop_check.memory],
         )
 
     @property

@@ -99,12 +99,10 @@ class VirtualScorer(Scorer):
         self._workers = {}
         self._retries = Retries(self.policy)
         self._pausing = []
-        self._jobs: Any = self
 
-    def put(self, job: Any) -> None:
+    def _put(self, job: Any) -> None:
         """Queues a job; called by `submit` and for another try."""
-        if job is not None:
-            self.jobs.append(job)
+        self.jobs.append(job)
 
     def step(self, chosen: int, fails: bool = False) -> None:
         """Scores one of the queued completions, or fails to."""
