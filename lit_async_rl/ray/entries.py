@@ -61,7 +61,7 @@ class Part:
         return self.request.id if self.moved is None else self.moved.request_id
 
     def without(self, positions: Set[int]) -> Part:
-        """What is left to sample when the samples at these positions have come.
+        """The rest of it when the samples at these positions have come.
 
         Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
         """
