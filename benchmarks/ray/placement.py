@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.own_process import pack_completions
-from lit_async_rl.ray.entries import Assignment, ReplicaEntry
+from lit_async_rl.ray.entries import Assignment, Part, ReplicaEntry
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.scheduling.admission import Admission
 
@@ -50,7 +50,7 @@ def cost(num_groups: int, num_replicas: int, group_size: int, max_staleness: int
             request = GenerationRequest(
                 id=index, prompt_ids=(1, 2, 3), num_samples=group_size, sampling=SAMPLING, session=index
             )
-            one = Assignment(index, request, tuple(range(group_size)), oldest=0)
+            one = Assignment(index, Part(request, tuple(range(group_size))), oldest=0)
             start = time.process_time()
             number = placement.place(request.session, one.num_tokens)
             placing_s += time.process_time() - start

@@ -25,7 +25,7 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import ChatRenderer
 from lit_async_rl.agents.rows import trained_turns
 from lit_async_rl.agents.template_parser import AutoParser
-from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest
@@ -250,7 +250,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         session = TokenSession(
             opened.request,
             sample,
-            submit=lambda inner, call: self._submit_call(inner, call, episode),
+            submit=lambda inner: self._submit_call(inner, episode),
             max_model_len=self.max_model_len,
         )
         episode = AgentEpisode(
@@ -264,15 +264,15 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         opened.samples.append(episode)
         self._play(episode, lambda: self._run(episode), pause_s)
 
-    def _submit_call(self, request: GenerationRequest, call: TokenCall, episode: AgentEpisode) -> None:
-        """Gives a call to the inner engine; called with the lock held."""
-        inner = self._register(request, dict.fromkeys(range(call.num_samples), episode))
-        call.number = inner.id
+    def _submit_call(self, request: GenerationRequest, episode: AgentEpisode) -> int:
+        """Gives a call to the inner engine, and returns its id there; called with the lock held."""
+        inner = self._register(request, dict.fromkeys(range(request.num_samples), episode))
         try:
             self.engine.submit([inner])
         except Exception as error:  # the engine's, which `poll` raises: another engine may replace it
             self._error = self._error or error
             raise AgentCallError("the engine has failed", "engine_failed", status=503) from error
+        return inner.id
 
     def _break(self, error: Exception) -> None:
         """Has `poll` raise an error; without the lock, which a thread that hangs in the inner engine may hold."""

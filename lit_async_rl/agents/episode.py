@@ -26,7 +26,7 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
 from lit_async_rl.agents.reply_rules import MAX_TRIES
 from lit_async_rl.agents.rows import completion_of
-from lit_async_rl.agents.token_session import TokenCall, TokenSession
+from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import LimitedLog
@@ -84,7 +84,9 @@ class _Call:
     """A call under way, or one that was answered."""
 
     number: int
-    tokens: TokenCall
+    request_id: int  # of the inner engine
+    prompt_ids: tuple[int, ...]
+    num_samples: int
     parent: SampledTurn | None
     given_ids: tuple[int, ...]
     given_text: str
@@ -95,6 +97,7 @@ class _Call:
     messages: Messages = ()
     tools: Messages = ()
     match: Match | None = None
+    completions: dict[int, Completion] = field(default_factory=dict)  # those that have come, by sample
     turns: list[SampledTurn] = field(default_factory=list)
     replies: Future[list[Reply]] = field(default_factory=Future)
     num_waiting: int = 0  # for the first try and all that follow it
@@ -310,12 +313,18 @@ class AgentEpisode(PlayedSample):
             if call.again is None:
                 self._check_open()
                 self._check_num_calls()
-                before = () if call.parent is None else call.parent.ids
-                tokens = self._session.sample(
-                    before, call.given_ids, call.sampling, num_samples=num_samples, num_tries=num_tries
+                request_id = self._session.sample(
+                    call.prompt_ids, call.sampling, num_samples=num_samples, num_tries=num_tries
                 )
                 call.again = replace(
-                    call, number=len(self._calls), tokens=tokens, turns=[], replies=Future(), num_waiting=0
+                    call,
+                    number=len(self._calls),
+                    request_id=request_id,
+                    num_samples=num_samples,
+                    completions={},
+                    turns=[],
+                    replies=Future(),
+                    num_waiting=0,
                 )
                 self._calls.append(call.again)
             return call.again
@@ -329,7 +338,7 @@ class AgentEpisode(PlayedSample):
             if is_abandoned:
                 last.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
         if is_abandoned:
-            self._abort([last.tokens.number])
+            self._abort([last.request_id])
 
     def withdraw(self, call_id: str) -> None:
         """Its replies have not reached the agent after all: its connection broke. A retry may still get them."""
@@ -507,14 +516,16 @@ class AgentEpisode(PlayedSample):
             raise AgentCallError(f"n must be an integer from 1 to {MAX_SAMPLES}, got {n!r}", "invalid_n", param="n")
         sampling = sampling or CallSampling()
         self._warn_of(sampling)
-        before = () if parent is None else parent.ids
+        prompt_ids = given_ids if parent is None else parent.ids + given_ids
         is_side = parent.is_side if parent is not None else self._is_side(messages, tools)
         with self._lock:
             self._check_open()  # it may have ended meanwhile
-            tokens = self._session.sample(before, given_ids, sampling, num_samples=n)
+            request_id = self._session.sample(prompt_ids, sampling, num_samples=n)
             call = _Call(
                 number=len(self._calls),
-                tokens=tokens,
+                request_id=request_id,
+                prompt_ids=prompt_ids,
+                num_samples=n,
                 parent=parent,
                 given_ids=given_ids,
                 given_text=given_text,
@@ -557,12 +568,12 @@ class AgentEpisode(PlayedSample):
 
     def receive(self, completion: Completion) -> None:
         """Files a completion of the inner engine; the last one of its call answers it."""
-        call = next((call for call in reversed(self._calls) if call.tokens.number == completion.request_id), None)
+        call = next((call for call in reversed(self._calls) if call.request_id == completion.request_id), None)
         if call is None:
             return
-        call.tokens.add(completion)
-        if call.tokens.future.done() and not call.replies.done():
-            call.replies.set_result([self._reply(call, one) for one in call.tokens.future.result()])
+        call.completions[completion.sample_index] = completion
+        if len(call.completions) == call.num_samples and not call.replies.done():
+            call.replies.set_result([self._reply(call, call.completions[n]) for n in range(call.num_samples)])
 
     def _reply(self, call: _Call, completion: Completion) -> Reply:
         codec = self._rules.renderer.codec
@@ -595,7 +606,7 @@ class AgentEpisode(PlayedSample):
             logprobs=completion.logprobs,
             versions=completion.versions,
             finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
-            prompt_token_count=len(call.tokens.prompt_ids),
+            prompt_token_count=len(call.prompt_ids),
             head=completion.head,
             token_texts=tuple(codec.token_texts(completion.token_ids)),
         )

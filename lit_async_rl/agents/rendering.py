@@ -183,8 +183,6 @@ class ChatRenderer:
         self.codec = codec
         self._template = template or codec.tokenizer.chat_template
         self._mark = f"turn{secrets.token_hex(6)}n"
-        self._problem: str | None = None
-        self._is_checked = False
         self._tail = functools.lru_cache(MAX_KINDS)(self._find_tail)
         self._form_of_calls = functools.lru_cache(MAX_KINDS)(self._find_form_of_calls)
 
@@ -443,16 +441,12 @@ class ChatRenderer:
         """Whether messages can be rendered at all."""
         return bool(self._template)
 
-    @property
+    @functools.cached_property
     def problem(self) -> str | None:
-        """Why conversations cannot be continued token by token; None if they can."""
-        if not self._is_checked:
-            self._problem = self._find_problem()
-            self._is_checked = True
-        return self._problem
+        """Why conversations cannot be continued token by token; None if they can.
 
-    def _find_problem(self) -> str | None:
-        """Renders a conversation that grows, and looks whether what was rendered before stays."""
+        Renders a conversation that grows, and looks whether what was rendered before stays.
+        """
         turn = {"role": "assistant", "content": "answer"}
         user = [{"role": "user", "content": f"{self._mark}q{n}"} for n in range(3)]
         try:

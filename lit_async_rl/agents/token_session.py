@@ -1,55 +1,27 @@
-"""Token sessions: ids so far and new ids in, sampled tokens out, over any rollout engine.
+"""Token sessions: ids so far in, sampled tokens out, over any rollout engine.
 
 A session is one sample of a request that the producer has admitted, so its slot is held from before its first call
 until its group was trained on: the staleness bound holds for every token of every call, however late. Calls return
-futures, because the engine samples in the producer's thread.
+before they are answered, because the engine samples in the producer's thread.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling
-from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
-
-
-@dataclass(eq=False)
-class TokenCall:
-    """Tokens that a session waits for.
-
-    Attributes:
-        prompt_ids: tokens that the completions follow.
-        num_samples: number of completions.
-        number: of the inner engine's request; -1 before it was submitted.
-        completions: those that have come, by sample.
-        future: set to all completions.
-        is_cut: whether the context leaves fewer tokens than were asked for.
-    """
-
-    prompt_ids: tuple[int, ...]
-    num_samples: int
-    number: int = -1
-    completions: dict[int, Completion] = field(default_factory=dict)
-    future: Future[list[Completion]] = field(default_factory=Future)
-    is_cut: bool = False
-
-    def add(self, completion: Completion) -> None:
-        """Files a completion; the last one sets the future."""
-        self.completions[completion.sample_index] = completion
-        if len(self.completions) == self.num_samples and not self.future.done():
-            self.future.set_result([self.completions[n] for n in range(self.num_samples)])
+from lit_async_rl.types import GenerationRequest, SamplingParams
 
 
 class TokenSession:
-    """The tokens of one sample: any number of calls, each with all ids so far and new ones.
+    """The tokens of one sample: any number of calls, each with all ids so far.
 
     Args:
         request: request of the outer engine that the session is a sample of.
         sample_index: which of its samples.
-        submit: gives a request and its call to the inner engine.
+        submit: gives a request to the inner engine, and returns its id there.
         max_model_len: largest number of tokens of a prompt and its completion.
     """
 
@@ -57,7 +29,7 @@ class TokenSession:
         self,
         request: GenerationRequest,
         sample_index: int,
-        submit: Callable[[GenerationRequest, TokenCall], None],
+        submit: Callable[[GenerationRequest], int],
         max_model_len: int,
     ) -> None:
         self.request = request
@@ -70,18 +42,16 @@ class TokenSession:
 
     def sample(
         self,
-        ids_so_far: tuple[int, ...],
-        new_ids: tuple[int, ...],
+        prompt_ids: tuple[int, ...],
         sampling: CallSampling,
         *,
         num_samples: int = 1,
         num_tries: int = 0,
-    ) -> TokenCall:
-        """Asks for completions of `ids_so_far + new_ids`; their tokens have log-probabilities, versions and so on.
+    ) -> int:
+        """Asks for completions, and returns the id of the inner engine's request.
 
         Args:
-            ids_so_far: tokens of the conversation.
-            new_ids: tokens behind them.
+            prompt_ids: all tokens of the conversation.
             sampling: what the call asks of the sampler.
             num_samples: number of completions.
             num_tries: samples of the same call that were discarded: with a seed of its own, each try has another one.
@@ -89,7 +59,6 @@ class TokenSession:
         Raises:
             AgentCallError: the ids leave no room in the context.
         """
-        prompt_ids = ids_so_far + new_ids
         room = self.max_model_len - len(prompt_ids)
         if not prompt_ids:
             raise AgentCallError("a call needs a prompt of at least one token", "invalid_prompt", param="messages")
@@ -99,21 +68,17 @@ class TokenSession:
                 "context_length_exceeded",
                 param="messages",
             )
-        call = TokenCall(prompt_ids, num_samples)
-        params = self._params(sampling, room)
-        call.is_cut = params.max_tokens == room
         request = replace(
             self.request,
             prompt_ids=prompt_ids,
             num_samples=num_samples,
-            sampling=params,
+            sampling=self._params(sampling, room),
             num_resumed=0,
             session=self._place,
             seed=self._seed(sampling, num_tries),
         )
         self.num_calls += 1
-        self._submit(request, call)
-        return call
+        return self._submit(request)
 
     def _params(self, sampling: CallSampling, room: int) -> SamplingParams:
         run = self.request.sampling

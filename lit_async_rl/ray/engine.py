@@ -500,7 +500,7 @@ class RayEngine(EngineWrapper):
             self._finished = deque(c for c in self._finished if c.request_id not in gone)
             for entry in self._entries:
                 entry.unverified = [s for s in entry.unverified if s.completion.request_id not in gone]
-                if mine := sorted(n for n, one in entry.held.items() if one.submitted_id in gone):
+                if mine := sorted(n for n, one in entry.held.items() if one.part.submitted_id in gone):
                     for request_id in mine:
                         self._placement.finish(entry.number, entry.held.pop(request_id).num_tokens)
                     self._call(entry, self._ignore, "abort", mine)
@@ -509,7 +509,7 @@ class RayEngine(EngineWrapper):
         with self._lock:
             asked = [entry for entry in self._entries if entry.held and not entry.is_silent]
             moved = [part.moved for part in self._waiting.values()]
-            moved += [one.moved for entry in self._entries for one in entry.held.values()]
+            moved += [one.part.moved for entry in self._entries for one in entry.held.values()]
             known = [one.begun for one in moved if one is not None and one.begun is not None]
             finished = list(self._finished)
         answers = self._ask_all("partial_completions", entries=asked, limit_s=ANSWER_S)
@@ -534,15 +534,7 @@ class RayEngine(EngineWrapper):
                 self._waiting[request.id] = part
                 continue
             self._num_assignments += 1
-            new = Assignment(
-                self._num_assignments,
-                request,
-                part.samples,
-                oldest=self._version,
-                unwanted=part.unwanted,
-                num_lost=part.num_lost,
-                moved=part.moved,
-            )
+            new = Assignment(self._num_assignments, part, oldest=self._version)
             number = self._placement.place(request.session, new.num_tokens)
             by_replica.setdefault(number, []).append(new)
         for number, assignments in by_replica.items():
@@ -593,7 +585,7 @@ class RayEngine(EngineWrapper):
         busy = [sum(assignment.num_missing for assignment in one.held.values()) for one in others]
         room = sum(max(0, self.engine.num_slots - number) for number in busy)
         for one in entry.held.values():
-            if room > 0 and one.moved is None:
+            if room > 0 and one.part.moved is None:
                 chosen.append(one)
                 room -= one.num_missing
         if not chosen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,51 +39,63 @@ class Moved:
 
 @dataclass(frozen=True)
 class Part:
-    """Samples of a request that are to be assigned; `unwanted` are positions among them."""
+    """Samples of a request that are to be assigned.
+
+    Args:
+        request: as it was submitted, or of what is left of it.
+        samples: which of the request's samples.
+        unwanted: positions among them: those that came before, sampled once more.
+        num_lost: replicas in a row that were lost while they had it, without a sample of it in between.
+        moved: origin, if another replica has begun them.
+    """
 
     request: GenerationRequest
     samples: tuple[int, ...]
     unwanted: frozenset[int] = frozenset()
-    num_lost: int = 0  # replicas in a row that were lost while they had it, without a sample of it in between
+    num_lost: int = 0
     moved: Moved | None = None
 
     @property
     def submitted_id(self) -> int:
         """Id of the request that was submitted."""
         return self.request.id if self.moved is None else self.moved.request_id
+
+    def without(self, positions: Set[int]) -> Part:
+        """The rest of it when the samples at these positions have come.
+
+        Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
+        """
+        if self.request.seed is not None:
+            return replace(self, unwanted=self.unwanted | positions)
+        left = tuple(sample for position, sample in enumerate(self.samples) if position not in positions)
+        return replace(self, samples=left)
 
 
 @dataclass(eq=False)
 class Assignment:
-    """A request as one replica samples it.
+    """A part that one replica has.
 
     Args:
         number: unique; answers to earlier assignments of the same request are late.
-        request: as it was submitted, or of what is left of it.
-        samples: which of the request's samples it asks for, in the order of the replica's numbers.
+        part: what it is asked for; the replica's numbers are positions among its samples.
         oldest: version that its replica has at least.
-        unwanted, num_lost, moved: as of the `Part`.
-        received: see there.
+        received: positions of the samples that have come; those that others continue, also.
     """
 
     number: int
-    request: GenerationRequest
-    samples: tuple[int, ...]
+    part: Part
     oldest: int
-    unwanted: frozenset[int] = frozenset()  # of the replica's numbers: those that came before, sampled once more
-    num_lost: int = 0
-    moved: Moved | None = None
-    received: set[int] = field(default_factory=set)  # of the replica's numbers; those that others continue, also
+    received: set[int] = field(default_factory=set)
 
     @property
-    def submitted_id(self) -> int:
-        """Id of the request that was submitted."""
-        return self.request.id if self.moved is None else self.moved.request_id
+    def request(self) -> GenerationRequest:
+        """Request of the part."""
+        return self.part.request
 
     @property
     def as_sent(self) -> GenerationRequest:
         """The request for these samples."""
-        return replace(self.request, num_samples=len(self.samples))
+        return replace(self.request, num_samples=len(self.part.samples))
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +105,7 @@ class Assignment:
     @property
     def num_missing(self) -> int:
         """Samples that have not come."""
-        return len(self.samples) - len(self.unwanted) - len(self.received)
+        return len(self.part.samples) - len(self.part.unwanted) - len(self.received)
 
     def fault(
         self, completion: Completion, *, newest: int, vocab_size: int, max_model_len: int, is_partial: bool
@@ -108,8 +120,9 @@ class Assignment:
             is_partial: it is not finished.
         """
         position = completion.sample_index
-        if type(position) is not int or not 0 <= position < len(self.samples):
-            return f"has sample_index={position!r}, must be an int from 0 to {len(self.samples) - 1}"
+        num_samples = len(self.part.samples)
+        if type(position) is not int or not 0 <= position < num_samples:
+            return f"has sample_index={position!r}, must be an int from 0 to {num_samples - 1}"
         if position in self.received and not is_partial:
             return "has come already: sample_index is a duplicate"
         return find_fault(
@@ -123,19 +136,9 @@ class Assignment:
         )
 
     def again(self) -> Part:
-        """Remaining part to sample.
-
-        Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
-        """
-        num_lost = 1 if self.received else self.num_lost + 1
-        return self._rest(self.request, num_lost=num_lost, moved=self.moved)
-
-    def _rest(self, request: GenerationRequest, num_lost: int, moved: Moved | None) -> Part:
-        gone = self.unwanted | self.received
-        if self.request.seed is not None:
-            return Part(request, self.samples, frozenset(gone), num_lost=num_lost, moved=moved)
-        left = tuple(sample for n, sample in enumerate(self.samples) if n not in gone)
-        return Part(request, left, num_lost=num_lost, moved=moved)
+        """Remaining part to sample."""
+        num_lost = 1 if self.received else self.part.num_lost + 1
+        return replace(self.part.without(self.received), num_lost=num_lost)
 
     def move(self, begun: Mapping[int, Completion], ids: Iterator[int]) -> list[Part]:
         """Cancels what has not come, and returns it as parts for other replicas; that is no loss.
@@ -150,20 +153,22 @@ class Assignment:
         parts = []
         for position, completion in begun.items():
             rest = self.request.rest(next(ids), completion.token_ids)
-            moved = Moved(self.submitted_id, completion)
-            parts.append(Part(rest, (self.samples[position],), num_lost=self.num_lost, moved=moved))
+            moved = Moved(self.part.submitted_id, completion)
+            parts.append(replace(self.part, request=rest, samples=(self.part.samples[position],), moved=moved))
             self.received.add(position)
         if self.num_missing:
-            moved = Moved(self.submitted_id)
-            parts.append(self._rest(replace(self.request, id=next(ids)), num_lost=self.num_lost, moved=moved))
-        self.received |= set(range(len(self.samples))) - self.unwanted
+            request = replace(self.request, id=next(ids))
+            moved = Moved(self.part.submitted_id)
+            parts.append(replace(self.part.without(self.received), request=request, moved=moved))
+        self.received |= set(range(len(self.part.samples))) - self.part.unwanted
         return parts
 
     def whole(self, completion: Completion) -> Completion:
         """A completion, numbered as of the replica, as it was asked for: with what another replica has sampled."""
-        sample = self.samples[completion.sample_index]
-        named = replace(completion, request_id=self.submitted_id, sample_index=sample)
-        return named if self.moved is None or self.moved.begun is None else named.continuing(self.moved.begun)
+        part = self.part
+        sample = part.samples[completion.sample_index]
+        named = replace(completion, request_id=part.submitted_id, sample_index=sample)
+        return named if part.moved is None or part.moved.begun is None else named.continuing(part.moved.begun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,7 +296,7 @@ class ReplicaEntry(ReplicaProcess):
             if problem:
                 which = f"request {completion.request_id}, sample {position}"
                 return found, f"returned a wrong completion: {which} {problem}"
-            if position in one.unwanted or (is_partial and position in one.received):
+            if position in one.part.unwanted or (is_partial and position in one.received):
                 continue
             if not is_partial:
                 freed(self._receive(one, position))

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Literal, TypeVar
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,10 +22,8 @@ from lit_async_rl.vllm.process import VLLMProcess
 from lit_async_rl.vllm.requests import RequestBook, check_sampling
 from lit_async_rl.vllm.weight_transfer import WeightTransfer
 
-Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
-
-class BackgroundEngine(RolloutEngine, Generic[Transfer]):
+class BackgroundEngine(RolloutEngine):
     """Engine around a `RequestBook`, which the calling threads share with the generating thread or processes.
 
     Subclasses start and end requests (`_launch`, `_cancel`) and publish weights (`_publish`). The first failure is
@@ -42,7 +40,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
     records_entropy = False
     records_spans = True
 
-    def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
+    def __init__(self, name: str, transfer: WeightTransfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
         self.name = name
         self.transfer = transfer
         self.in_flight_weight_updates = in_flight_weight_updates
@@ -52,12 +50,10 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         self._book = RequestBook(name)
         self._max_model_len = self._vocab_size = 0
 
-    def _read_config(self, model: str) -> Any:
-        """Text configuration of the model. Raises FileNotFoundError if there is no such model."""
-        config: Any = load_config(model).get_text_config()
-        self._vocab_size = int(config.vocab_size)
+    def _read_config(self, model: str) -> None:
+        """Reads the size of the vocabulary. Raises FileNotFoundError if there is no such model."""
+        self._vocab_size = int(load_config(model).get_text_config().vocab_size)
         self.transfer.check_room(model)
-        return config
 
     @property
     def max_model_len(self) -> int:

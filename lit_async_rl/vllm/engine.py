@@ -40,7 +40,7 @@ from lit_async_rl.vllm.requests import RequestRunner
 from lit_async_rl.vllm.weight_transfer import WeightTransfer
 
 
-class VLLMEngine(BackgroundEngine[WeightTransfer]):
+class VLLMEngine(BackgroundEngine):
     """Samples with vLLM (0.32 or newer) in child processes of the trainer.
 
     `clear_cache` selects the treatment of running completions when weights change. False: they keep their KV cache, as

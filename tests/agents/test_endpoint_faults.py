@@ -18,7 +18,7 @@ from flow import fit, make_data, make_module
 
 from lit_async_rl.agents import AgentEngine
 from lit_async_rl.agents.endpoint.clients import EndpointClients
-from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings
+from lit_async_rl.agents.endpoint.server import Endpoint
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -44,6 +44,11 @@ class CalculatorOverHttp(CalculatorAgent):
     async def __call__(self, prompt, client) -> float:
         async with over_http(client) as own:
             return await super().__call__(prompt, own)
+
+
+def endpoint_with(**settings) -> Endpoint:
+    clients = EndpointClients(**settings)
+    return Endpoint(clients.host, port=clients.port, limits=clients.limits, codec=TextCodec(MODEL))
 
 
 def fail_server(endpoint: Endpoint) -> None:
@@ -301,7 +306,7 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        endpoint = Endpoint(EndpointSettings(port=port), TextCodec(MODEL))
+        endpoint = endpoint_with(port=port)
         with pytest.raises(OSError, match=rf"endpoint\.host='127\.0\.0\.1', endpoint\.port={port}"):
             endpoint.start()
         endpoint.close()
@@ -310,11 +315,11 @@ def test_a_port_that_is_taken_is_named():
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lit_async_rl.agents.endpoint.app", None)
     with pytest.raises(ImportError, match=r"pip install \"lit-async-rl\[agents\]\""):
-        Endpoint(EndpointSettings(), TextCodec(MODEL)).start()
+        endpoint_with().start()
 
 
 def test_the_endpoint_listens_on_loopback_only():
-    endpoint = Endpoint(EndpointSettings(), TextCodec(MODEL))
+    endpoint = endpoint_with()
     endpoint.start()
     try:
         assert endpoint._socket.getsockname()[0] == "127.0.0.1"

@@ -16,7 +16,7 @@ from lit_async_rl.agents.api.bodies import CallLimits, chat_call, parse_body, te
 from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.retries import digest_of
 from lit_async_rl.agents.endpoint import app
-from lit_async_rl.agents.endpoint.server import EndpointSettings
+from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.types import SamplingParams
 
 USER = {"role": "user", "content": "83="}
@@ -211,13 +211,13 @@ def test_what_is_no_json_object_of_text_is_refused(data):
 
 def test_settings_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"endpoint\.max_messages must be >= 1, got 0"):
-        EndpointSettings(max_messages=0)
+        EndpointClients(max_messages=0)
     with pytest.raises(ValueError, match=r"endpoint\.ignored_options must be a list of names, got 'temperature'"):
-        EndpointSettings(ignored_options="temperature")
+        EndpointClients(ignored_options="temperature")
     with pytest.raises(ValueError, match=r"endpoint\.ignored_options must not contain the options messages"):
-        EndpointSettings(ignored_options=("messages",))
+        EndpointClients(ignored_options=("messages",))
     with pytest.raises(ValueError, match=r"endpoint\.port must be in \[0, 65535\], got 70000"):
-        EndpointSettings(port=70000)
+        EndpointClients(port=70000)
 
 
 # -- requests to a server ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lit_async_rl.vllm.process import VLLMProcess
 from lit_async_rl.vllm.requests import RequestBook, RequestRunner
 
 
-class InstantEngine(BackgroundEngine[FileTransfer]):
+class InstantEngine(BackgroundEngine):
     """Answers at once; takes the first tensor of an update and then raises `error`, if there is one."""
 
     def __init__(self, error: BaseException | None = None) -> None:

@@ -35,7 +35,7 @@ def answer(*completions, numbers=None):
 
 def entry_with(asked=None, samples=(0, 1, 2, 3), **settings):
     entry = ReplicaEntry(0, sent=3)
-    entry.held[7] = Assignment(1, asked or request(), samples, oldest=2, **settings)
+    entry.held[7] = Assignment(1, Part(asked or request(), samples, **settings), oldest=2)
     return entry
 
 
@@ -110,7 +110,7 @@ def test_what_is_left_of_a_request_with_seeds_is_sampled_under_the_same_numbers(
     part = entry.held[7].again()
     assert part == Part(asked, (0, 1, 2, 3), frozenset({2}), num_lost=1)
     other = ReplicaEntry(1, sent=3)
-    other.held[7] = Assignment(1, asked, part.samples, oldest=2, unwanted=part.unwanted)
+    other.held[7] = Assignment(1, part, oldest=2)
     assert other.held[7].num_missing == 3
     found, problem = unpacked(other, answer(*map(completion, range(4))))
     assert ([sample.position for sample in found], problem) == ([0, 1, 3], "")

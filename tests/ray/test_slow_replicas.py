@@ -443,7 +443,7 @@ def begun(sample, *versions):
 
 def test_what_is_continued_has_ids_of_its_own_and_comes_whole_under_those_that_were_submitted():
     (request,) = requests_of([4], max_tokens=9, num_samples=4, first_id=7)
-    one = Assignment(1, request, (0, 1, 2, 3), oldest=2, num_lost=3, received={1})
+    one = Assignment(1, Part(request, (0, 1, 2, 3), num_lost=3), oldest=2, received={1})
     fresh, rest = one.move({2: begun(2, 2, 3, 3)}, itertools.count(100))
     assert one.num_missing == 0
     assert fresh == Part(fresh.request, (2,), num_lost=3, moved=Moved(7, begun(2, 2, 3, 3)))
@@ -452,7 +452,7 @@ def test_what_is_continued_has_ids_of_its_own_and_comes_whole_under_those_that_w
     assert (fresh.request.num_samples, fresh.request.sampling.max_tokens, fresh.request.num_resumed) == (1, 6, 3)
     assert fresh.request.resumed_ids == (5, 5, 5)
     assert rest == Part(replace(request, id=101), (0, 3), num_lost=3, moved=Moved(7))
-    again = Assignment(2, fresh.request, fresh.samples, oldest=4, num_lost=3, moved=fresh.moved)
+    again = Assignment(2, fresh, oldest=4)
     whole = again.whole(replace(begun(0, 4, 5), request_id=100, finish_reason="stop"))
     assert key(whole) == (7, 2)
     assert (whole.versions, whole.finish_reason, len(whole.token_ids), len(whole.logprobs)) == (
@@ -467,14 +467,14 @@ def test_what_is_continued_has_ids_of_its_own_and_comes_whole_under_those_that_w
 def test_samples_with_seeds_are_continued_as_a_whole_under_the_same_numbers():
     (request,) = requests_of([4], max_tokens=9, num_samples=3, first_id=7)
     request = replace(request, seed=11)
-    one = Assignment(1, request, (0, 1, 2), oldest=2, received={1})
+    one = Assignment(1, Part(request, (0, 1, 2)), oldest=2, received={1})
     (part,) = one.move({2: begun(2, 2, 3)}, itertools.count(100))
     assert part == Part(replace(request, id=100), (0, 1, 2), frozenset({1}), moved=Moved(7))
 
 
 def test_a_sample_whose_weights_were_wrong_is_sampled_again_alone_though_the_others_went_on_elsewhere():
     (request,) = requests_of([4], max_tokens=9, num_samples=3, first_id=7)
-    one = Assignment(1, request, (0, 1, 2), oldest=2, received={1})
+    one = Assignment(1, Part(request, (0, 1, 2)), oldest=2, received={1})
     one.move({}, itertools.count(100))
     one.received.discard(1)
     assert one.again() == Part(request, (1,), num_lost=1)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
-from lit_async_rl.agents.api.formats import content_check
-from lit_async_rl.agents.api.shapes import MAX_CHOICES, Body, ChatBody, ChatMessage, TextBody, shaped
+from lit_async_rl.agents.api.formats import content_check, refuse_constant
+from lit_async_rl.agents.api.shapes import MAX_CHOICES, Body, ChatBody, ChatMessage, Shape, TextBody, shaped
 from lit_async_rl.agents.calls import REASONING_KEYS
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
 from lit_async_rl.types import SamplingParams
@@ -59,16 +59,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 UNSERVED = ("previous_response_id", "conversation")  # responses are not stored
 READ_AS_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # of a message
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")  # as in `SamplingParams.distribution`
-COMMON = frozenset(
-    ("model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "return_token_ids", *DISTRIBUTION)
-)
-CHAT_OPTIONS = COMMON | frozenset(
-    (
-        *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens"),
-        *("logprobs", "top_logprobs", "chat_template_kwargs", "response_format"),
-    )
-)
-TEXT_OPTIONS = COMMON | frozenset(("prompt", "logprobs"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +189,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_body") from None
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
+        body = json.loads(text, parse_constant=refuse_constant)
         if "\\u" in text:  # half a surrogate pair is JSON, but no text
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -209,10 +199,6 @@ def parse_body(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, got {quoted(body)}", code="invalid_body")
     return {name: value for name, value in body.items() if value is not None}
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 # -- Calls ------------------------------------------------------------------------------------------------------------
@@ -229,7 +215,7 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     Raises:
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
-    check_options(body, CHAT_OPTIONS, sampling, ignored=limits.ignored_options)
+    check_options(body, ChatBody, sampling, ignored=limits.ignored_options)
     check_number_of_messages(body.get("messages"), limits.max_messages)
     kept = without_ignored(body, limits.ignored_options)
     chat = shaped(ChatBody, kept)
@@ -263,7 +249,7 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     Raises:
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
-    check_options(body, TEXT_OPTIONS, sampling, ignored=limits.ignored_options)
+    check_options(body, TextBody, sampling, ignored=limits.ignored_options)
     text = shaped(TextBody, without_ignored(body, limits.ignored_options))
     prompts = _prompts(text.prompt)
     if text.n * len(prompts) > MAX_CHOICES:
@@ -299,13 +285,20 @@ def without_ignored(body: Mapping[str, Any], ignored: frozenset[str]) -> Mapping
 
 
 def check_options(
-    body: Mapping[str, Any], known: frozenset[str], sampling: SamplingParams, *, ignored: frozenset[str]
+    body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams, *, ignored: frozenset[str]
 ) -> None:
     """Refuses options that are unknown, or that would change the distribution.
+
+    Args:
+        body: JSON object, without the keys that are null.
+        shape: its shape, whose fields are known.
+        sampling: the run's own parameters.
+        ignored: options that have no effect, whatever their value.
 
     Raises:
         ApiError: names the option, its value, and what it may be.
     """
+    known = shape.model_fields.keys() | DISTRIBUTION
     for name in body.keys() - known - ACCEPTED_AND_UNUSED - ignored:
         neutral = NEUTRAL.get(name)
         if neutral is None:

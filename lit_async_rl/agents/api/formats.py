@@ -73,11 +73,12 @@ def _schema_check(schema: Mapping[str, Any], param: str) -> ContentCheck:
 def _parsed(content: str) -> tuple[Any, str | None]:
     """The JSON object of a content, or the fault of one that has none."""
     try:
-        value = json.loads(content, parse_constant=_refuse_constant)
+        value = json.loads(content, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         return None, f"its content is not JSON: {str(error)[:100]}"
     return value, None if isinstance(value, dict) else "its content is JSON, and no object"
 
 
-def _refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
+    """Refuses NaN and Infinity, which Python's parser takes for JSON."""
     raise ValueError(f"{name} is not JSON")

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_async_rl.agents.api.bodies import (
-    DISTRIBUTION,
     UNSERVED,
     Call,
     CallLimits,
@@ -37,13 +36,6 @@ from lit_async_rl.agents.reply_rules import ContentCheck
 from lit_async_rl.types import SamplingParams
 
 RESPONSES = "/v1/responses"
-RESPONSE_OPTIONS = frozenset(
-    (
-        *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
-        *("text", "include", "top_logprobs", "stream", "stream_options"),
-        *("seed", "return_token_ids", "chat_template_kwargs", *DISTRIBUTION),
-    )
-)
 LOGPROBS = "message.output_text.logprobs"
 VERBOSITY = "verbosity"
 REPEATED = ("instructions", "max_output_tokens", "metadata", "tools", "text", "user", "store", "safety_identifier")
@@ -60,7 +52,7 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
         if name in body:
             message = f"{name} is not supported, as responses are not stored: send the whole conversation as input"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
-    check_options(body, RESPONSE_OPTIONS, sampling, ignored=limits.ignored_options)
+    check_options(body, ResponseBody, sampling, ignored=limits.ignored_options)
     check_number_of_messages(body.get("input"), limits.max_messages, param="input")
     kept = without_ignored(body, limits.ignored_options)
     given = shaped(ResponseBody, kept)

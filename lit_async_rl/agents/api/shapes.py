@@ -326,6 +326,7 @@ class ResponseBody(Shape):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     seed: Seed | None = None
     stream: bool = False
+    stream_options: Any = None  # accepted, and not read
     return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lit_async_rl.agents.api.bodies import CallLimits, checked_options
 from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.api.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
 from lit_async_rl.agents.api.service import ENDED
 from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.clients import ClientFactory
-from lit_async_rl.agents.endpoint.server import Endpoint, EndpointSettings, import_server
+from lit_async_rl.agents.endpoint.server import Endpoint, import_server
 from lit_async_rl.agents.episode import AgentEpisode
+from lit_async_rl.utils.checks import check_range
 
 
 class EndpointClients(ClientFactory):
@@ -22,7 +24,14 @@ class EndpointClients(ClientFactory):
     `CommandAgent`.
 
     Args:
-        host: see `EndpointSettings`; likewise all others.
+        host: address to listen on. Others than loopback are reached from other machines: whoever has the key of a
+            running episode can sample from the policy, and texts are not encrypted.
+        port: port; 0 chooses a free one.
+        max_body_mb: largest body of a request, in MiB.
+        max_messages: largest number of messages in a call.
+        ignored_options: options of a call that are accepted and have no effect, where they would be refused because
+            they change the distribution that tokens are sampled from, such as `temperature`, or would have replies
+            sampled again, such as `response_format` or `tool_choice`.
         timeout_s: time-out of a call of the client.
 
     Raises:
@@ -40,16 +49,26 @@ class EndpointClients(ClientFactory):
         ignored_options: Sequence[str] = (),
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        self.settings = EndpointSettings(
-            host=host,
-            port=port,
-            max_body_mb=max_body_mb,
-            max_messages=max_messages,
-            ignored_options=ignored_options,
-        )
+        check_range("endpoint", "positive", max_body_mb=max_body_mb)
+        check_range("endpoint", "integer >= 1", max_messages=max_messages)
+        check_range("endpoint", "integer in [0, 65535]", port=port)
+        self.host = host
+        self.port = port
+        self.max_body_mb = max_body_mb
+        self.max_messages = max_messages
+        self.ignored_options = checked_options(ignored_options, "endpoint.ignored_options")
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
         self._openai = OpenAIClients(lambda: transport_to(self._is_here, self.respond))
+
+    @property
+    def limits(self) -> CallLimits:
+        """Limits of a call."""
+        return CallLimits(
+            max_body_bytes=int(self.max_body_mb * 2**20),
+            max_messages=self.max_messages,
+            ignored_options=frozenset(self.ignored_options),
+        )
 
     def prepare(self) -> None:
         import_openai()
@@ -72,7 +91,7 @@ class EndpointClients(ClientFactory):
             self._endpoint.close()
             self._endpoint = None
         if self._endpoint is None:
-            endpoint = Endpoint(self.settings, episode.codec)
+            endpoint = Endpoint(self.host, port=self.port, limits=self.limits, codec=episode.codec)
             try:
                 endpoint.start()
             except BaseException:

@@ -16,18 +16,16 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from lit_async_rl.agents.api.bodies import CallLimits, checked_options
+from lit_async_rl.agents.api.bodies import CallLimits
 from lit_async_rl.agents.api.openai_clients import MISSING
 from lit_async_rl.agents.api.service import CallService
 from lit_async_rl.errors import EngineError, describe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.runtime.ports import listening
-from lit_async_rl.utils.checks import check_range
 
 START_TIMEOUT_S = 30.0
 START_POLL_S = 0.005
@@ -37,52 +35,13 @@ NAME = "agent endpoint"  # of the thread
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndpointSettings:
-    """Settings of the endpoint that agents reach by an OpenAI client.
-
-    Args:
-        host: address to listen on. Others than loopback are reached from other machines: whoever has the key of a
-            running episode can sample from the policy, and texts are not encrypted.
-        port: port; 0 chooses a free one.
-        max_body_mb: largest body of a request, in MiB.
-        max_messages: largest number of messages in a call.
-        ignored_options: options of a call that are accepted and have no effect, where they would be refused because
-            they change the distribution that tokens are sampled from, such as `temperature`, or would have replies
-            sampled again, such as `response_format` or `tool_choice`.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    max_body_mb: float = 8.0
-    max_messages: int = 2000
-    ignored_options: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        check_range("endpoint", "positive", max_body_mb=self.max_body_mb)
-        check_range("endpoint", "integer >= 1", max_messages=self.max_messages)
-        check_range("endpoint", "integer in [0, 65535]", port=self.port)
-        names = checked_options(self.ignored_options, "endpoint.ignored_options")
-        object.__setattr__(self, "ignored_options", names)
-
-    @property
-    def limits(self) -> CallLimits:
-        """Limits of a call."""
-        return CallLimits(
-            max_body_bytes=int(self.max_body_mb * 2**20),
-            max_messages=self.max_messages,
-            ignored_options=frozenset(self.ignored_options),
-        )
-
-
 class Endpoint:
     """A server of running episodes for OpenAI clients. Thread-safe.
 
     Args:
-        settings: settings.
+        host: address to listen on.
+        port: port; 0 chooses a free one.
+        limits: limits of calls.
         codec: codec of the model.
 
     Attributes:
@@ -91,9 +50,10 @@ class Endpoint:
         failure: why the server has ended by itself; None while it has not.
     """
 
-    def __init__(self, settings: EndpointSettings, codec: TextCodec) -> None:
-        self.settings = settings
-        self.service = CallService(settings.limits, codec)
+    def __init__(self, host: str, port: int, limits: CallLimits, codec: TextCodec) -> None:
+        self.host = host
+        self.port = port
+        self.service = CallService(limits, codec)
         self.base_url = ""
         self.failure: EngineError | None = None
         self._socket: socket.socket | None = None
@@ -113,8 +73,7 @@ class Endpoint:
         """
         make_server = import_server()
         self._socket = self._listen()
-        host = self.settings.host
-        shown = f"[{host}]" if ":" in host else host
+        shown = f"[{self.host}]" if ":" in self.host else self.host
         self.base_url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"
         self._thread = LoopThread(NAME)
         start = self._start(make_server(self.service), self._socket)
@@ -123,13 +82,11 @@ class Endpoint:
             raise self.failure
 
     def _listen(self) -> socket.socket:
-        settings = self.settings
         try:
-            return listening(settings.host, settings.port)
+            return listening(self.host, self.port)
         except OSError as error:
             raise OSError(
-                f"the agents' endpoint cannot listen on endpoint.host={settings.host!r}, "
-                f"endpoint.port={settings.port}: {error}"
+                f"the agents' endpoint cannot listen on endpoint.host={self.host!r}, endpoint.port={self.port}: {error}"
             ) from error
 
     async def _start(self, server: Any, listening: socket.socket) -> None:
