@@ -7,6 +7,7 @@ import time
 
 import pytest
 from flow import fit, make_data, make_module
+from hostile_engines import wait_until
 
 from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.errors import ProducerError, RewardError, SetupError
@@ -331,3 +332,22 @@ def test_a_batch_that_never_returns_keeps_no_others_from_being_scored(is_part):
         ends.set()
         scorer.close()
     assert sorted(found) == [1, 2, 3, 4, 5]
+
+
+def test_a_worker_scores_nothing_more_after_its_result_could_not_be_filed():
+    before = set(threading.enumerate())
+    scored = []
+
+    def broken(reward):
+        raise RuntimeError("no room")
+
+    scorer = Scorer(lambda prompt, completion: float(len(completion)))
+    scorer.submit(PROMPT, "first", broken)
+    scorer.submit(PROMPT, "second", scored.append)
+    try:
+        wait_until(lambda: not workers(before))
+        with pytest.raises(RuntimeError, match="no room"):
+            scorer.check()
+    finally:
+        scorer.close()
+    assert not scored
