@@ -1,9 +1,9 @@
 """Memory of training and sampling, counted before a device is rented.
 
 `training_memory` runs a training step of the real model with tensors that have a shape and no values, and counts the
-bytes of all that live at a time. So it needs neither the device nor the weights, knows every architecture, and what it
-counts is what the step allocates. Not counted: memory that an allocator loses between tensors, CUDA's own (about half a
-gigabyte), and what a kernel needs for itself.
+bytes of all that live at a time. So it needs neither the device nor the weights, and what it counts is what the step
+allocates. It knows every architecture whose shapes do not depend on values, as those of routed experts do. Not counted:
+memory that an allocator loses between tensors, CUDA's own (about half a gigabyte), and what a kernel needs for itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.loading import parameters_on_meta
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
@@ -129,6 +130,9 @@ def training_memory(config: PreTrainedConfig, shape: StepShape) -> TrainingMemor
     Args:
         config: of the model.
         shape: of the step.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run without values.
     """
     with parameters_on_meta():
         lm: Any = AutoModelForCausalLM.from_config(config, dtype=shape.dtype).train()
@@ -152,13 +156,18 @@ def training_memory(config: PreTrainedConfig, shape: StepShape) -> TrainingMemor
         live.count(states)
         moments = live.now - weights
         live.count([ids, mask])
-        with live:
-            for _ in range(min(shape.micro_batches, 2)):  # in the second, all gradients exist from the start
-                with torch.autocast("cpu", dtype=shape.compute_dtype, enabled=shape.compute_dtype != shape.dtype):
-                    loss = policy(ids, mask, needs_entropy=True).logprobs.sum()
-                loss.backward()
-                del loss
-            optimizer.step()
+        try:
+            with live:
+                for _ in range(min(shape.micro_batches, 2)):  # in the second, all gradients exist from the start
+                    with torch.autocast("cpu", dtype=shape.compute_dtype, enabled=shape.compute_dtype != shape.dtype):
+                        loss = policy(ids, mask, needs_entropy=True).logprobs.sum()
+                    loss.backward()
+                    del loss
+                optimizer.step()
+        except Exception as error:  # of any kind: it is the model's own code that runs
+            raise UnsupportedModelError(
+                f"activations of the model type {config.model_type!r} cannot be counted without values"
+            ) from error
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return TrainingMemory(weights=weights, gradients=gradients, moments=moments, peak=live.peak)
 

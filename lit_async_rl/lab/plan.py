@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import lit_async_rl
 from lit_async_rl.cli.settings import all_settings
+from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.simulation.plan import (
     DEVICES,
     ModelSize,
@@ -238,26 +239,33 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
     capacity = DEVICES[arguments.device].memory
     shape = _step_shape(settings, arguments.prompt_tokens, trainer_devices)
     length = shape.prompt_tokens + shape.completion_tokens
-    engine = _engine_bytes(settings, model_size(model), length=length, capacity=capacity)
+    size = model_size(model)
+    engine = _engine_bytes(settings, size, length=length, capacity=capacity)
     has_own = any(_of(settings, name, None) is not None for name in ("cluster", "data.engine.init_args.device_ids"))
     beside = 0.0 if has_own else engine
     strategy = str(_of(settings, "trainer.strategy.class_path", _of(settings, "trainer.strategy", "auto")))
-    fits = ways_to_fit(
-        load_model_config(model),
-        shape,
-        capacity=int(capacity - beside),
-        trainer_devices=trainer_devices,
-        is_sharded="FSDP" in strategy.upper() or "ModelParallel" in strategy,
-    )
+    title = f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:"
+    of_engine = f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if beside else 'devices of its own'}"
+    try:
+        fits = ways_to_fit(
+            load_model_config(model),
+            shape,
+            capacity=int(capacity - beside),
+            trainer_devices=trainer_devices,
+            is_sharded="FSDP" in strategy.upper() or "ModelParallel" in strategy,
+        )
+    except UnsupportedModelError as error:
+        states = 4 * shape.dtype.itemsize * size.parameters
+        return [title, f"  training     {states / 1e9:.1f} GB of weights, gradients and moments; {error}", of_engine]
 
     def line(fit: Fit) -> str:
         return f"{(fit.num_bytes + beside) / 1e9:.1f} GB"
 
     lines = [
-        f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:",
+        title,
         f"  training     {fits[0].num_bytes / 1e9:.1f} GB at most, with {shape.rows} rows of {length} tokens in a "
         "micro-batch",
-        f"  an engine    {engine / 1e9:.1f} GB{', on the same device' if beside else ', on devices of its own'}",
+        of_engine,
     ]
     if len(fits) == 1:
         return [*lines, f"  together     {line(fits[0])}: it fits" if beside else "  it fits"]

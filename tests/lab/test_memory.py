@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen2Config
 
 import lit_async_rl as rl
 from lit_async_rl.lab import plan
@@ -136,3 +136,13 @@ def test_a_plan_for_one_device_says_what_to_change(configuration, capsys):
 def test_one_device_without_its_kind_cannot_be_divided(configuration, capsys):
     with pytest.raises(SystemExit, match="add --device"):
         plan.main([str(configuration), "--devices", "1"])
+
+
+def test_of_a_model_whose_shapes_depend_on_values_only_the_states_are_known(configuration, capsys):
+    folder = configuration.parent / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, vocab_size=1000).save_pretrained(folder)
+    plan.main([str(configuration), "--devices", "1", "--device", "rtx4090"])
+    text = capsys.readouterr().out
+    assert "GB of weights, gradients and moments; activations of the model type 'mixtral' cannot be counted" in text
+    assert "an engine" in text
