@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.utils.device_memory import is_out_of_memory
 
 SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, vocab_size=98)
 LARGE = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=32_000)
@@ -51,7 +52,9 @@ class Parts:
             began = time.perf_counter()
             try:
                 numbers = {key: float(value) for key, value in work().items()}
-            except torch.cuda.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 numbers = {"out_of_memory": 1.0}
             self.found[name] = numbers | {"seconds": time.perf_counter() - began}
             if self._file is not None:

@@ -10,6 +10,7 @@ import csv
 import shutil
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,15 @@ def asynchrony(device: str, parts: Parts) -> None:
     for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B"):
         config = shapes()[name] if device == "cuda" else tiny(shapes()[name])
         for reward_s in (0.0, 0.5) if device == "cuda" else (0.0, 0.05):
-            for bound in (0, 1, 4):
+            for bound, graphs in ((0, False), (1, False), (4, False), (4, True)):
                 parts.do(
-                    f"{name}, rewards of {reward_s} s, max_staleness {bound}",
-                    lambda config=config, reward_s=reward_s, bound=bound: _steps(config, device, reward_s, bound=bound),
+                    f"{name}, rewards of {reward_s} s, max_staleness {bound}{', CUDA graphs' if graphs else ''}",
+                    partial(_steps, config, device, reward_s, bound=bound, graphs=graphs),
                 )
                 freed(device)
 
 
-def _steps(config: PreTrainedConfig, device: str, reward_s: float, bound: int) -> dict[str, float]:
+def _steps(config: PreTrainedConfig, device: str, reward_s: float, bound: int, graphs: bool) -> dict[str, float]:
     async def slow(prompt: Prompt, completion: str) -> float:
         await asyncio.sleep(reward_s)
         return digits(prompt, completion)
@@ -117,7 +118,9 @@ def _steps(config: PreTrainedConfig, device: str, reward_s: float, bound: int) -
             groups_per_step=8 if big else 2,
             micro_batches_per_step=4 if big else 1,
             sampling={"max_tokens": 256 if big else 8},
-            engine=rl.EmbeddedEngine(num_slots=64, dtype="bfloat16", self_check=False),
+            engine=rl.EmbeddedEngine(
+                num_slots=64, dtype="bfloat16", self_check=False, own_process=graphs, cuda_graphs=graphs and big
+            ),
             scoring={"workers": 64},
             log_every_n_steps=1,
         )
@@ -148,10 +151,10 @@ def generate(device: str, parts: Parts) -> None:
         engine.close()
         return {"tokens_per_s": rows * new / seconds}
 
-    for cache in ("dynamic", "static"):
-        parts.do(f"generate, {cache} cache", lambda cache=cache: by_transformers(cache))
     for kind, graphs in (("embedded engine", False), ("embedded engine, CUDA graphs", True)):
         parts.do(kind, lambda graphs=graphs: by_engine(graphs))
+    for cache in ("dynamic", "static"):  # the static one is compiled, which may take as long as the check may
+        parts.do(f"generate, {cache} cache", lambda cache=cache: by_transformers(cache))
 
 
 def lengths(device: str) -> dict[str, float]:

@@ -12,15 +12,25 @@ from tiny_models import save, tiny_gpt2, tiny_llama, tiny_qwen3
 
 import lit_async_rl as rl
 from lit_async_rl.engines.embedded import engine as engine_module
-from lit_async_rl.engines.embedded.decode_graphs import BLOCK_ROWS, num_rows
+from lit_async_rl.engines.embedded.decode_graphs import BLOCK_ROWS, MIN_USES, DecodeGraphs, num_rows
+from lit_async_rl.models.loading import load_policy
 
 
 @pytest.fixture
 def recorded(monkeypatch):
     """The recorder of the engine that is made next."""
     steps = RecordedSteps()
-    monkeypatch.setattr(engine_module, "cuda_graphs", lambda generator: steps)
+    monkeypatch.setattr(engine_module, "cuda_graphs", lambda generator: lambda: steps)
     return steps
+
+
+def recording_engine(lm, folder, **settings):
+    """An engine that records in this process, where nothing else uses the device."""
+    engine = rl.EmbeddedEngine(device="cpu", self_check=False, **settings)
+    engine.engine.settings.cuda_graphs = True
+    engine.setup(save(lm, folder))
+    engine.load_weights(0, lm.named_parameters())
+    return engine
 
 
 def seeded(lengths, first_id=0, **settings):
@@ -44,7 +54,7 @@ def test_replayed_steps_sample_the_same_tokens(family, settings, recorded, tmp_p
     lm = family()
     sampled = []
     for graphs in (False, True):
-        engine = own_engine(lm, tmp_path / str(graphs), num_slots=7, cuda_graphs=graphs)
+        engine = (recording_engine if graphs else own_engine)(lm, tmp_path / str(graphs), num_slots=7)
         requests = seeded([4, 9, 2, 6], max_tokens=150, **settings)  # over a block of positions, and slots used again
         sampled.append(engine.run(requests))
     for alone, together in zip(*sampled, strict=True):
@@ -57,7 +67,7 @@ def test_replayed_steps_sample_the_same_tokens(family, settings, recorded, tmp_p
 
 
 def test_random_numbers_of_the_engine_go_on_from_token_to_token(recorded, tmp_path):
-    engine = own_engine(lm := tiny_llama(), tmp_path, num_slots=4, cuda_graphs=True)
+    engine = recording_engine(lm := tiny_llama(), tmp_path, num_slots=4)
     requests = requests_of([3], max_tokens=60, num_samples=4)
     (completions,) = engine.run(requests)
     assert_exact(lm, requests, [completions])
@@ -67,7 +77,7 @@ def test_random_numbers_of_the_engine_go_on_from_token_to_token(recorded, tmp_pa
 
 def test_a_replayed_token_has_the_newest_weights_and_their_version(recorded, tmp_path):
     lms = [tiny_llama(seed=seed) for seed in range(3)]
-    engine = own_engine(lms[0], tmp_path, num_slots=4, cuda_graphs=True)
+    engine = recording_engine(lms[0], tmp_path, num_slots=4)
     for version, lm in enumerate(lms):
         engine.load_weights(version, lm.named_parameters())
         requests = requests_of([5, 5], max_tokens=20, num_samples=2, first_id=2 * version)
@@ -77,20 +87,51 @@ def test_a_replayed_token_has_the_newest_weights_and_their_version(recorded, tmp
     assert recorded.num_recorded <= 3  # of the first weights: later ones are in the same memory
 
 
-def test_a_stop_string_or_a_sampler_head_that_comes_later_is_seen(recorded, tmp_path):
-    engine = own_engine(lm := tiny_llama(), tmp_path, num_slots=4, cuda_graphs=True)
+def test_a_sampler_head_that_comes_later_is_recorded(recorded, tmp_path):
+    engine = recording_engine(lm := tiny_llama(), tmp_path, num_slots=4)
     plain = seeded([4], max_tokens=30)
     engine.submit(plain)
     first = collect(engine, 3)
-    recorded_before = recorded.num_recorded
+    before = recorded.num_replayed
+    assert before
     sampling = rl.SamplingParams(max_tokens=30, head=3)
     (completions,) = engine.run([rl.GenerationRequest(id=9, prompt_ids=(3, 4, 5, 6), num_samples=2, sampling=sampling)])
     for completion in completions:
-        entropy = completion.head.entropy
-        assert len(entropy) == len(completion.token_ids)
-        assert (entropy > 0).all()
-    assert recorded_before <= recorded.num_recorded
+        assert len(completion.head.entropy) == len(completion.token_ids)
+        assert (completion.head.entropy > 0).all()
+    assert recorded.num_replayed == before  # such steps run anew
     assert_exact(lm, plain, [sorted(first, key=lambda c: c.sample_index)])
+
+
+def test_stop_strings_that_come_and_go_are_seen_and_drop_no_graph(recorded):
+    """The table of tokens that may end a stop string is written in place."""
+    lm = load_policy(str(rl.asset("sort_policy")))
+    sampled = []
+    for graphs in (False, True):
+        engine = rl.EmbeddedEngine(device="cpu", self_check=False, num_slots=4)
+        engine.engine.settings.cuda_graphs = graphs
+        engine.setup(str(rl.asset("sort_policy")))
+        engine.load_weights(0, lm.named_parameters())
+        found = []
+        for number, stop in enumerate(((), ("7",), ("4", "9"), ("7",), (), ("5",), ())):
+            sampling = rl.SamplingParams(max_tokens=12, stop=stop, temperature=3.0)
+            request = rl.GenerationRequest(
+                id=number, prompt_ids=(20, 21, 22, 23), num_samples=4, sampling=sampling, seed=5
+            )
+            found.append([(c.token_ids, c.finish_reason) for c in engine.run([request])[0]])
+        sampled.append(found)
+    assert sampled[0] == sampled[1]
+    kept = len(engine.engine.slots._graphs._steps)
+    assert recorded.num_recorded == kept + 1 > 2  # dropped once, when the table was made
+
+
+def test_graphs_of_fewer_rows_come_after_those_of_more(tmp_path):
+    graphs = DecodeGraphs(lambda: made.append([]) or (lambda step: made[-1].append(step) or step), memory=list)
+    made = []
+    for rows in (2, 4, 2):
+        for _ in range(MIN_USES + 1):
+            assert graphs.run(lambda rows=rows: torch.tensor(rows), rows, "key") == rows
+    assert [len(steps) for steps in made] == [1, 2]  # the memory of the first was dropped with it
 
 
 @pytest.mark.parametrize(
@@ -98,9 +139,19 @@ def test_a_stop_string_or_a_sampler_head_that_comes_later_is_seen(recorded, tmp_
     [(tiny_llama, "must be False on the device cpu"), (tiny_gpt2, "with the model type 'gpt2'")],
 )
 def test_what_cannot_be_recorded_is_refused(lm, words, tmp_path):
-    engine = rl.EmbeddedEngine(num_slots=2, device="cpu", cuda_graphs=True)
+    engine = rl.EmbeddedEngine(num_slots=2, device="cpu")
+    engine.engine.settings.cuda_graphs = True
     with pytest.raises(ValueError, match=f"data.engine.cuda_graphs .*{words}"):
         engine.setup(save(lm(), tmp_path))
+
+
+def test_a_process_of_its_own_is_needed_and_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match=r"data.engine.own_process must be True with data.engine.cuda_graphs"):
+        rl.EmbeddedEngine(cuda_graphs=True)
+    engine = rl.EmbeddedEngine(num_slots=2, device="cpu", cuda_graphs=True, own_process=True)
+    with pytest.raises(ValueError, match="must be False on the device cpu"):
+        engine.setup(save(tiny_llama(), tmp_path))
+    engine.close()
 
 
 def test_what_a_graph_cannot_do_fails_while_it_is_recorded():

@@ -50,7 +50,9 @@ def test_what_a_request_raises_reaches_the_trainer_with_its_cause(monkeypatch):
         with pytest.raises(ValueError, match=r"^data\.sampling\.temperature must be 0 or in \[0\.01, 2\.0\] with vLLM"):
             engine.submit([hot])
         monkeypatch.setattr("lit_async_rl.vllm.background.check_sampling", lambda *_: None)
-        with pytest.raises(ValueError, match=r"vLLM refuses the sampling settings.*temperature must be in \[0, 2\], got 3"):
+        with pytest.raises(
+            ValueError, match=r"vLLM refuses the sampling settings.*temperature must be in \[0, 2\], got 3"
+        ):
             engine.submit([hot])  # of a vLLM with other limits
         engine.submit([request])
         assert len(collect(engine, 2)) == 2  # it was not harmed

@@ -13,11 +13,18 @@ token is read from a tensor that keeps its place.
 | version of the weights | a tensor, filled before each step |
 | random numbers | a generator that is registered with the graph |
 | one of these tensors moves to other memory, as when the cache grows | all graphs are dropped |
+
+While a graph is recorded, nothing else in the process may wait for the whole device or draw random numbers on it, which
+a trainer does at any time. So only an engine in a process of its own records.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +34,7 @@ Record = Callable[[Step], Step]  # returns a function that repeats the step, whi
 
 BLOCK_POSITIONS = 128  # positions of a graph: a multiple of it, so that a completion of 1,024 tokens needs eight
 BLOCK_ROWS = 32  # rows of a graph: a multiple of it, or a smaller power of two
+MIN_USES = 4  # a step is recorded when it is used that often: recording takes as long as some dozens of steps
 
 
 def num_rows(used: int, num_slots: int) -> int:
@@ -35,8 +43,8 @@ def num_rows(used: int, num_slots: int) -> int:
     return min(rounded, num_slots)
 
 
-def cuda_graphs(generator: torch.Generator) -> Record:
-    """Records steps as CUDA graphs that share their memory, because no two of them run at once.
+def cuda_graphs(generator: torch.Generator) -> Callable[[], Record]:
+    """Makes what records steps as CUDA graphs that share their memory, because no two of them run at once.
 
     Args:
         generator: source of the random numbers that the steps draw.
@@ -46,60 +54,84 @@ def cuda_graphs(generator: torch.Generator) -> Record:
     """
     if generator.device.type != "cuda":
         raise ValueError(f"data.engine.cuda_graphs must be False on the device {generator.device.type}, got True")
-    pool = torch.cuda.graph_pool_handle()
 
-    def record(step: Step) -> Step:
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
-        # `thread_local`: the trainer's thread may allocate memory meanwhile, which would end a recording otherwise
-        stream = torch.cuda.current_stream(generator.device)
+    def recorder() -> Record:
+        return partial(_recorded, generator=generator, pool=torch.cuda.graph_pool_handle())
+
+    return recorder
+
+
+def _recorded(step: Step, generator: torch.Generator, pool: Any) -> Step:
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    stream = torch.cuda.current_stream(generator.device)
+    try:
+        # `thread_local`: the thread that receives weights may allocate memory meanwhile
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = step()
+    except Exception as error:  # the process cannot record again: the engine fails, and another process begins
+        raise RuntimeError(
+            "a decode step could not be recorded as a CUDA graph: set data.engine.cuda_graphs to false"
+        ) from error
 
-        def replay() -> Tensor:
-            graph.replay()
-            return result
+    def replay() -> Tensor:
+        graph.replay()
+        return result
 
-        return replay
-
-    return record
+    return replay
 
 
 class DecodeGraphs:
     """Recorded steps by what they are recorded for.
 
     Args:
-        record: see `cuda_graphs`.
+        recorder: makes what records steps, anew each time that all graphs are dropped: their memory goes with them.
         memory: lists the tensors that steps read and write and that may move to other memory between steps.
     """
 
-    def __init__(self, record: Record, memory: Callable[[], Iterable[Tensor]]) -> None:
-        self._record = record
+    def __init__(self, recorder: Callable[[], Record], memory: Callable[[], Iterable[Tensor]]) -> None:
+        self._recorder = recorder
         self._memory = memory
-        self._steps: dict[Hashable, Step | None] = {}
+        self._record: Record | None = None
+        self._steps: dict[Hashable, Step] = {}
+        self._num_uses: Counter[Hashable] = Counter()
+        self._most_rows = 0
         self._places: tuple[Hashable, ...] = ()
 
-    def run(self, step: Step, key: Hashable) -> Tensor:
+    def run(self, step: Step, rows: int, key: Hashable) -> Tensor:
         """The result of a step, valid until the next one.
 
         Args:
             step: work on the device that waits for nothing and copies nothing from the CPU.
-            key: what distinguishes the step from others, apart from the contents of tensors.
+            rows: number of rows.
+            key: what else distinguishes the step from others, apart from the contents of tensors.
         """
-        self._drop_moved()
-        if key not in self._steps:
+        if rows > self._most_rows:  # memory of smaller graphs would not serve it: the largest comes first
+            self._drop()
+            self._most_rows = rows
+        self._drop_if_moved()
+        key = (rows, key)
+        self._num_uses[key] += 1
+        if self._num_uses[key] < MIN_USES:
             result = step()  # libraries allocate their workspaces on first use, which cannot be recorded
-            self._drop_moved()
-            self._steps[key] = None
+            self._drop_if_moved()
             return result
-        replay = self._steps[key]
-        if replay is None:
-            replay = self._steps[key] = self._record(step)
-        return replay()
+        if key not in self._steps:
+            self._record = self._record or self._recorder()
+            self._steps[key] = self._record(step)
+        return self._steps[key]()
 
-    def _drop_moved(self) -> None:
-        """Drops all graphs if a tensor has moved: they would read and write memory that may be another's now."""
-        places = tuple((tensor.data_ptr(), tensor.shape) for tensor in self._memory())
+    def _drop(self) -> None:
+        self._steps.clear()
+        self._num_uses.clear()
+        self._record = None
+
+    def _drop_if_moved(self) -> None:
+        """Drops all graphs if a tensor has moved: they would read and write memory that may be another's now.
+
+        Another thread has other handles of the libraries, so that it begins anew, too.
+        """
+        places = (threading.get_ident(), *((tensor.data_ptr(), tensor.shape) for tensor in self._memory()))
         if places != self._places:
-            self._steps.clear()
+            self._drop()
             self._places = places

@@ -92,7 +92,8 @@ class EmbeddedEngine(EngineWrapper):
         own_process: generate in a child process. The trainer then does not share the GIL, which matters most for small
             models.
         cuda_graphs: record each decode step once as a CUDA graph and replay it, which saves the time in which Python
-            launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU.
+            launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, in a process of their own. With
+            `in_flight_weight_updates: false`, each batch records anew.
 
     Attributes:
         engine: the decode loop, or the process that runs it.
@@ -136,6 +137,11 @@ class EmbeddedEngine(EngineWrapper):
             raise ValueError(
                 f"data.engine.own_process must be False with {type(self).__name__}, got True: the child process does "
                 f"not know the cache class {self.cache_class.__name__}"
+            )
+        if cuda_graphs and not own_process:
+            raise ValueError(
+                "data.engine.own_process must be True with data.engine.cuda_graphs, got False: while a graph is "
+                "recorded, a trainer in the same process must not wait for the GPU"
             )
         super().__init__(DecodeProcess(settings) if own_process else DecodeLoop(settings, self.cache_class))
         self.seed = seed

@@ -41,6 +41,7 @@ class SlotCache:
         rewinds: whether a slot still contains its prompt when its completion is finished.
         max_len: M.
         block_positions: M is a multiple of it.
+        growth_percent: size of the allocated memory after it had to grow, if M needs no more.
         ranges: (first row, end row, number of positions that attention must read) of consecutive rows.
     """
 
@@ -53,6 +54,7 @@ class SlotCache:
         self.max_positions = max_positions
         self.max_len = 0
         self.block_positions = 32
+        self.growth_percent = 125
         self.ranges: list[tuple[int, int, int]] = []
         self._capacity = 0  # positions of each slot in memory
         self._buffers: list[Tensor] = []  # per layer [2, S, Hk, capacity, D]: keys and values
@@ -158,7 +160,7 @@ class SlotCache:
         if self.max_len <= self._capacity:
             return self.max_len < previous
         before = self._capacity
-        self._capacity = max(self.max_len, min(self._capacity * 5 // 4, self.max_positions))
+        self._capacity = max(self.max_len, min(self._capacity * self.growth_percent // 100, self.max_positions))
         for layer, old in enumerate(self._buffers):
             self._buffers[layer] = old.new_zeros(*old.shape[:3], self._capacity, old.shape[4])
             self._buffers[layer][:, :, :, :before] = old

@@ -203,6 +203,7 @@ class StopCheck:
         self._lm = lm
         self._rows = rows
         self._finder: StopStrings | None = None
+        self.is_active = False  # whether a row has stop strings
         self._candidates: Bool[Tensor, " V"] | None = None  # tokens that can end a stop string of an active row
 
     def begin(self, stops: tuple[str, ...], vocab_size: int) -> None:
@@ -212,11 +213,16 @@ class StopCheck:
         if self._finder is None:
             self._finder = StopStrings.of_model(self._lm.name_or_path, vocab_size)
         table = self._finder.may_end(stops).to(self._rows.alive.device)
-        self._candidates = table if self._candidates is None else self._candidates | table
+        if self._candidates is None:
+            self._candidates = torch.zeros_like(table)
+        self._candidates.logical_or_(table)  # in place, where recorded steps read it
+        self.is_active = True
 
     def end(self) -> None:
         """Unregisters all rows."""
-        self._candidates = None
+        self.is_active = False
+        if self._candidates is not None:
+            self._candidates.zero_()
 
     @property
     def memory(self) -> list[Tensor]:
@@ -230,7 +236,9 @@ class StopCheck:
             rows: slots.
             tokens: newest token of each row.
         """
-        return None if self._candidates is None else self._candidates[tokens] & (self._rows.alive[rows] > 0)
+        if self._candidates is None or not self.is_active:
+            return None
+        return self._candidates[tokens] & (self._rows.alive[rows] > 0)
 
     def is_at_end(self, request: GenerationRequest, sampled: tuple[int, ...]) -> bool:
         """Whether the tokens sampled so far end with a stop string of the request."""
@@ -272,7 +280,7 @@ class Slots:
         seed: seed of the random numbers.
         owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
         cache_class: class of the KV cache.
-        recorder: makes what records decode steps, such as `cuda_graphs`; None runs each step anew.
+        recorder: makes what records decode steps, as `cuda_graphs` does; None runs each step anew.
 
     Raises:
         ValueError: the model's decode steps cannot be recorded.
@@ -286,7 +294,7 @@ class Slots:
         seed: int,
         owns_weights: bool = False,
         cache_class: type[SlotCache] = SlotCache,
-        recorder: Callable[[torch.Generator], Record] | None = None,
+        recorder: Callable[[torch.Generator], Callable[[], Record]] | None = None,
     ) -> None:
         self.lm = lm
         self.num_tokens = 0  # sampled so far
@@ -312,7 +320,7 @@ class Slots:
         self._num_steps = 0
         self._longest = 0  # upper bound on the positions of active rows
 
-    def _decode_graphs(self, recorder: Callable[[torch.Generator], Record]) -> DecodeGraphs:
+    def _decode_graphs(self, recorder: Callable[[torch.Generator], Callable[[], Record]]) -> DecodeGraphs:
         cache = self._cache
         forward = self._forward
         if not isinstance(cache, SlotCache) or not isinstance(forward, CachedForward) or not forward.reads_ranges:
@@ -321,6 +329,7 @@ class Slots:
                 "CUDA graphs need the engine's own forward pass, which supports Llama, Mistral, Qwen2 and Qwen3"
             )
         cache.block_positions = BLOCK_POSITIONS
+        cache.growth_percent = 200  # all graphs are dropped when it grows
         return DecodeGraphs(
             recorder(self.generator),
             memory=lambda: [*cache.memory, *forward.memory, *self._rows.memory, *self._stop_check.memory],
@@ -435,7 +444,8 @@ class Slots:
             padded = num_rows(n, self.num_slots)
             outcomes = self._graphs.run(
                 lambda: self._decode_rows(padded, num_long=padded, short_len=0),
-                key=(padded, self._cache.max_len, self._rows.flags),
+                rows=padded,
+                key=(self._cache.max_len, self._rows.flags, self._stop_check.is_active),
             )
         self._num_steps += 1
         return self._close_finished(outcomes[:, :n], range(n))
