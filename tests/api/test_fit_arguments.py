@@ -290,3 +290,11 @@ def test_the_types_of_the_arguments_are_those_of_the_classes(monkeypatch):
     import write_fit_settings
 
     assert write_fit_settings.TARGET.read_text() == write_fit_settings.text(), "run scripts/write_fit_settings.py"
+
+
+def test_ranks_of_a_cluster_take_no_tokenizer_of_this_process():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    with pytest.raises(
+        ValueError, match="an in-memory model or tokenizer cannot be used if `cluster` starts the ranks"
+    ):
+        fit(MODEL, tokenizer=tokenizer, cluster=rl.RayCluster(trainer_ranks=2))

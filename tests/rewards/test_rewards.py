@@ -10,6 +10,7 @@ import pytest
 from lit_async_rl.assets import asset
 from lit_async_rl.errors import RewardError
 from lit_async_rl.prompts.sources import JsonlPrompts
+from lit_async_rl.rewards import functions
 from lit_async_rl.rewards.functions import IsolatedReward, MathVerify, exact_match, share_correct
 from lit_async_rl.rewards.scorer import score
 from lit_async_rl.types import Prompt
@@ -140,3 +141,9 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "lit-async-rl\[tasks\]"'):
         MathVerify()
+
+
+def test_what_a_number_match_compares_is_named():
+    prompt = Prompt(text="1+2=", answer="3")
+    assert functions._explain_last_number(prompt, "1 and then 3") == ("3", "the last number")
+    assert functions._explain_last_number(prompt, "none") == ("", "no number was found")

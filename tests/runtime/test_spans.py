@@ -227,3 +227,10 @@ def test_a_file_cut_off_anywhere_is_read_and_gone_on_with(cut, tmp_path):
     assert [e["name"] for e in read_trace(path)] == [*(e["name"] for e in before), "wait"]
     merge_traces([path, path], tmp_path / "both.json")
     assert len(json.loads((tmp_path / "both.json").read_text())) == 2 * (len(before) + 1)
+
+
+def test_a_named_process_has_its_name_in_the_trace():
+    spans = start_recording(pid=3)
+    spans.name_process("trainer")
+    (event,) = spans.take(include_open=True)
+    assert (event["name"], event["pid"], event["args"]) == ("process_name", 3, {"name": "trainer"})

@@ -132,3 +132,8 @@ def test_wrong_arguments_of_the_function_are_named():
         rl.sft(MODEL, records, samples_per_step=0)
     with pytest.raises(FileNotFoundError, match=r"records: path='no\.jsonl' is not a file"):
         rl.sft(MODEL, "no.jsonl")
+
+
+def test_a_name_that_is_no_file_and_no_dataset_says_what_it_may_be():
+    with pytest.raises(ValueError, match=r"'answers.txt' must be the name of a file \(.jsonl"):
+        make_data(records="answers.txt")
