@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import random
@@ -176,6 +177,7 @@ def drawn(seed: int, core: int, neighbours: int) -> list[Mutant]:
     return found
 
 
+@functools.cache
 def tests_of(file: str) -> list[str]:
     """Test files of a module, nearest first: named as it is, naming it, of its folder, using what it has."""
     path = Path(file)

@@ -24,6 +24,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from checks import CHECKS
 
 HERE = Path(__file__).parent

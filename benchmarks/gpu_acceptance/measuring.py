@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.common.real_shapes import built, qwen25, tiny
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.utils.device_memory import is_out_of_memory
 
 SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, vocab_size=98)
 LARGE = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=32_000)
-# shapes of Qwen2.5; weights are random, so that nothing is downloaded
-REAL = {
-    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
-    "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
-}
-TINY = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
 
 
 class Skip(Exception):
@@ -88,25 +83,14 @@ def model(device: str, dtype: torch.dtype = torch.float32, small: bool = False, 
     return lm.to(device, dtype).eval()
 
 
-def real_model(device: str, size: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Qwen2ForCausalLM:
-    """A model of `REAL`'s shape with random weights that never samples an end of text; a tiny one on a CPU."""
-    torch.manual_seed(0)
-    shape = dict(**REAL[size], vocab_size=151_936) if device == "cuda" else dict(**TINY, vocab_size=512)
-    config = Qwen2Config(
-        **shape,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        initializer_range=0.04,  # distributions that are neither flat nor certain
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        **changes,
-    )
-    with torch.device(device):  # on the GPU at once: filling them takes a minute on a CPU
-        lm = Qwen2ForCausalLM(config)
-    lm.generation_config.eos_token_id = None
-    return lm.to(dtype).eval()
+def real_model(
+    device: str, size: str, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """Qwen2.5 of this size with random weights that never samples an end of text; a tiny one on a CPU."""
+    config = qwen25(size) if device == "cuda" else tiny(qwen25(size))
+    config._attn_implementation = attn_implementation
+    lm: PreTrainedModel = built(config, device, dtype).eval()
+    return lm
 
 
 def num_parameters(lm: PreTrainedModel) -> int:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from measuring import Parts, batch_of, requests, require, step_of, timed
-from shapes import built, freed, own_engine, shapes, tiny
+from shapes import freed, own_engine, shapes
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig
 
 import lit_async_rl as rl
+from benchmarks.common.real_shapes import built, tiny
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import Prompt

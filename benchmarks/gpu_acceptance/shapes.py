@@ -11,84 +11,25 @@ import time
 from typing import Any
 
 import torch
-from measuring import Parts, batch_of, mismatch, requests, require, step_of, timed
+from measuring import Parts, batch_of, mismatch, num_parameters, requests, require, step_of, timed
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import PreTrainedConfig
 
 import lit_async_rl as rl
+from benchmarks.common.real_shapes import built, llama32, qwen3, qwen25, tiny
 from lit_async_rl.lab.memory import StepShape, training_memory
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.training.module import CHECKPOINTING
 
-COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.04}
-QWEN25 = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 4096}
-
 
 def shapes() -> dict[str, PreTrainedConfig]:
-    """Configurations as their makers publish them, by name."""
-    return {
-        "Qwen2.5-0.5B": Qwen2Config(
-            hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, **QWEN25, **COMMON
-        ),
-        "Qwen2.5-1.5B": Qwen2Config(
-            hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, **QWEN25, **COMMON
-        ),
-        "Qwen3-0.6B": Qwen3Config(
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            head_dim=128,
-            **QWEN25 | {"num_key_value_heads": 8},
-            **COMMON,
-        ),
-        "Llama-3.2-1B": LlamaConfig(
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            vocab_size=128_256,
-            tie_word_embeddings=True,
-            max_position_embeddings=4096,
-            **COMMON,
-        ),
-        "Qwen2.5-7B": Qwen2Config(
-            hidden_size=3584,
-            intermediate_size=18_944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            **QWEN25 | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
-            **COMMON,
-        ),
-    }
+    """Configurations by name."""
+    sizes = ("0.5B", "1.5B", "7B")
+    return {f"Qwen2.5-{size}": qwen25(size) for size in sizes} | {"Qwen3-0.6B": qwen3(), "Llama-3.2-1B": llama32()}
 
 
 LORA_ALONE = ("Qwen2.5-7B",)  # all weights, gradients and moments take 122 GB
-
-
-def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same family at a size for a CPU."""
-    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
-    return type(config)(tie_word_embeddings=config.tie_word_embeddings, **small, **COMMON)
-
-
-def built(config: PreTrainedConfig, device: str, dtype: torch.dtype) -> Any:
-    """Random weights, made on the device: filling them takes a minute on a CPU."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    lm.generation_config.eos_token_id = None
-    return lm
 
 
 def trained(config: PreTrainedConfig, device: str, lora: LoRA | None) -> dict[str, float]:
@@ -115,9 +56,8 @@ def trained(config: PreTrainedConfig, device: str, lora: LoRA | None) -> dict[st
 
     seconds = timed(step, device)
     tokens = batch[0].numel()
-    parameters = sum(p.numel() for p in lm.parameters())
     # forward and backward; the second forward pass of checkpointing is no useful work, nor are gradients of the frozen
-    flops = (6 if lora is None else 4) * parameters * tokens
+    flops = (6 if lora is None else 4) * num_parameters(lm) * tokens
     found = {"tokens_per_s": tokens / seconds, "tflops_bfloat16": flops / seconds / 1e12}
     counted = training_memory(config, shape).peak
     found["memory_counted_gb"] = counted / 1e9
@@ -132,7 +72,8 @@ def sampled(config: PreTrainedConfig, device: str, graphs: bool) -> dict[str, fl
     lm = built(config, device, torch.bfloat16).eval()
     found: dict[str, float] = {}
     prompt, new = (128, 256) if device == "cuda" else (8, 12)
-    for rows in (32, 128, 512) if device == "cuda" else (4, 8):
+    few = (4,) if graphs else (4, 8)  # a process of its own takes seconds to start
+    for rows in (32, 128, 512) if device == "cuda" else few:
         engine = own_engine(lm, device, num_slots=rows, graphs=graphs)
         try:
             asked = requests(lm, rows // 4, 4, prompt=prompt, new=new)

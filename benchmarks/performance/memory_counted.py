@@ -12,19 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from transformers import Qwen2Config
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
+from benchmarks.common.real_shapes import qwen25
 from lit_async_rl.lab.memory import StepShape, training_memory, ways_to_fit
 
-SIZES = {  # hidden size, that of the MLP, layers, heads, key-value heads, whether embeddings are tied; training GPUs
-    "0.5B": (896, 4864, 24, 14, 2, True, 1),
-    "1.5B": (1536, 8960, 28, 12, 2, True, 1),
-    "7B": (3584, 18944, 28, 28, 4, False, 4),
-    "32B": (5120, 27648, 64, 40, 8, False, 32),
-}
+TRAINING_GPUS = {"0.5B": 1, "1.5B": 1, "7B": 4, "32B": 32}
 SHAPE = StepShape(rows=16, prompt_tokens=128, completion_tokens=384, micro_batches=2, gradient_checkpointing=True)
 
 
@@ -34,16 +28,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()
     rows = []
-    for name, (hidden, inner, layers, heads, key_heads, tied, gpus) in SIZES.items():
-        config = Qwen2Config(
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            tie_word_embeddings=tied,
-            vocab_size=151_936 if tied else 152_064,
-        )
+    for name, gpus in TRAINING_GPUS.items():
+        config = qwen25(name)
         alone = training_memory(config, SHAPE)
         (fit,) = ways_to_fit(config, SHAPE, capacity=10**15, trainer_devices=gpus, is_sharded=gpus > 1)
         share = alone.states / gpus

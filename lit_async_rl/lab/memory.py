@@ -232,7 +232,8 @@ def ways_to_fit(
     if trainer_devices > sharded:
         changes.append(("--config configs/strategies/fsdp2.yaml", {}, trainer_devices))
     if shape.lora is None:
-        changes.append(("--model.lora.rank 32", {"lora": LoRA(rank=32)}, max(sharded, trainer_devices)))
+        needed = " --model.sharding.meta_device false" if trainer_devices > 1 else ""  # FSDP2 refuses adapters with it
+        changes.append((f"--model.lora.rank 32{needed}", {"lora": LoRA(rank=32)}, trainer_devices))
     while fits[-1].num_bytes > USABLE * capacity and changes:
         setting, change, sharded = changes.pop(0)
         shape = replace(shape, **change)
@@ -248,5 +249,5 @@ def _on_device(config: PreTrainedConfig, shape: StepShape, sharded: int) -> int:
     # each block is gathered in the precision of the products, so that it is computed without a cast
     gathered = training_memory(config, replace(shape, dtype=shape.compute_dtype))
     blocks = gathered.weights * 2 // config.get_text_config().num_hidden_layers
-    embeddings = config.get_text_config().vocab_size * config.get_text_config().hidden_size * 2
-    return whole.states // sharded + gathered.working + blocks + embeddings
+    embeddings = config.get_text_config().vocab_size * config.get_text_config().hidden_size
+    return whole.states // sharded + gathered.working + blocks + embeddings * shape.compute_dtype.itemsize

@@ -120,7 +120,7 @@ def plan(arguments: argparse.Namespace) -> list[str]:
         trainer_devices = best.trainer_devices
         lines = ["", *_table(predictions, best), "", *_advice(best, low, bound)]
     if arguments.device is not None:
-        lines += ["", *_memory(arguments, settings, trainer_devices)]
+        lines += ["", *_memory(arguments, settings, None if is_alone else trainer_devices)]
     return [
         f"an optimizer step, {origin}:",
         f"  training     {_seconds(cost.train_s)} on one device, publishing {_seconds(cost.sync_s)}",
@@ -230,19 +230,24 @@ def model_size(model: str) -> ModelSize:
     return ModelSize(parameters=parameters, cache_bytes=2 * 2 * text.num_hidden_layers * heads * width)
 
 
-def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_devices: int) -> list[str]:
-    """Memory that one device needs, and settings to change if that is too much."""
+def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_devices: int | None) -> list[str]:
+    """Memory that one device needs, and settings to change if that is too much.
+
+    Args:
+        arguments: of the command.
+        settings: of the run.
+        trainer_devices: devices that train, beside those of engines; None is one device for both.
+    """
     from lit_async_rl.lab.memory import USABLE, Fit, ways_to_fit
     from lit_async_rl.models.loading import load_config as load_model_config
 
     model = _model(arguments.source, settings)
     capacity = DEVICES[arguments.device].memory
-    shape = _step_shape(settings, arguments.prompt_tokens, trainer_devices)
+    shape = _step_shape(settings, arguments.prompt_tokens, trainer_devices or 1)
     length = shape.prompt_tokens + shape.completion_tokens
     size = model_size(model)
     engine = _engine_bytes(settings, size, length=length, capacity=capacity)
-    has_own = any(_of(settings, name, None) is not None for name in ("cluster", "data.engine.init_args.device_ids"))
-    beside = 0.0 if has_own else engine
+    beside = engine if trainer_devices is None else 0.0
     strategy = str(_of(settings, "trainer.strategy.class_path", _of(settings, "trainer.strategy", "auto")))
     title = f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:"
     of_engine = f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if beside else 'devices of its own'}"
@@ -251,7 +256,7 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
             load_model_config(model),
             shape,
             capacity=int(capacity - beside),
-            trainer_devices=trainer_devices,
+            trainer_devices=trainer_devices or 1,
             is_sharded="FSDP" in strategy.upper() or "ModelParallel" in strategy,
         )
     except UnsupportedModelError as error:

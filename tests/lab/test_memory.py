@@ -89,7 +89,7 @@ def test_settings_are_added_until_training_fits():
         "--model.gradient_checkpointing",
         "--data.micro_batches_per_step",
     ]
-    assert fits[-1].num_bytes < 0.94 * needed // 5 or "--model.lora.rank 32" in fits[-1].settings
+    assert fits[-1].num_bytes < 0.94 * needed // 5 or "lora" in fits[-1].settings[-1]
     assert fits == sorted(fits, key=lambda fit: -fit.num_bytes)
 
 
@@ -131,6 +131,13 @@ def test_a_plan_for_one_device_says_what_to_change(configuration, capsys):
     assert lines[-1].strip() == "it fits with all of these"
     plan.main([str(configuration), "--devices", "1", "--device", "b200"])
     assert capsys.readouterr().out.rstrip().endswith("GB: it fits")
+
+
+def test_devices_that_are_divided_share_no_memory_with_an_engine(configuration, capsys):
+    plan.main([str(configuration), "--devices", "4", "--device", "h100"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("an engine" in line and line.endswith("on devices of its own") for line in lines)
+    assert "<- fastest" in "".join(lines)
 
 
 def test_one_device_without_its_kind_cannot_be_divided(configuration, capsys):
