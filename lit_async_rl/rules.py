@@ -6,7 +6,7 @@ last of its settings becomes known:
 
 | rules | about | asked by |
 |---|---|---|
-| `of_objective`, `of_distillation`, `of_weights` | `model` | `PolicyModule()` |
+| `of_objective`, `of_distillation`, `of_weights`, `of_compilation` | `model` | `PolicyModule()` |
 | `of_truncation`, `of_tape`, `of_engine`, `of_rewards`, `of_order`, `of_step` | `data` | `RolloutDataModule()` |
 | `of_new_bound` | `data` | `RolloutDataModule.set_max_staleness` |
 | `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer()` |
@@ -50,7 +50,7 @@ from lit_async_rl.advantages.group import (
     LogMeanExp,
     TurnAdvantageEstimator,
 )
-from lit_async_rl.baselines.optimal import OptimalBaseline
+from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import BlendedIS, Correction
 from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, Proximal
 from lit_async_rl.engines.base import RolloutEngine
@@ -171,6 +171,15 @@ def of_weights(model: str, on_meta_device: bool, random_init: bool, lora: LoRA |
         yield (
             f"model.sharding.meta_device=true reads files, and model.model={model!r} holds an adapter beside them: "
             "merge it first, or set meta_device to false"
+        )
+
+
+def of_compilation(torch_compile: bool, baseline: OptimalBaseline | None) -> Iterator[str]:
+    """Compiled blocks, and norms that need what a compiled backward pass frees."""
+    if torch_compile and baseline is not None and baseline.norms is not Norms.SCORE:
+        yield (
+            f"model.torch_compile=true with model.baseline.norms={baseline.norms.name}: these norms need activations "
+            "that compiled blocks do not keep. Use SCORE, or set torch_compile to false."
         )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 import lit_async_rl as rl
 from benchmarks.common.real_shapes import built, llama32, qwen3, qwen25, tiny
 from lit_async_rl.lab.memory import StepShape, training_memory
+from lit_async_rl.models.compilation import compile_blocks
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.training.module import CHECKPOINTING
@@ -30,10 +31,11 @@ def shapes() -> dict[str, PreTrainedConfig]:
 
 
 LORA_ALONE = ("Qwen2.5-7B",)  # all weights, gradients and moments take 122 GB
+COMPILED = ("Qwen2.5-0.5B",)  # compiling takes longer than everything else that is done with a shape
 
 
-def trained(config: PreTrainedConfig, device: str, lora: LoRA | None) -> dict[str, float]:
-    """Tokens a second of a training step, and its largest memory beside what was counted."""
+def trained(config: PreTrainedConfig, device: str, lora: LoRA | None, compiled: bool = False) -> dict[str, float]:
+    """Tokens a second of a training step, and its largest memory beside what was counted without compiled blocks."""
     width = 512 if device == "cuda" else 32
     shape = StepShape(
         rows=16 if device == "cuda" else 4,
@@ -46,6 +48,8 @@ def trained(config: PreTrainedConfig, device: str, lora: LoRA | None) -> dict[st
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
     module: nn.Module = lm if lora is None else add_lora(lm, lora).to(device)
     policy = CausalPolicy(module, shape.logprob_chunk_tokens)
+    if compiled:
+        compile_blocks(policy.causal_lm)
     batch = batch_of(config.vocab_size, shape.rows, prompt=shape.prompt_tokens, new=shape.completion_tokens)
     batch = tuple(values.to(device) for values in batch)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-6, fused=True)
@@ -117,11 +121,18 @@ def measure(device: str, parts: Parts) -> None:
     """All shapes: training of all weights and of adapters, sampling with and without recorded steps."""
     for name, config in shapes().items():
         config = config if device == "cuda" else tiny(config)
-        kinds: dict[str, LoRA | None] = {"all weights": None, "LoRA": LoRA(rank=32)}
-        for kind, lora in kinds.items():
-            if lora is None and name in LORA_ALONE:
+        kinds: dict[str, tuple[LoRA | None, bool]] = {
+            "all weights": (None, False),
+            "LoRA": (LoRA(rank=32), False),
+            "all weights, compiled": (None, True),
+        }
+        for kind, (lora, compiled) in kinds.items():
+            if (lora is None and name in LORA_ALONE) or (compiled and name not in COMPILED):
                 continue
-            parts.do(f"{name}, {kind}", lambda config=config, lora=lora: trained(config, device, lora))
+            parts.do(
+                f"{name}, {kind}",
+                lambda config=config, lora=lora, compiled=compiled: trained(config, device, lora, compiled=compiled),
+            )
             freed(device)
         for kind, graphs in (("sampling", False), ("sampling, CUDA graphs", True)):
             parts.do(f"{name}, {kind}", lambda config=config, graphs=graphs: sampled(config, device, graphs))

@@ -135,6 +135,7 @@ class FitSettings(DataSettings, total=False):
     logprob_chunk_tokens: int
     lora: LoRA | Mapping[str, Any] | peft.LoraConfig | None
     gradient_checkpointing: bool
+    torch_compile: bool
     sharding: Sharding | Mapping[str, Any]
     dtype: str
     attn_implementation: str | None

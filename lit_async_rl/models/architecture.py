@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 # settings of configurations that limit the number of tokens some layers attend to
 WINDOW_SETTINGS = (
@@ -21,6 +22,11 @@ def body(lm: PreTrainedModel) -> nn.Module:
     """The model below the output head, also if `base_model_prefix` names no submodule (Llama 4, Mllama)."""
     base: nn.Module = lm.base_model
     return getattr(lm, "model", lm) if base is lm else base
+
+
+def is_transformer_block(module: nn.Module) -> bool:
+    """Whether the module is a transformer block of a transformers model."""
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 def context_length(lm: PreTrainedModel) -> int:

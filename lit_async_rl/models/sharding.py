@@ -26,8 +26,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lit_async_rl.models.architecture import is_transformer_block
+from lit_async_rl.models.compilation import is_compiled
 from lit_async_rl.models.loading import WeightFiles, is_on_meta
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharded_checkpoint import WholeFolders
@@ -123,11 +124,6 @@ def shard_frozen(policy: CausalPolicy, mesh: DeviceMesh) -> None:
     """
     Sharding().shard(policy, mesh)
     register_fsdp_forward_method(policy, "features")
-
-
-def is_transformer_block(module: nn.Module) -> bool:
-    """Whether the module is a transformer block of a transformers model."""
-    return isinstance(module, GradientCheckpointingLayer)
 
 
 class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
@@ -226,6 +222,11 @@ def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"trainer.strategy.tensor_parallel_size={mesh.size()} cannot be combined with model.lora, whose layers "
             "have no tensor-parallel plan; set tensor_parallel_size to 1"
+        )
+    if is_compiled(policy.causal_lm):
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size={mesh.size()} cannot be combined with model.torch_compile=true; "
+            "set one of them to its default"
         )
     body = policy.causal_lm.base_model
     styles: dict[str, str] = policy.causal_lm.config.get_text_config().base_model_tp_plan or {}

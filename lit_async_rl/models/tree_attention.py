@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from lit_async_rl.models.compilation import is_compiled
+
 MAKE_A_MASK = frozenset({"doge", "falcon"})  # families that compute another mask from the given one
 CALL_COST = 100_000  # of one call of the kernel, in numbers of a hidden state per pair of tokens: about 25 us
 
@@ -52,10 +54,14 @@ class TreeWork(NamedTuple):
 
 
 def can_split(lm: PreTrainedModel) -> bool:
-    """Whether attention can be split: torch's kernel on a CPU, with heads of one size and the mask that it is given."""
+    """Whether attention can be split: torch's kernel on a CPU, with heads of one size and the mask that it is given.
+
+    Not in compiled blocks, which would be compiled again for each tree.
+    """
     config = lm.config.get_text_config()
     is_plain = config.model_type not in MAKE_A_MASK and getattr(config, "kv_lora_rank", None) is None
-    return is_plain and lm.config._attn_implementation == "sdpa" and lm.device.type == "cpu"
+    is_on_cpu = lm.device.type == "cpu" and not is_compiled(lm)
+    return is_plain and lm.config._attn_implementation == "sdpa" and is_on_cpu
 
 
 def split_is_cheaper(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence[int]) -> bool:

@@ -42,6 +42,7 @@ class SFTModule(PolicyModule):
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        torch_compile: as of `PolicyModule`.
         sharding: how sharding strategies divide the model, and when its weights are read.
         dtype: of the weights.
         attn_implementation: as in transformers; None is its default.
@@ -61,6 +62,7 @@ class SFTModule(PolicyModule):
         logprob_chunk_tokens: int = 4096,
         lora: LoRA | None = None,
         gradient_checkpointing: bool = False,
+        torch_compile: bool = False,
         sharding: Sharding = Sharding(),  # noqa: B008  frozen
         dtype: str = "float32",
         attn_implementation: str | None = None,

@@ -29,6 +29,7 @@ from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.losses.reference_kl import KLEstimator
+from lit_async_rl.models.compilation import compile_blocks
 from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import PrefixTreePacking, SharedPromptPacking
@@ -82,6 +83,7 @@ def load_policies(
     on_meta_device: bool,
     needs_reference: bool,
     gradient_checkpointing: bool,
+    torch_compile: bool,
     **load: Any,
 ) -> tuple[CausalPolicy, CausalPolicy | None]:
     """Policy and reference; the latter is a frozen copy, or None if none is needed or only adapters train.
@@ -94,10 +96,12 @@ def load_policies(
         on_meta_device: whether weights are loaded later, when they are sharded.
         needs_reference: whether there is a KL penalty.
         gradient_checkpointing: whether activations are computed again in the backward pass.
+        torch_compile: whether the transformer blocks are compiled.
         load: further arguments of `load_policy`.
 
     Raises:
-        ValueError: weights that are made here, not loaded, would have to be on the meta device.
+        ValueError: weights that are made here, not loaded, would have to be on the meta device; or the model cannot be
+            compiled.
     """
     random_init = bool(load.get("random_init"))
     rules.refuse(rules.of_weights(model, on_meta_device, random_init, lora=lora))
@@ -122,7 +126,12 @@ def load_policies(
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
         lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
     adapted = lm if lora is None else add_lora(lm, lora, adapter_folder(model))
-    return CausalPolicy(adapted, logprob_chunk_tokens, packing), reference
+    policy = CausalPolicy(adapted, logprob_chunk_tokens, packing)
+    if torch_compile:
+        for part in (policy, reference):
+            if part is not None:
+                compile_blocks(part.causal_lm)
+    return policy, reference
 
 
 # -- The weights in a checkpoint: what training changes, and the digest of the frozen base that adapters belong to
@@ -258,6 +267,8 @@ class PolicyModule(pl.LightningModule):
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        torch_compile: compile the transformer blocks, in the first steps: less memory and faster steps on a GPU, and
+            rounding errors of another size.
         sharding: how sharding strategies divide the policy, and when its weights are read.
         dtype: of the weights; float16 is for weights that do not train, and needs `trainer.precision: 16-mixed`.
         attn_implementation: as in transformers; None is its default, or `eager` where that ignores a setting of the
@@ -295,6 +306,7 @@ class PolicyModule(pl.LightningModule):
         logprob_chunk_tokens: int = 4096,
         lora: LoRA | None = None,
         gradient_checkpointing: bool = False,
+        torch_compile: bool = False,
         sharding: Sharding = Sharding(),  # noqa: B008  frozen
         dtype: str = "float32",
         attn_implementation: str | None = None,
@@ -322,6 +334,7 @@ class PolicyModule(pl.LightningModule):
             kl_estimator=kl_estimator,
             distiller=None if distillation is None else Distiller(distillation),
         )
+        rules.refuse(rules.of_compilation(torch_compile, baseline))
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -336,6 +349,7 @@ class PolicyModule(pl.LightningModule):
             on_meta_device=sharding.meta_device,
             needs_reference=self.objective.needs_reference,
             gradient_checkpointing=gradient_checkpointing,
+            torch_compile=torch_compile,
             dtype=dtype,
             attn_implementation=attn_implementation,
             random_init=random_init,

@@ -12,7 +12,7 @@ from tiny_models import save, tiny_gpt2, tiny_llama, tiny_qwen3
 
 import lit_async_rl as rl
 from lit_async_rl.engines.embedded import engine as engine_module
-from lit_async_rl.engines.embedded.decode_graphs import BLOCK_ROWS, MIN_USES, DecodeGraphs, num_rows
+from lit_async_rl.engines.embedded.decode_graphs import BLOCK_ROWS, MIN_USES, STEPS_AHEAD, DecodeGraphs, num_rows
 from lit_async_rl.models.loading import load_policy
 
 
@@ -57,12 +57,16 @@ def test_replayed_steps_sample_the_same_tokens(family, settings, recorded, tmp_p
         engine = (recording_engine if graphs else own_engine)(lm, tmp_path / str(graphs), num_slots=7)
         requests = seeded([4, 9, 2, 6], max_tokens=150, **settings)  # over a block of positions, and slots used again
         sampled.append(engine.run(requests))
+        assert engine.num_tokens == sum(len(one.token_ids) for samples in sampled[-1] for one in samples)
+        assert engine.num_running == 0
     for alone, together in zip(*sampled, strict=True):
         for expected, found in zip(alone, together, strict=True):
             assert found.token_ids == expected.token_ids
             assert found.versions == expected.versions
             assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert recorded.num_replayed > 100
+    lengths = {len(one.token_ids) % STEPS_AHEAD for samples in sampled[0] for one in samples}
+    assert lengths > {0} or settings, "rows ended within steps that were not waited for"
     assert 2 <= recorded.num_recorded <= 16
 
 

@@ -245,6 +245,7 @@ def main(job: str, output: str, *arguments: str) -> None:
             accumulate,
             stream=setting.endswith("s"),
             gradient_checkpointing=WORLD > 1 and setting == "2x2",
+            torch_compile=WORLD > 1 and setting == "0x1" and strategy != "tp",
             **teacher,
         )
     if RANK == 0:

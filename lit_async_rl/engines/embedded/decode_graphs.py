@@ -34,6 +34,9 @@ Record = Callable[[Step], Step]  # returns a function that repeats the step, whi
 
 BLOCK_POSITIONS = 128  # positions of a graph: a multiple of it, so that a completion of 1,024 tokens needs eight
 BLOCK_ROWS = 32  # rows of a graph: a multiple of it, or a smaller power of two
+# Steps before Python sees what has finished: it waits for the device once for all of them. A finished row keeps its
+# slot for up to three steps more, of some hundreds.
+STEPS_AHEAD = 4
 MIN_USES = 4  # a step is recorded when it is used that often: recording takes as long as some dozens of steps
 
 

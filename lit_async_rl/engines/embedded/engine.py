@@ -42,6 +42,7 @@ from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.architecture import context_length, stored_buffers
+from lit_async_rl.models.compilation import uncompiled
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
 from lit_async_rl.models.self_check import plain_pass
@@ -167,7 +168,8 @@ class EmbeddedEngine(EngineWrapper):
         loop = DecodeLoop(engine.engine.settings, cls.cache_class)
         loop.adopt(lm, owns_weights=False)
         if self_check:
-            check_decoding(loop.slots, side)
+            with uncompiled(lm):
+                check_decoding(loop.slots, side)
         engine.engine = loop
         return engine
 
@@ -481,7 +483,7 @@ class DecodeLoop(RolloutEngine):
     def borrowing(self) -> Iterator[None]:
         """Context of decoding with a model of another object, which may have trained it since the last time."""
         self.slots.invalidate_prompts()  # their keys and values may have been computed with other weights
-        with evaluation_mode(self.slots.lm):
+        with uncompiled(self.slots.lm), evaluation_mode(self.slots.lm):
             yield
 
     def close(self) -> None:

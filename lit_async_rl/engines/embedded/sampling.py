@@ -317,7 +317,9 @@ class RowState:
         self.position[rows] += alive
         self.last[rows] = tokens
         stopped = (tokens[:, None] == self.stops[rows]).any(1)
-        return torch.where(stopped, AT_STOP, REACHED_LIMIT * (count >= self.max_tokens[rows]).long()) * alive
+        outcomes = torch.where(stopped, AT_STOP, REACHED_LIMIT * (count >= self.max_tokens[rows]).long()) * alive
+        self.alive[rows] = torch.where(outcomes == 0, alive, 0)  # further steps may come before Python sees it
+        return outcomes
 
     def completions(self, rows: Sequence[int], lengths: Sequence[int]) -> list[Tokens]:
         """Tokens, log-probabilities and versions of `rows`, in one transfer from the device.

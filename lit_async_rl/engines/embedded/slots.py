@@ -7,6 +7,7 @@ every completion. The rows are compacted once many have finished.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.embedded.decode_graphs import BLOCK_POSITIONS, DecodeGraphs, Record, num_rows
+from lit_async_rl.engines.embedded.decode_graphs import BLOCK_POSITIONS, STEPS_AHEAD, DecodeGraphs, Record, num_rows
 from lit_async_rl.engines.embedded.forward import CachedForward, cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
@@ -406,7 +407,7 @@ class Slots:
         outcomes = self._sample(logits[source], self._index(slots))
         for slot in slots:
             self._offsets[slot] += 1
-        return self._close_finished(outcomes, slots)
+        return self._close_finished(outcomes.tolist(), slots)
 
     def _prefill(
         self, prompts: Sequence[tuple[int, ...]], slots: Sequence[Sequence[int]]
@@ -425,30 +426,38 @@ class Slots:
 
     @torch.no_grad()
     def decode(self, version: int) -> list[Completion]:
-        """Samples one token for every active row."""
+        """Samples one token for every active row; with recorded steps several, before it waits for the device."""
         if self._num_active < 3 / 4 * len(self._owners):
             self._close_holes()
         n = len(self._owners)
-        if self._cache.fit(self._longest + 1):  # free rows are written to, too, now inside of longer cached prompts
+        graphs = self._graphs if self._rows.heads.width is None else None
+        # the device ends rows at their last token by itself, but only Python finds stop strings
+        steps = 1 if graphs is None or self._stop_check.is_active else STEPS_AHEAD
+        if self._cache.fit(self._longest + steps):  # free rows are written to, too, now inside of longer cached prompts
             self.invalidate_prompts(longer_than=self._cache.max_len)
         if self._order.is_due:
             lengths = [0 if owner is None else self._position(row) for row, owner in enumerate(self._owners)]
             sources, targets = self._order.sort(lengths, self._cache.max_len)
             self._move(sources, targets)
         num_long, short_len = self._order.step(n)
-        self.num_tokens += self._num_active
         self._rows.version.fill_(version)
-        if self._graphs is None or self._rows.heads.width is not None:
-            outcomes = self._decode_rows(n, num_long=num_long, short_len=short_len)
+        if graphs is None:
+            outcomes = self._decode_rows(n, num_long=num_long, short_len=short_len)[None]
         else:
-            padded = num_rows(n, self.num_slots)
-            outcomes = self._graphs.run(
-                lambda: self._decode_rows(padded, num_long=padded, short_len=0),
-                rows=padded,
-                key=(self._cache.max_len, self._rows.flags, self._stop_check.is_active),
-            )
-        self._num_steps += 1
-        return self._close_finished(outcomes[:, :n], range(n))
+            outcomes = torch.stack([self._replay(graphs, n).clone() for _ in range(steps)])
+        finished = []
+        for of_step in outcomes.tolist():
+            self.num_tokens += self._num_active
+            self._num_steps += 1
+            finished += self._close_finished(of_step, range(n))
+        return finished
+
+    def _replay(self, graphs: DecodeGraphs, n: int) -> Int[Tensor, "kinds n"]:
+        """`_decode_rows` of the first n slots as a recorded step, whose next replay overwrites the result."""
+        padded = num_rows(n, self.num_slots)
+        key = (self._cache.max_len, self._rows.flags, self._stop_check.is_active)
+        step = partial(self._decode_rows, padded, num_long=padded, short_len=0)
+        return graphs.run(step, rows=padded, key=key)[:, :n]
 
     def _decode_rows(self, n: int, num_long: int, short_len: int) -> Int[Tensor, "kinds n"]:
         """A decode step of the first n slots, on the device alone; returns what `_sample` does."""
@@ -467,21 +476,21 @@ class Slots:
             Outcomes of the rows, and with stop strings a second line: whether a row may be at one.
         """
         tokens, logprobs = self._rows.sample(rows, logits, self.generator)
+        candidates = self._stop_check.candidates(rows, tokens)  # before a row ends at its largest number of tokens
         outcomes = self._rows.append(rows, tokens, logprobs)
-        candidates = self._stop_check.candidates(rows, tokens)
         return outcomes[None] if candidates is None else torch.stack([outcomes, candidates])
 
-    def _close_finished(self, outcomes: Int[Tensor, "kinds n"], slots: Sequence[int]) -> list[Completion]:
+    def _close_finished(self, outcomes: list[list[int]], slots: Sequence[int]) -> list[Completion]:
         """Closes the rows that have finished, and returns their completions.
 
-        Waits once for the device, for the outcomes of all rows; for completions and possible stop strings once more.
+        Waits for the device if there are completions, or possible stop strings.
 
         Args:
             outcomes: result of `_sample`.
             slots: the rows of `outcomes`.
         """
         self._longest += 1
-        found, *candidates = outcomes.tolist()
+        found, *candidates = outcomes
         if candidates:
             self._find_stop_strings(found, candidates[0], slots)
         if not any(found):
