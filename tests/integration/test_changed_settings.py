@@ -11,6 +11,7 @@ from lit_async_rl.callbacks import ThroughputMonitor
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.replay.buffer import ReplayBuffer
+from lit_async_rl.rollouts.resume import _ANSWERS, _changed_settings
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,16 @@ def test_state_among_the_settings_of_another_librarys_optimizer_stays(tmp_path):
     fit(make_module(optimizer=Counting), make_data(), 2, [save])
     fit(make_module(optimizer=Counting), make_data(), 3, [look], str(path))
     assert found == [3]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "is_changed"),
+    [("1", "1", False), ("1", "2", True), (None, "2", False), ("1", None, False)],
+)
+def test_other_answers_of_prompts_are_a_change_where_both_are_known(saved, now, is_changed):
+    before, after = ({"data.sampling": {}, _ANSWERS: answers} for answers in (saved, now))
+    changed, has_new_rewards = _changed_settings(before, after, keeps_rewards=False)
+    assert (bool(changed), has_new_rewards) == (is_changed, is_changed)
 
 
 def always(value, prompt, completion):

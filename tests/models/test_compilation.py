@@ -87,9 +87,7 @@ def test_what_cannot_be_compiled_is_refused(tmp_path):
     module = make_module(torch_compile=True, loss=Reinforce(), baseline=rl.OptimalBaseline(norms=Norms.SCORE))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(
-            ValueError, match=r"tensor_parallel_size=2 cannot be combined with model.torch_compile"
-        ):
+        with pytest.raises(ValueError, match=r"tensor_parallel_size=2 cannot be combined with model.torch_compile"):
             _divide_layers(module.policy, init_device_mesh("cpu", (2,)))
     finally:
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from flow import MODEL, fit, make_data, make_module, parameters
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA
@@ -53,6 +54,17 @@ def test_an_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it():
         )
     assert entropies[1.0] > entropies[0.0] + 0.05
     assert entropies[-1.0] < entropies[0.0] - 0.05
+
+
+def test_gradients_are_freed_with_the_step():
+    """Publication and the next activations need their memory."""
+
+    held = []
+    count = LambdaCallback(
+        on_train_batch_end=lambda trainer, module, *_: held.append(sum(p.grad is not None for p in module.parameters()))
+    )
+    fit(make_module(), make_data(max_staleness=0), 2, [count])
+    assert held == [0, 0]
 
 
 def test_gradient_checkpointing_changes_no_result():
