@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
+from scipy.stats import t as student
 
 from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
@@ -250,6 +251,47 @@ def controller_on_healthy_runs() -> str:
     return markdown(["regime", "loss", "lag", "pairs", "mean difference of the accuracy", "largest"], rows)
 
 
+def controller_pairs() -> str:
+    """Pairs of runs that need no controller, with the ladder correction, rate, bound and without it."""
+    runs = runs_of("controller_pairs")
+    if runs is None:
+        return _not_run("controller_pairs")
+    rows = []
+    for (regime, method, lag), group in runs[runs["method"].str.contains("controller")].groupby(
+        ["regime", "method", "lag"]
+    ):
+        loss = str(method).split("+")[0]
+        without = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
+        pairs = group.set_index("seed")["final"] - without.set_index("seed")["final"]
+        changed = int((group["controller_changes"] > 0).sum())
+        difference = pm(*interval(pairs), 3)
+        rows.append([str(regime), loss, str(lag), difference, f"{pairs.abs().max():.3f}", f"{changed} of {len(group)}"])
+    return markdown(["regime", "loss", "lag", "difference of the accuracy", "largest", "runs that it changed"], rows)
+
+
+def blend() -> str:
+    """The blend of two estimators beside each of them alone, and the difference to the better one, seed by seed."""
+    runs = runs_of("blend")
+    if runs is None:
+        return _not_run("blend")
+    parts = runs["method"].str.replace("+steps_400", "").str.split("+", expand=True).reindex(columns=[0, 1])
+    runs = runs.assign(estimator=parts[0], rollouts=np.where(parts[1] == "batch_32", 32, 128))
+    rows = []
+    for (rollouts, lag), group in runs.groupby(["rollouts", "lag"]):
+        finals = group.pivot(index="seed", columns="estimator", values="final")
+        better = finals[["blend_sequence", "blend_token"]].mean().idxmax()
+        pairs = (finals["estimator_blend"] - finals[better]).dropna()
+        least = pairs.mean() - student.ppf(0.95, len(pairs) - 1) * pairs.std(ddof=1) / math.sqrt(len(pairs))
+        share = group[group["estimator"] == "estimator_blend"]["blend_share"].mean()
+        accuracies = [pm(*interval(finals[name]), 3) for name in ("blend_sequence", "blend_token", "estimator_blend")]
+        counted = generations(group["steps"].max(), int(lag))
+        rows.append(
+            [str(rollouts), str(lag), counted, *accuracies, f"{share:.2f}", f"{pairs.mean():.3f}", f"{least:.3f}"]
+        )
+    head = ["rollouts", "lag", "generations", "sequence weights", "token weights", "blend", "share of the former"]
+    return markdown([*head, "blend less the better", "at least (one-sided 95 %)"], rows)
+
+
 def mismatch() -> str:
     """Accuracy with engines that are not quite the trainer."""
     runs = runs_of("mismatch")
@@ -370,6 +412,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "controller": controller,
     "controller_on_healthy_runs": controller_on_healthy_runs,
     "hard": hard,
+    "controller_pairs": controller_pairs,
+    "blend": blend,
     "very_stale": very_stale,
     "mismatch": mismatch,
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),

@@ -64,6 +64,8 @@ def _cell(settings: dict[str, object], rows: pd.DataFrame) -> dict[str, object]:
         "staleness": stale["staleness_mean"].mean(),
         "low_ess_step": low[low < LOW_ESS].index.min(),
         "fall_step": fallen.index.min(),
+        "controller_changes": rows["controller_changes"].max(),
+        "blend_share": rows["blend_share"].mean(),
         "tokens": rows["tokens"].max(),
         "cpu_s": rows["cpu_s"].max(),
     }

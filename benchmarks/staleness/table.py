@@ -39,8 +39,17 @@ COLUMNS = {
     "drift/step": "drift_step",
     "drift/stale": "drift_stale",
     "drift/radius": "drift_radius",
+    "controller/num_changes": "controller_changes",
+    "blend/share": "blend_share",
 }
-NOT_IN_OLD_TABLES = {"reward_sampled", "drift_step", "drift_stale", "drift_radius"}
+NOT_IN_OLD_TABLES = {
+    "reward_sampled",
+    "drift_step",
+    "drift_stale",
+    "drift_radius",
+    "controller_changes",
+    "blend_share",
+}
 CPU = "cpu"  # where the runs of a table trained that does not name their device
 
 
