@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.attention import eager_kernels
-from lit_async_rl.models.compilation import uncompiled
 from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.utils.device_memory import is_out_of_memory
@@ -77,7 +76,7 @@ def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[
     results = []
     kind = lm.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    with eager_kernels(lm), uncompiled(lm), torch.autocast(kind, enabled=False):
+    with eager_kernels(lm), torch.autocast(kind, enabled=False):
         logits = lm(input_ids=tokens, use_cache=False).logits
     for ids, row, own in zip(sequences, tokens, logits, strict=True):
         own = own[: len(ids) - 1]

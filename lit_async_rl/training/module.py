@@ -29,7 +29,7 @@ from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.losses.reference_kl import KLEstimator
-from lit_async_rl.models.compilation import compile_blocks
+from lit_async_rl.models.compilation import compile_blocks, is_compiled
 from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import PrefixTreePacking, SharedPromptPacking
@@ -126,12 +126,9 @@ def load_policies(
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
         lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
     adapted = lm if lora is None else add_lora(lm, lora, adapter_folder(model))
-    policy = CausalPolicy(adapted, logprob_chunk_tokens, packing)
     if torch_compile:
-        for part in (policy, reference):
-            if part is not None:
-                compile_blocks(part.causal_lm)
-    return policy, reference
+        compile_blocks(lm)
+    return CausalPolicy(adapted, logprob_chunk_tokens, packing), reference
 
 
 # -- The weights in a checkpoint: what training changes, and the digest of the frozen base that adapters belong to
@@ -267,8 +264,8 @@ class PolicyModule(pl.LightningModule):
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
-        torch_compile: compile the transformer blocks, in the first steps: less memory and faster steps on a GPU, and
-            rounding errors of another size.
+        torch_compile: compile the transformer blocks, in the first steps; other rounding errors. For models without
+            routed experts, and without tensor parallelism.
         sharding: how sharding strategies divide the policy, and when its weights are read.
         dtype: of the weights; float16 is for weights that do not train, and needs `trainer.precision: 16-mixed`.
         attn_implementation: as in transformers; None is its default, or `eager` where that ignores a setting of the
@@ -478,6 +475,14 @@ class PolicyModule(pl.LightningModule):
                 for gradient in gradients(optimizer):
                     gradient.mul_(self._gradient_scale)
         self.steps.guard.accumulated()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compiled blocks that are computed again are so in the thread that compiled them.
+
+        In another one they would be compiled anew, as its number of threads may differ, and keep other tensors then.
+        """
+        with torch.autograd.set_multithreading_enabled(not is_compiled(self.policy.causal_lm)):
+            super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises if micro-batches of the step are missing; after all callbacks, one of which may drop the gradients."""

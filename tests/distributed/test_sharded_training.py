@@ -68,9 +68,9 @@ def single(tmp_path_factory):
     ],
 )
 def test_two_processes_reach_the_losses_of_one(strategy, single, tmp_path):
-    """Ten steps: synchronous (the two processes with compiled blocks); two versions stale with two micro-batches
-    (the two processes with checkpointed ones); synchronous with streamed groups; and two versions stale with a teacher
-    beside the reward.
+    """Ten steps: synchronous (the two processes with compiled and checkpointed blocks); two versions stale with two
+    micro-batches (the two processes with checkpointed ones); synchronous with streamed groups; and two versions stale
+    with a teacher beside the reward.
     """
     launch(SCRIPT, [f"{strategy}:0x1,2x2,0x2s,2x2d", str(tmp_path / "two.json")], 2, timeout_s=200)
     two = json.loads((tmp_path / "two.json").read_text())

@@ -244,7 +244,7 @@ def main(job: str, output: str, *arguments: str) -> None:
             staleness,
             accumulate,
             stream=setting.endswith("s"),
-            gradient_checkpointing=WORLD > 1 and setting == "2x2",
+            gradient_checkpointing=WORLD > 1 and setting in ("0x1", "2x2"),
             torch_compile=WORLD > 1 and setting == "0x1" and strategy != "tp",
             **teacher,
         )

@@ -42,7 +42,6 @@ from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.architecture import context_length, stored_buffers
-from lit_async_rl.models.compilation import uncompiled
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
 from lit_async_rl.models.self_check import plain_pass
@@ -92,9 +91,9 @@ class EmbeddedEngine(EngineWrapper):
             differ.
         own_process: generate in a child process. The trainer then does not share the GIL, which matters most for small
             models.
-        cuda_graphs: record each decode step once as a CUDA graph and replay it, which saves the time in which Python
-            launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, in a process of their own. With
-            `in_flight_weight_updates: false`, each batch records anew.
+        cuda_graphs: record each decode step once as a CUDA graph and replay it, four tokens at a time, which saves the
+            time in which Python launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, in a process of their
+            own. With `in_flight_weight_updates: false`, each batch records anew.
 
     Attributes:
         engine: the decode loop, or the process that runs it.
@@ -168,8 +167,7 @@ class EmbeddedEngine(EngineWrapper):
         loop = DecodeLoop(engine.engine.settings, cls.cache_class)
         loop.adopt(lm, owns_weights=False)
         if self_check:
-            with uncompiled(lm):
-                check_decoding(loop.slots, side)
+            check_decoding(loop.slots, side)
         engine.engine = loop
         return engine
 
@@ -483,7 +481,7 @@ class DecodeLoop(RolloutEngine):
     def borrowing(self) -> Iterator[None]:
         """Context of decoding with a model of another object, which may have trained it since the last time."""
         self.slots.invalidate_prompts()  # their keys and values may have been computed with other weights
-        with uncompiled(self.slots.lm), evaluation_mode(self.slots.lm):
+        with evaluation_mode(self.slots.lm):
             yield
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ class SlotCache:
     def fit(self, length: int) -> bool:
         """Sets M for rows of `length` positions; returns whether M shrank, after which longer slots are overwritten."""
         previous = self.max_len
-        self.max_len = max(length, min(-(-length // self.block_positions) * self.block_positions, self.max_positions))
+        self.max_len = min(-(-length // self.block_positions) * self.block_positions, self.max_positions)
         if self.max_len <= self._capacity:
             return self.max_len < previous
         before = self._capacity
