@@ -182,45 +182,37 @@ def controller() -> str:
 
 
 def hard() -> str:
-    """Those runs of `controller` that were repeated with the ladder correction, rate, bound: how many keep half."""
+    """Of runs at rates that are too high, how many keep half of the synchronous gain, with a controller and without."""
     runs = runs_of("hard")
     before = runs_of("controller")
     results = runs_of("results")
     if runs is None or before is None or results is None:
         return _not_run("hard")
-    tables = pd.concat([before, runs]).drop_duplicates(CELL, keep="last").set_index(CELL)
+    corrected = runs.set_index(CELL)
     earlier = before.set_index(CELL)
     rows = []
     total = [0, 0, 0, 0, 0]
     new = runs[runs["method"].str.contains("controller")]
     for (regime, method, lag), group in new.groupby(["regime", "method", "lag"]):
         gain = synchronous_gain(synchronous(results, str(regime)))
+        loss = str(method).split("+")[0]
         keys = [tuple(key) for key in group[CELL].itertuples(index=False)]
-        corrected = [(key[0], CORRECTED, *key[2:]) for key in keys]
-        corrected = [key for key in corrected if key in tables.index]
-        counts = [len(keys), _keeping(tables.loc[keys], gain), _keeping(earlier.loc[keys], gain)]
-        counts += [_keeping(tables.loc[corrected], gain), len(corrected)]
+        alone, fixed = ([(key[0], other, *key[2:]) for key in keys] for other in (loss, CORRECTED))
+        tables = [group, earlier.loc[keys], earlier.loc[alone], corrected.loc[fixed]]
+        counts = [len(keys), *(_keeping(table, gain) for table in tables)]
         total = [a + b for a, b in zip(total, counts, strict=True)]
-        rows.append([str(regime), str(method).split("+")[0], str(lag), *_shares(counts)])
-    low, high = binomtest(total[1], total[0]).proportion_ci(method="exact") if total[0] else (math.nan, math.nan)
-    rows.append(["all", "", "", *_shares(total)])
-    table = markdown(
-        ["regime", "loss", "lag", "present version", "earlier version", f"`{CORRECTED}` from the start"], rows
-    )
+        rows.append([str(regime), loss, str(lag), generations(group["steps"].max(), int(lag)), *map(str, counts)])
+    low, high = binomtest(total[1], total[0]).proportion_ci(method="exact")
+    rows.append(["all", "", "", "", *map(str, total)])
+    head = ["regime", "loss", "lag", "generations", "runs", "with the controller", "with an earlier version"]
+    table = markdown([*head, "without it", f"`{CORRECTED}` from the start"], rows)
     share = f"{total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})"
-    of_runs = "Of the runs repeated with the present version of the controller, a share of"
-    return f"{table}\n\n{of_runs} {share} keeps half of the gain."
+    return f"{table}\n\nWith the controller, a share of {share} of the runs keeps half of the synchronous gain."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:
     """How many end at half of the synchronous gain or above."""
     return int((runs["final"] - runs["start"] >= HALF * gain).sum())
-
-
-def _shares(counts: list[int]) -> list[str]:
-    number, new, old, corrected, num_corrected = counts
-    of_corrected = f"{corrected} of {num_corrected}" if num_corrected else ""
-    return [f"{new} of {number}", f"{old} of {number}", of_corrected]
 
 
 def lost(runs: pd.DataFrame, gain: float) -> tuple[str, str]:
@@ -271,25 +263,29 @@ def controller_pairs() -> str:
 
 def blend() -> str:
     """The blend of two estimators beside each of them alone, and the difference to the better one, seed by seed."""
-    runs = runs_of("blend")
-    if runs is None:
-        return _not_run("blend")
+    rows = []
+    for name, blended, least_samples in (("blend", "estimator_blend", 32), ("blend_quarter", "blend_8", 8)):
+        if (runs := runs_of(name)) is not None:
+            rows += _blended(runs, blended, least_samples)
+    head = ["rollouts", "least samples", "lag", "generations", "sequence weights", "token weights", "blend"]
+    return markdown([*head, "share of the former", "blend less the better", "at least (one-sided 95 %)"], rows)
+
+
+def _blended(runs: pd.DataFrame, blended: str, least_samples: int) -> list[list[str]]:
     parts = runs["method"].str.replace("+steps_400", "").str.split("+", expand=True).reindex(columns=[0, 1])
     runs = runs.assign(estimator=parts[0], rollouts=np.where(parts[1] == "batch_32", 32, 128))
     rows = []
     for (rollouts, lag), group in runs.groupby(["rollouts", "lag"]):
         finals = group.pivot(index="seed", columns="estimator", values="final")
         better = finals[["blend_sequence", "blend_token"]].mean().idxmax()
-        pairs = (finals["estimator_blend"] - finals[better]).dropna()
+        pairs = (finals[blended] - finals[better]).dropna()
         least = pairs.mean() - student.ppf(0.95, len(pairs) - 1) * pairs.std(ddof=1) / math.sqrt(len(pairs))
-        share = group[group["estimator"] == "estimator_blend"]["blend_share"].mean()
-        accuracies = [pm(*interval(finals[name]), 3) for name in ("blend_sequence", "blend_token", "estimator_blend")]
+        share = group[group["estimator"] == blended]["blend_share"].mean()
+        accuracies = [pm(*interval(finals[name]), 3) for name in ("blend_sequence", "blend_token", blended)]
         counted = generations(group["steps"].max(), int(lag))
-        rows.append(
-            [str(rollouts), str(lag), counted, *accuracies, f"{share:.2f}", f"{pairs.mean():.3f}", f"{least:.3f}"]
-        )
-    head = ["rollouts", "lag", "generations", "sequence weights", "token weights", "blend", "share of the former"]
-    return markdown([*head, "blend less the better", "at least (one-sided 95 %)"], rows)
+        against = [f"{share:.2f}", f"{pairs.mean():.3f}", f"{least:.3f}"]
+        rows.append([str(rollouts), str(least_samples), str(lag), counted, *accuracies, *against])
+    return rows
 
 
 def mismatch() -> str:
