@@ -40,12 +40,12 @@ class EstimatorBlend(SignalCallback):
             correction=rl.BlendedIS(),
             baseline=rl.OptimalBaseline(),
         )
-        callbacks = [rl.EstimatorBlend(min_samples=32)]
+        callbacks = [rl.EstimatorBlend()]
         ```
 
     Args:
         min_samples: effective samples below which only token weights are used; from 1.5 times as many on only sequence
-            weights are.
+            weights are. None is a quarter of the step's completions.
         num_steps: steps of the geometric mean.
         optimizer: optimizer of the policy, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
@@ -58,7 +58,7 @@ class EstimatorBlend(SignalCallback):
 
     def __init__(
         self,
-        min_samples: float = 32.0,
+        min_samples: float | None = None,
         num_steps: int = 8,
         optimizer: int | str | None = None,
         extract: Extract | None = None,
@@ -69,6 +69,7 @@ class EstimatorBlend(SignalCallback):
         self.min_samples = min_samples
         self.num_steps = num_steps
         self._logs: deque[float] = deque(maxlen=num_steps)
+        self._least = math.inf  # `min_samples`, or what it is by the last step
 
     @property
     def without_signals(self) -> str:
@@ -80,7 +81,7 @@ class EstimatorBlend(SignalCallback):
         if not self._logs:
             return 0.0
         mean = math.exp(math.fsum(self._logs) / len(self._logs))
-        return min(1.0, max(0.0, (mean / self.min_samples - 1) / self.WIDTH))
+        return min(1.0, max(0.0, (mean / self._least - 1) / self.WIDTH))
 
     def reset(self) -> None:
         self._logs.clear()
@@ -98,6 +99,7 @@ class EstimatorBlend(SignalCallback):
         num_samples = signals.ess_ratio * signals.num_samples
         pl_module.log("blend/num_samples", num_samples)
         self._logs.append(math.log(num_samples))
+        self._least = signals.num_samples / 4 if self.min_samples is None else self.min_samples
         self._set(pl_module)
 
     def _set(self, pl_module: AnyModule) -> None:
@@ -106,8 +108,9 @@ class EstimatorBlend(SignalCallback):
             objective.correction.share = self.share
 
     def state_dict(self) -> dict[str, Any]:
-        return {"logs": list(self._logs)}
+        return {"logs": list(self._logs), "least": self._least}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the last steps; `on_train_start` sets the share."""
         self._logs = deque(state_dict["logs"], maxlen=self.num_steps)
+        self._least = state_dict.get("least", 32.0) if self.min_samples is None else self.min_samples

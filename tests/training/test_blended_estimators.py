@@ -157,7 +157,7 @@ def observed(sizes, num_samples=64, **settings):
 def test_the_share_follows_the_geometric_mean_of_the_eight_steps_before():
     drawn = random.Random(1)
     sizes = [drawn.uniform(20, 64) for _ in range(30)]
-    shares, _ = observed(sizes)
+    shares, _ = observed(sizes, min_samples=32.0)
     assert shares[0] == 0
     for step in range(1, 31):
         before = sizes[max(0, step - 8) : step]
@@ -167,18 +167,24 @@ def test_the_share_follows_the_geometric_mean_of_the_eight_steps_before():
 
 
 def test_a_step_without_signals_changes_nothing_and_the_limits_are_those_of_the_setting():
-    assert observed([60, None])[0] == [0.0, 1.0, 1.0]
-    assert observed([31.9])[0][-1] == 0
-    assert observed([48.1])[0][-1] == 1
+    assert observed([60, None], min_samples=32.0)[0] == [0.0, 1.0, 1.0]
+    assert observed([31.9], min_samples=32.0)[0][-1] == 0
+    assert observed([48.1], min_samples=32.0)[0][-1] == 1
     assert observed([10], min_samples=8.0)[0][-1] == pytest.approx(0.5)
     assert observed([64, 64, 1], num_steps=1)[0] == [0, 1, 1, 0]
 
 
+def test_without_a_setting_a_quarter_of_the_completions_must_be_effective():
+    assert observed([15.9, 20.0, 24.1], num_steps=1)[0] == pytest.approx([0, 0, 0.5, 1])  # of 64
+    assert observed([10.0], num_samples=32)[0] == pytest.approx([0, 0.5])
+
+
 def test_its_state_is_what_the_share_needs():
-    _, callback = observed([40.0, 50.0])
-    other = rl.EstimatorBlend()
-    other.load_state_dict(callback.state_dict())
-    assert other.share == callback.share > 0
+    for settings in ({}, {"min_samples": 32.0}):
+        _, callback = observed([20.0, 19.0] if not settings else [40.0, 41.0], **settings)
+        other = rl.EstimatorBlend(**settings)
+        other.load_state_dict(callback.state_dict())
+        assert 1 > other.share == callback.share > 0
 
 
 @pytest.mark.parametrize("setting", [dict(min_samples=0.0), dict(min_samples=math.nan), dict(num_steps=0)])
