@@ -268,7 +268,7 @@ def blend() -> str:
         if (runs := runs_of(name)) is not None:
             rows += _blended(runs, blended, least_samples)
     head = ["rollouts", "least samples", "lag", "generations", "sequence weights", "token weights", "blend"]
-    return markdown([*head, "share of the former", "blend less the better", "at least (one-sided 95 %)"], rows)
+    return markdown([*head, "share of sequence weights", "blend less the better", "at least (one-sided 95 %)"], rows)
 
 
 def _blended(runs: pd.DataFrame, blended: str, least_samples: int) -> list[list[str]]:
