@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "benchmarks/gpu_acceptance", "--device", "cpu", "--only", "shapes", "--output"]
+COMMAND = [sys.executable, "benchmarks/gpu_acceptance", "--device", "cpu", "--only", "generate", "--output"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_a_killed_check_goes_on_with_the_parts_that_are_missing(tmp_path):
     output = tmp_path / "gpu.json"
     parts = tmp_path / "gpu.parts.jsonl"
@@ -27,12 +27,12 @@ def test_a_killed_check_goes_on_with_the_parts_that_are_missing(tmp_path):
     assert len(before) >= 2
     time.sleep(1)  # the check has ended with its parent: it would go on writing
     assert len(parts.read_text().splitlines()) <= len(before) + 1
-    done = subprocess.run([*COMMAND, str(output)], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run([*COMMAND, str(output)], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     after = parts.read_text().splitlines()
     assert after[: len(before)] == before
     names = [json.loads(line)["part"] for line in after]
-    assert len(names) == len(set(names)) == 19  # five shapes; of the largest, adapters alone are trained
+    assert len(names) == len(set(names)) == 4  # with and without graphs; both caches of transformers
     (result,) = json.loads(output.read_text())["results"]
     assert result["ok"]
-    assert result["numbers"]["Qwen2.5-7B, LoRA: tokens_per_s"] > 0
+    assert result["numbers"]["generate, static cache: tokens_per_s"] > 0
