@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from flow import make_data
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -288,3 +289,8 @@ def test_a_ring_that_is_full_takes_the_groups_of_an_interrupted_step_back_once()
     assert again.lose() == [], "three wait"
     finish_some(again, 1)
     assert again.lose() == [2], "the capacity counts again"
+
+
+def test_a_new_bound_is_a_number_of_versions():
+    with pytest.raises(ValueError, match=r"data\.max_staleness must be >= 0, got -1"):
+        make_data(max_staleness=2).set_max_staleness(-1)

@@ -209,6 +209,12 @@ def test_lengths_with_a_tail_are_mostly_short_and_sometimes_ten_times_as_long():
     assert lengths[-30] == lengths[-1] == 30
 
 
+@pytest.mark.parametrize("num_digits", [1, 3])
+def test_summands_have_at_most_so_many_digits_and_some_have_them(num_digits):
+    texts = "".join(Addition(num_digits, size=40)[n].text for n in range(40))
+    assert max(len(number) for number in re.findall(r"\d+", texts)) == num_digits
+
+
 @pytest.mark.parametrize("changes", [{"num_digits": 1}, {"min_digits": 9}, {"tail": 0.0}], ids=str)
 def test_settings_of_digits_out_of_range_are_refused(changes):
     (name,) = changes
