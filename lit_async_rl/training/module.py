@@ -29,7 +29,7 @@ from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.losses.reference_kl import KLEstimator
-from lit_async_rl.models.compilation import compile_blocks, is_compiled
+from lit_async_rl.models.compilation import compile_blocks
 from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import PrefixTreePacking, SharedPromptPacking
@@ -364,6 +364,7 @@ class PolicyModule(pl.LightningModule):
         self.validator = Validator()
         self._validated: tuple[int, int] | None = None  # weights of the last validation within a fit
         self._gradient_scale = 1.0
+        self._is_compiled = torch_compile
 
     @property
     def wants_whole_groups(self) -> bool:
@@ -481,7 +482,7 @@ class PolicyModule(pl.LightningModule):
 
         In another one they would be compiled anew, as its number of threads may differ, and keep other tensors then.
         """
-        with torch.autograd.set_multithreading_enabled(not is_compiled(self.policy.causal_lm)):
+        with torch.autograd.set_multithreading_enabled(not self._is_compiled):
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
