@@ -34,7 +34,7 @@ LORA_ALONE = ("Qwen2.5-7B",)  # all weights, gradients and moments take 122 GB
 COMPILED = ("Qwen2.5-0.5B",)  # compiling takes longer than everything else that is done with a shape
 
 
-def trained(config: PreTrainedConfig, device: str, lora: LoRA | None, compiled: bool = False) -> dict[str, float]:
+def trained(config: PreTrainedConfig, device: str, lora: LoRA | None, compiled: bool) -> dict[str, float]:
     """Tokens a second of a training step, and its largest memory beside what was counted without compiled blocks."""
     width = 512 if device == "cuda" else 32
     shape = StepShape(

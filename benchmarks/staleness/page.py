@@ -221,11 +221,11 @@ def lost(runs: pd.DataFrame, gain: float) -> tuple[str, str]:
     return f"{is_below.sum()} of {len(runs)}", str((is_below & runs["collapsed"]).sum())
 
 
-def controller_on_healthy_runs() -> str:
-    """Pairs of runs at the stable rate, with and without it."""
-    runs = runs_of("controller")
+def controller_pairs(name: str) -> str:
+    """Pairs of runs of a table at the stable rate, with `StalenessController` and without it."""
+    runs = runs_of(name)
     if runs is None:
-        return _not_run("controller")
+        return _not_run(name)
     healthy = runs[runs["learning_rate_scale"] == 1]
     model = runs_of("smollm2")
     both = healthy if model is None else pd.concat([healthy, model[model["learning_rate_scale"] == 1]])
@@ -236,29 +236,12 @@ def controller_on_healthy_runs() -> str:
     ):
         loss = str(method).split("+")[0]
         keys = [(regime, lag, seed) for seed in group["seed"] if (regime, lag, seed, loss) in finals.index]
-        differences = [finals[(*key, method)] - finals[(*key, loss)] for key in keys]
-        largest = max((abs(difference) for difference in differences), default=math.nan)
-        mean = sum(differences) / len(differences) if differences else math.nan
-        rows.append([str(regime), loss, str(lag), str(len(keys)), f"{mean:.4f}", f"{largest:.4f}"])
-    return markdown(["regime", "loss", "lag", "pairs", "mean difference of the accuracy", "largest"], rows)
-
-
-def controller_pairs() -> str:
-    """Pairs of runs that need no controller, with the ladder correction, rate, bound and without it."""
-    runs = runs_of("controller_pairs")
-    if runs is None:
-        return _not_run("controller_pairs")
-    rows = []
-    for (regime, method, lag), group in runs[runs["method"].str.contains("controller")].groupby(
-        ["regime", "method", "lag"]
-    ):
-        loss = str(method).split("+")[0]
-        without = runs[(runs["regime"] == regime) & (runs["method"] == loss) & (runs["lag"] == lag)]
-        pairs = group.set_index("seed")["final"] - without.set_index("seed")["final"]
-        changed = int((group["controller_changes"] > 0).sum())
-        difference = pm(*interval(pairs), 3)
-        rows.append([str(regime), loss, str(lag), difference, f"{pairs.abs().max():.3f}", f"{changed} of {len(group)}"])
-    return markdown(["regime", "loss", "lag", "difference of the accuracy", "largest", "runs that it changed"], rows)
+        pairs = pd.Series([finals[(*key, method)] - finals[(*key, loss)] for key in keys], dtype=float)
+        changes = group["controller_changes"].dropna()  # not in old tables
+        changed = f"{(changes > 0).sum()} of {len(changes)}" if len(changes) else ""
+        counted = [str(len(keys)), pm(*interval(pairs), 4), f"{pairs.abs().max():.4f}", changed]
+        rows.append([str(regime), loss, str(lag), *counted])
+    return markdown(["regime", "loss", "lag", "pairs", "difference of the accuracy", "largest", "changed"], rows)
 
 
 def blend() -> str:
@@ -406,9 +389,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "language_model_long": partial(language_model, "smollm2_long"),
     "language_model_kept": language_model_kept,
     "controller": controller,
-    "controller_on_healthy_runs": controller_on_healthy_runs,
+    "controller_on_healthy_runs": partial(controller_pairs, "controller"),
     "hard": hard,
-    "controller_pairs": controller_pairs,
+    "controller_pairs": partial(controller_pairs, "controller_pairs"),
     "blend": blend,
     "very_stale": very_stale,
     "mismatch": mismatch,

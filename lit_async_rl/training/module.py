@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, get_args
 
@@ -482,7 +483,7 @@ class PolicyModule(pl.LightningModule):
 
         In another one they would be compiled anew, as its number of threads may differ, and keep other tensors then.
         """
-        with torch.autograd.set_multithreading_enabled(not self._is_compiled):
+        with torch.autograd.set_multithreading_enabled(False) if self._is_compiled else nullcontext():
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
