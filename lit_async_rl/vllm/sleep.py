@@ -1,156 +1,19 @@
-"""Base class of engines that generate in other processes: requests, weight updates, sleep."""
+"""Sleep of vLLM while a trainer on the same GPU trains, and the gate that holds requests until it is awake."""
 
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from torch import Tensor
-
-from lit_async_rl.engines.base import RolloutEngine, check_request
-from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.models.loading import load_config
-from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.types import GenerationRequest
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.device_memory import free_cached_memory
 from lit_async_rl.vllm.engine_arguments import is_cpu_build
 from lit_async_rl.vllm.file_transfer import FileTransfer
 from lit_async_rl.vllm.process import VLLMProcess
-from lit_async_rl.vllm.requests import RequestBook, check_sampling
 from lit_async_rl.vllm.weight_transfer import WeightTransfer
-
-
-class BackgroundEngine(RolloutEngine):
-    """Engine around a `RequestBook`, which the calling threads share with the generating thread or processes.
-
-    Subclasses start and end requests (`_launch`, `_cancel`) and publish weights (`_publish`). The first failure is
-    recorded in the book; afterwards every call raises it, and nothing is sampled.
-
-    Args:
-        name: name of the generating side, for messages.
-        transfer: transfer of weights to it.
-        in_flight_weight_updates: False: running requests finish under the old weights before an update.
-        clear_cache: whether running completions recompute their KV cache after an update.
-    """
-
-    records_heads = True
-    records_entropy = False
-    records_spans = True
-
-    def __init__(self, name: str, transfer: WeightTransfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
-        self.name = name
-        self.transfer = transfer
-        self.in_flight_weight_updates = in_flight_weight_updates
-        self.clear_cache = clear_cache
-        self.takes_adapters = transfer.takes_adapters
-        self.update_pauses_s: list[float] = []  # seconds without generation in each weight update
-        self._book = RequestBook(name)
-        self._max_model_len = self._vocab_size = 0
-
-    def _read_config(self, model: str) -> None:
-        """Reads the size of the vocabulary. Raises FileNotFoundError if there is no such model."""
-        self._vocab_size = int(load_config(model).get_text_config().vocab_size)
-        self.transfer.check_room(model)
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    # -- trainer's thread ---------------------------------------------------------------------------------------------
-
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Stages the weights while generation continues, then pauses it until they are loaded.
-
-        Raises:
-            EngineError: loading failed; the engine no longer samples.
-            StalledError: a step timed out, or requests did not finish in time; the engine no longer samples.
-        """
-        stream = iter(weights)
-        try:
-            self._check()
-            self.update_pauses_s.append(self._publish(version, stream))
-        except Exception as error:
-            self._book.fail(error)
-            for _ in stream:  # gathering a tensor is a collective: other ranks wait for this one
-                pass
-            if isinstance(error, EngineError | StalledError):
-                raise
-            what = f"{self.name} did not take the weights of version {version} and was stopped"
-            raise EngineError(f"{what}: {str(error) or type(error).__name__}") from error
-        except BaseException as interrupt:  # Ctrl-C reaches all ranks, so that none waits for this one's tensors
-            self._book.fail(interrupt)
-            raise
-        self._book.pause(self.update_pauses_s[-1])
-        self._book.version = version
-
-    @abstractmethod
-    def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
-        """Publishes `weights`; returns the seconds without generation. After an error nothing may be sampled."""
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests being generated, each of one or more samples."""
-        return self._book.num_running
-
-    # -- producer's thread --------------------------------------------------------------------------------------------
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests.
-
-        Raises:
-            ValueError: prompt and completion would not fit into `max_model_len`, a token is not in the vocabulary, or
-                vLLM refuses a sampling parameter.
-            EngineError: the engine failed, or was closed.
-        """
-        for request in requests:
-            check_sampling("data.sampling", request.sampling, request.num_samples)
-            check_request(request, self.max_model_len, self._vocab_size)
-            if (request.sampling.head or 0) > self._vocab_size:
-                raise ValueError(
-                    f"with vLLM, data.sampling.head must be <= {self._vocab_size} (vocabulary size of model.model), "
-                    f"got {request.sampling.head}"
-                )
-        self._check()
-        self._launch(requests)
-
-    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
-        check_sampling(setting, sampling, num_samples)
-
-    @abstractmethod
-    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
-        """Registers requests in the book and starts them."""
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        return self._book.take(timeout_s)
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        aborted = set(request_ids)
-        self._cancel(aborted)
-        self._book.drop(aborted)  # after `_cancel`: completions that arrive in between are dropped, too
-
-    @abstractmethod
-    def _cancel(self, request_ids: set[int]) -> None:
-        """Cancels running and queued requests; other ids are ignored."""
-
-    # -- any thread ---------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        """Raises the recorded failure."""
-        self._book.check()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds with running requests, without weight updates."""
-        return self._book.busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens reported so far."""
-        return self._book.num_tokens
-
 
 # -- Gate between submission and vLLM: holds requests until new weights are loaded or vLLM is awake -------------------
 
