@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -284,42 +284,43 @@ class EngineWrapper(RolloutEngine):
         engine: inner engine, before `setup`.
     """
 
-    records_heads: Any = _OfInner()
-    records_entropy: Any = _OfInner()
-    records_experts: Any = _OfInner()
-    records_spans: Any = _OfInner()
-    startup_timeout_s: Any = _OfInner()
-    update_timeout_s: Any = _OfInner()
-    takes_adapters: Any = _OfInner()
-    takes_changes: Any = _OfInner()
-    sleep_level: Any = _OfInner()
-    self_check: Any = _OfInner()
-    has_model: Any = _OfInner()
-    uses_probe: Any = _OfInner()
-    dtype: Any = _OfInner()
-    is_used: Any = _SetInInner()
-    has_failed: Any = _SetInInner()
-    scoring_identity: Any = _OfInner()
-    num_slots: Any = _OfInner()
     max_model_len: Any = _OfInner()
     busy_s: Any = _OfInner()
     num_tokens: Any = _OfInner()
-    num_running: Any = _OfInner()
-    needs_weights: Any = _OfInner()
-    needs_probe: Any = _OfInner()
-    held_s: Any = _OfInner()
-    starting: Any = _OfInner()
-    check_sampling: Any = _OfInner()
     setup: Any = _OfInner()
-    take_probe: Any = _OfInner()
-    take_given_up: Any = _OfInner()
-    take_lost: Any = _OfInner()
-    outside_work: Any = _OfInner()
-    watch_weights: Any = _OfInner()
-    sleep: Any = _OfInner()
-    prompt_logprobs: Any = _OfInner()
-    end: Any = _OfInner()
     close: Any = _OfInner()
+    if not TYPE_CHECKING:  # the others have the types of `RolloutEngine`
+        records_heads = _OfInner()
+        records_entropy = _OfInner()
+        records_experts = _OfInner()
+        records_spans = _OfInner()
+        startup_timeout_s = _OfInner()
+        update_timeout_s = _OfInner()
+        takes_adapters = _OfInner()
+        takes_changes = _OfInner()
+        sleep_level = _OfInner()
+        self_check = _OfInner()
+        has_model = _OfInner()
+        uses_probe = _OfInner()
+        dtype = _OfInner()
+        is_used = _SetInInner()
+        has_failed = _SetInInner()
+        scoring_identity = _OfInner()
+        num_slots = _OfInner()
+        num_running = _OfInner()
+        needs_weights = _OfInner()
+        needs_probe = _OfInner()
+        held_s = _OfInner()
+        starting = _OfInner()
+        check_sampling = _OfInner()
+        take_probe = _OfInner()
+        take_given_up = _OfInner()
+        take_lost = _OfInner()
+        outside_work = _OfInner()
+        watch_weights = _OfInner()
+        sleep = _OfInner()
+        prompt_logprobs = _OfInner()
+        end = _OfInner()
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine

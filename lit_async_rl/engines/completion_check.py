@@ -12,21 +12,12 @@ from typing import Any
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import CompletionError
 from lit_async_rl.runtime.waiting import Wait
-from lit_async_rl.types import (
-    OWN_CHOICE,
-    Branch,
-    Completion,
-    ExpertChoices,
-    GenerationRequest,
-    SamplerHead,
-    TokenRow,
-    Turn,
-)
+from lit_async_rl.types import OWN_CHOICE, Branch, Completion, ExpertChoices, GenerationRequest, SamplerHead, Turn
 from lit_async_rl.utils.checks import MAX_REWARD
 
 MAX_LOGPROB = 1e-4  # rounding in float32 may give a nearly certain token a log-probability slightly above 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws less likely tokens
-ROW_FIELDS = [one.name for one in fields(TokenRow)]
+ROW_FIELDS = [one.name for one in fields(Branch)]
 
 
 def find_fault(
@@ -279,6 +270,8 @@ MAX_ENDED_REQUESTS = 16384  # remembered, to recognize late completions and dupl
 
 @dataclass
 class _Asked:
+    """A request, and the samples received for it."""
+
     id: int
     num_samples: int
     request: GenerationRequest | None  # None once it has ended: its prompt may have thousands of tokens

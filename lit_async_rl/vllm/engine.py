@@ -19,18 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.base import (
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    SamplingParams,
-    check_request,
-    set_up,
-)
+from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.loading import base_of, load_config, stored_dtype
 from lit_async_rl.runtime.waiting import Wait
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_range
 from lit_async_rl.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments, engine_gpus
 from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
@@ -288,15 +282,12 @@ class VLLMEngine(RolloutEngine):
                     f"got {request.sampling.head}"
                 )
         self._check()
-        self._launch(requests)
-
-    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
-        check_sampling(setting, sampling, num_samples)
-
-    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
         self._runner.check(requests)
         self._gate.submit(requests)
         self._sleep.interrupt(self._vllm)
+
+    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
+        check_sampling(setting, sampling, num_samples)
 
     def _start(self, requests: Sequence[GenerationRequest], version: int) -> None:
         if requests:

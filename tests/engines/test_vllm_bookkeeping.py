@@ -37,7 +37,7 @@ class InstantEngine(VLLMEngine):
             raise self.error
         return 0.5
 
-    def _launch(self, requests):
+    def _start(self, requests, version):
         for request in requests:
             self._book.begin([request.id])
             done = Completion(

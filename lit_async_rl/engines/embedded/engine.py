@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, check_request, set_up
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, set_up
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.cuda_stream import EngineStream
 from lit_async_rl.engines.embedded.decode_graphs import cuda_graphs
@@ -40,7 +40,7 @@ from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import RequestQueue, Update
 from lit_async_rl.engines.embedded.settings import Decoder, DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.errors import SetupError, StalledError
+from lit_async_rl.errors import StalledError
 from lit_async_rl.models.architecture import context_length, stored_buffers
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
@@ -231,7 +231,6 @@ class DecodeLoop(Decoder):
         self._submitted: deque[tuple[GenerationRequest, ...]] = deque()
         self._lane: Lane | None = None  # of the timeline; None for an engine that does not sample for training
         self._version = 0  # of the weights in use
-        self._has_weights = True  # False after `setup`, which builds a model without weights
         self._newest = NewestUpdate()
         self._report: WeightReport | None = None
         self._error: BaseException | None = None  # raised by `poll`, which does not use updates afterwards
@@ -251,12 +250,11 @@ class DecodeLoop(Decoder):
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
         device = find_device(self.settings.device)
         self._stream = EngineStream(device)
-        with self._stream.use():
+        with self._stream.use():  # builds a model without weights
             self.adopt(build_policy(model, self.dtype, self.settings.device), owns_weights=True)
         if has_streams(device):
             recommend_vllm(self.slots.lm)
         self._lane = recorder().lane(ENGINE)
-        self._has_weights = False
 
     def adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         """Sets the model to decode.
@@ -282,6 +280,8 @@ class DecodeLoop(Decoder):
             cache_class=self._cache_class,
             recorder=cuda_graphs if self.settings.cuda_graphs else None,
         )
+        self._vocab_size = self._slots.vocab_size
+        self._has_weights = not owns_weights
 
     @property
     def slots(self) -> Slots:
@@ -299,10 +299,7 @@ class DecodeLoop(Decoder):
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if not self._has_weights:
-            raise SetupError("the engine was used before load_weights")
-        for request in requests:
-            check_request(request, self.max_model_len, self.slots.vocab_size)
+        self._check(requests)
         self._submitted.append(tuple(requests))
         self._work.set()
 

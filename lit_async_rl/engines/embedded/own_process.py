@@ -20,10 +20,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lit_async_rl import errors
-from lit_async_rl.engines.base import check_request, set_up
+from lit_async_rl.engines.base import set_up
 from lit_async_rl.engines.embedded.settings import Decoder, DecodeSettings
 from lit_async_rl.engines.weight_files import WeightFolders, chunks, folder_with_room, write_folder
-from lit_async_rl.errors import EngineError, SetupError
+from lit_async_rl.errors import EngineError
 from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.runtime.files import absolute
@@ -65,8 +65,6 @@ class DecodeProcess(Decoder):
         self._folders: WeightFolders | None = None
         self._finished: deque[Completion] = deque()  # without a lock: the reader's thread appends, the producer's pops
         self._recorder: SpanRecorder = recorder()  # `setup` sets the recorder of the run
-        self._vocab_size = 0
-        self._has_weights = False
         self._update: tuple[int, Path] | None = None  # message number and folder of the last update sent
 
     def setup(self, model: str) -> None:
@@ -96,10 +94,7 @@ class DecodeProcess(Decoder):
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if not self._has_weights:
-            raise SetupError("the engine was used before load_weights")
-        for request in requests:  # here, so that the caller gets the error; in the process it would end the engine
-            check_request(request, self.max_model_len, self._vocab_size)
+        self._check(requests)  # here, so that the caller gets the error; in the process it would end the engine
         self.connection.send({"kind": "submit", "requests": pack_requests(requests)})
 
     def poll(self, timeout_s: float) -> list[Completion]:

@@ -20,7 +20,7 @@ from lit_async_rl.utils.device_memory import to_device
 
 
 class HeadRecorder:
-    """Records entropy and likeliest tokens of every sampled token while a request needs them.
+    """Records entropy and likeliest tokens of every sampled token while a request needs them (`width` is not None).
 
     Costs nothing otherwise. Its tensors grow with the number of columns and with the largest k.
     """
@@ -57,21 +57,14 @@ class HeadRecorder:
 
     def of(self, row: int, length: int, width: int) -> SamplerHead:
         """Head of the first `length` tokens of a row, with `width` entries."""
-        # copies, because the slot is reused by another row
-        entropy = self._entropy[row, :length].to("cpu", copy=True)
-        ids = self._ids[row, :length, :width].to("cpu", copy=True)
-        logprobs = self._logprobs[row, :length, :width].to("cpu", copy=True)
-        return SamplerHead(entropy, ids, logprobs)
+        parts = (self._entropy[row, :length], self._ids[row, :length, :width], self._logprobs[row, :length, :width])
+        return SamplerHead(*(part.to("cpu", copy=True) for part in parts))  # copies: another row reuses the slot
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
         """Moves rows to other slots."""
         if self.width is not None:
             for values in (self._entropy, self._ids, self._logprobs):
                 values[targets] = values[sources]
-
-    def stop(self) -> None:
-        """Stops recording until the next request that needs it."""
-        self.width = None
 
 
 def grown(values: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
@@ -363,7 +356,7 @@ class RowState:
     def reset_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""
         self.params.truncates = self.params.greedy = self._has_streams = False
-        self.heads.stop()
+        self.heads.width = None
 
     def _reserve(self, columns: int, num_stops: int) -> None:
         num_slots, num_columns = self.tokens.shape

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_async_rl.engines.base import RolloutEngine, set_up
+from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
+from lit_async_rl.errors import SetupError
+from lit_async_rl.types import GenerationRequest
 from lit_async_rl.utils.checks import MANY, check_device, check_dtype, check_range
 
 
@@ -59,6 +62,8 @@ class Decoder(RolloutEngine):
         self.update_timeout_s = settings.update_timeout_s
         self.self_check = settings.self_check
         self._max_model_len = settings.max_model_len  # `setup` replaces None by the model's limit
+        self._vocab_size = 0  # set by `setup`
+        self._has_weights = False
         self._closed = False
 
     @property
@@ -68,6 +73,13 @@ class Decoder(RolloutEngine):
     @property
     def max_model_len(self) -> int:
         return set_up(self._max_model_len)
+
+    def _check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Refuses requests before the first weights, and those that can never be served."""
+        if not self._has_weights:
+            raise SetupError("the engine was used before load_weights")
+        for request in requests:
+            check_request(request, self.max_model_len, self._vocab_size)
 
     @property
     def _update_limit(self) -> str:

@@ -547,11 +547,8 @@ class Slots:
         completions = []
         for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._sampled(rows), strict=True):
             request, sample = self._owner(row)
-            recorded: dict[str, Any] = {}
-            if (width := request.sampling.head) is not None:
-                recorded["head"] = self._rows.heads.of(row, len(tokens), width)
-            if request.sampling.experts:  # without the last token, which the model has not read yet
-                recorded["experts"] = self._experts.of(row, len(request.prompt_ids) + len(tokens) - 1)
+            width = request.sampling.head
+            num_read = len(request.prompt_ids) + len(tokens) - 1  # the model has not read the last token yet
             completions.append(
                 Completion(
                     request_id=request.id,
@@ -560,7 +557,8 @@ class Slots:
                     logprobs=logprobs,
                     versions=versions,
                     finish_reason=reason,
-                    **recorded,
+                    head=None if width is None else self._rows.heads.of(row, len(tokens), width),
+                    experts=self._experts.of(row, num_read) if request.sampling.experts else None,
                 )
             )
         return completions
