@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.meter import Meter
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.embedded import llama
+from lit_async_rl.engines.embedded import forward
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.forward import CachedForward, PackedProducts, PlainProducts
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
@@ -35,8 +35,8 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (products, name) for products in (PackedProducts, PlainProducts) for name in ("qkv", "add_out", "add_mlp")
     ],
     "product of the head": [(CachedForward, "logits")],
-    "attention": [(llama, "_attend")],
-    "norms": [(llama.LlamaForward, "_norm")],
+    "attention": [(forward, "_attend")],
+    "norms": [(forward.LlamaForward, "_norm")],
     "writing keys and values": [(SlotCache, "write")],
     "sampling": [(RowState, "sample")],
 }

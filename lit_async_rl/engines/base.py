@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -255,20 +255,21 @@ class RolloutEngine(ABC):
 # -- Base class of engines around another engine ----------------------------------------------------------------------
 
 
-FORWARDED_ATTRIBUTES = (
-    "records_heads",
-    "records_entropy",
-    "records_experts",
-    "records_spans",
-    "startup_timeout_s",
-    "update_timeout_s",
-    "takes_adapters",
-    "takes_changes",
-    "sleep_level",
-    "self_check",
-    "has_model",
-    "uses_probe",
-)
+class _OfInner:
+    """An attribute or method of a wrapper: that of its inner engine, unless a subclass or the instance has its own."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: EngineWrapper | None, kind: type) -> Any:
+        return self if wrapper is None else getattr(wrapper.engine, self._name)
+
+
+class _SetInInner(_OfInner):
+    """The same, and setting it sets that of the inner engine."""
+
+    def __set__(self, wrapper: EngineWrapper, value: Any) -> None:
+        setattr(wrapper.engine, self._name, value)
 
 
 W = TypeVar("W", bound="EngineWrapper")
@@ -283,14 +284,46 @@ class EngineWrapper(RolloutEngine):
         engine: inner engine, before `setup`.
     """
 
+    max_model_len: Any = _OfInner()
+    busy_s: Any = _OfInner()
+    num_tokens: Any = _OfInner()
+    setup: Any = _OfInner()
+    close: Any = _OfInner()
+    if not TYPE_CHECKING:  # the others have the types of `RolloutEngine`
+        records_heads = _OfInner()
+        records_entropy = _OfInner()
+        records_experts = _OfInner()
+        records_spans = _OfInner()
+        startup_timeout_s = _OfInner()
+        update_timeout_s = _OfInner()
+        takes_adapters = _OfInner()
+        takes_changes = _OfInner()
+        sleep_level = _OfInner()
+        self_check = _OfInner()
+        has_model = _OfInner()
+        uses_probe = _OfInner()
+        dtype = _OfInner()
+        is_used = _SetInInner()
+        has_failed = _SetInInner()
+        scoring_identity = _OfInner()
+        num_slots = _OfInner()
+        num_running = _OfInner()
+        needs_weights = _OfInner()
+        needs_probe = _OfInner()
+        held_s = _OfInner()
+        starting = _OfInner()
+        check_sampling = _OfInner()
+        take_probe = _OfInner()
+        take_given_up = _OfInner()
+        take_lost = _OfInner()
+        outside_work = _OfInner()
+        watch_weights = _OfInner()
+        sleep = _OfInner()
+        prompt_logprobs = _OfInner()
+        end = _OfInner()
+
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
-        kinds = type(self).__mro__
-        for name in FORWARDED_ATTRIBUTES:
-            # not if a subclass defines the attribute, such as `records_heads = False`
-            if not any(name in vars(kind) for kind in kinds[: kinds.index(EngineWrapper)]):
-                setattr(self, name, getattr(engine, name))
-        self.dtype = engine.dtype
 
     def with_engine(self: W, engine: RolloutEngine, **changes: Any) -> W:
         """The same wrapper, made with the same arguments but for `changes`, around another engine; not set up."""
@@ -299,99 +332,9 @@ class EngineWrapper(RolloutEngine):
         bound.arguments |= changes | {"engine": engine}
         return type(self)(*bound.args, **bound.kwargs)
 
-    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
-        self.engine.check_sampling(setting, sampling, num_samples)
-
-    def setup(self, model: str) -> None:
-        self.engine.setup(model)
-        self.dtype = self.engine.dtype
-
-    @property
-    def is_used(self) -> bool:  # type: ignore[override]
-        return self.engine.is_used
-
-    @is_used.setter
-    def is_used(self, is_used: bool) -> None:
-        self.engine.is_used = is_used
-
-    @property
-    def has_failed(self) -> bool:  # type: ignore[override]
-        return self.engine.has_failed
-
-    @has_failed.setter
-    def has_failed(self, has_failed: bool) -> None:
-        self.engine.has_failed = has_failed
-
-    @property
-    def scoring_identity(self) -> str | None:
-        return self.engine.scoring_identity
-
-    @property
-    def num_slots(self) -> int:  # type: ignore[override]
-        return self.engine.num_slots
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def busy_s(self) -> float:
-        return self.engine.busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        return self.engine.num_tokens
-
-    @property
-    def num_running(self) -> int | None:
-        return self.engine.num_running
-
-    @property
-    def needs_weights(self) -> bool:  # type: ignore[override]
-        return self.engine.needs_weights
-
-    @property
-    def needs_probe(self) -> bool:  # type: ignore[override]
-        return self.engine.needs_probe
-
-    def take_probe(self, probe: Probe) -> None:
-        self.engine.take_probe(probe)
-
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.engine.probe = self.probe
         self.engine.load_weights(version, weights)
-
-    def take_given_up(self) -> list[int]:
-        return self.engine.take_given_up()
-
-    def take_lost(self) -> list[tuple[int, int]]:
-        return self.engine.take_lost()
-
-    @property
-    def starting(self) -> str:
-        return self.engine.starting
-
-    @property
-    def held_s(self) -> float:  # type: ignore[override]
-        return self.engine.held_s
-
-    def outside_work(self) -> Work | None:
-        return self.engine.outside_work()
-
-    def end(self) -> None:
-        self.engine.end()
-
-    def watch_weights(self, report: WeightReport) -> bool:
-        return self.engine.watch_weights(report)
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
-        return self.engine.prompt_logprobs(token_ids)
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 # -- Checks that engines share ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -17,7 +17,7 @@ from lit_async_rl.utils.checks import MAX_REWARD
 
 MAX_LOGPROB = 1e-4  # rounding in float32 may give a nearly certain token a log-probability slightly above 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws less likely tokens
-ROW_FIELDS = ("prompt_ids", "token_ids", "logprobs", "versions", "loss_mask", "head", "experts", "credit", "turns")
+ROW_FIELDS = [one.name for one in fields(Branch)]
 
 
 def find_fault(
@@ -41,7 +41,7 @@ def find_fault(
         scores: whether the engine computes rewards.
         is_partial: whether the completion is unfinished; it then has no reward yet, and may be empty.
     """
-    return (
+    fault = (
         _bad_sequences(completion)
         or _bad_reason(completion, ("stop", "length", "abort") if is_partial else ("stop", "length"))
         or _bad_tokens(completion, vocab_size)
@@ -51,31 +51,13 @@ def find_fault(
         or _bad_experts(completion, request)
         or _bad_versions(completion, *versions)
         or ("" if is_partial else _bad_reward(completion, scores))
-        or _bad_rows(completion, request, versions=versions, vocab_size=vocab_size, max_model_len=max_model_len)
+        or _bad_rows(completion)
     )
-
-
-def _bad_rows(
-    completion: Completion,
-    request: GenerationRequest,
-    *,
-    versions: tuple[int | None, int | None],
-    vocab_size: int | None,
-    max_model_len: int,
-) -> str:
-    """Checks a completion's own prompt, its credit and its branches, which are completions but for their rewards."""
-    if not _is_finite(completion.credit):
-        return f"has credit={show(completion.credit)}, must be a finite number in float32"
-    own: Any = completion.prompt_ids
-    if own is not None and (type(own) is not tuple or not own or set(map(type, own)) != {int}):
-        return f"has prompt_ids={show(own)}, must be a tuple of int that is not empty"
-    if type(completion.branches) is not tuple:
-        return f"has branches={show(completion.branches)}, must be a tuple of Branch"
+    if fault or not completion.branches:
+        return fault
     # replies of a text may follow each other without a token between them: no limit of a turn applies to a branch
     unlimited = replace(request, sampling=replace(request.sampling, max_tokens=max_model_len))
-    for number, branch in enumerate(completion.branches):
-        if not isinstance(branch, Branch):
-            return f"has branches[{number}]={show(branch)}, must be a Branch"
+    for number, branch in enumerate(completion.branches):  # they are completions but for their rewards
         row = Completion(
             request_id=completion.request_id,
             sample_index=completion.sample_index,
@@ -93,6 +75,20 @@ def _bad_rows(
         )
         if problem:
             return f"branches[{number}] {problem}"
+    return ""
+
+
+def _bad_rows(completion: Completion) -> str:
+    if not _is_finite(completion.credit):
+        return f"has credit={show(completion.credit)}, must be a finite number in float32"
+    own: Any = completion.prompt_ids
+    if own is not None and (type(own) is not tuple or not own or set(map(type, own)) != {int}):
+        return f"has prompt_ids={show(own)}, must be a tuple of int that is not empty"
+    if type(completion.branches) is not tuple:
+        return f"has branches={show(completion.branches)}, must be a tuple of Branch"
+    for number, branch in enumerate(completion.branches):
+        if not isinstance(branch, Branch):
+            return f"has branches[{number}]={show(branch)}, must be a Branch"
     return ""
 
 
@@ -273,23 +269,14 @@ MAX_ENDED_REQUESTS = 16384  # remembered, to recognize late completions and dupl
 
 
 @dataclass
-class _OpenRequest:
-    request: GenerationRequest
-    oldest: int | None  # oldest valid version of a token
-    received: set[int] = field(default_factory=set)  # sample indices; a set, because a request may have very many
+class _Asked:
+    """A request, and the samples received for it."""
 
-
-@dataclass(frozen=True)
-class _EndedRequest:
-    """Record of an ended request, without its prompt and samples, which may have thousands of tokens."""
-
+    id: int
     num_samples: int
-    received: frozenset[int] | None  # sample indices; None means all
-
-    @classmethod
-    def of(cls, asked: _OpenRequest) -> _EndedRequest:
-        num_samples = asked.request.num_samples
-        return cls(num_samples, None if len(asked.received) == num_samples else frozenset(asked.received))
+    request: GenerationRequest | None  # None once it has ended: its prompt may have thousands of tokens
+    oldest: int | None  # oldest valid version of a token
+    received: Any = field(default_factory=set)  # set of sample indices, and once all have come, their range
 
 
 class RequestLedger:
@@ -311,14 +298,14 @@ class RequestLedger:
         self.max_model_len = engine.max_model_len
         self.vocab_size = vocab_size
         self.loaded = self.newest = version
-        self._running: dict[int, _OpenRequest] = {}
-        self._ended: OrderedDict[int, _EndedRequest] = OrderedDict()
+        self._running: dict[int, _Asked] = {}
+        self._ended: OrderedDict[int, _Asked] = OrderedDict()
 
     def open(self, requests: Iterable[GenerationRequest]) -> None:
         """Registers submitted requests."""
         for request in requests:
             self._ended.pop(request.id, None)
-            self._running[request.id] = _OpenRequest(request, self.loaded)
+            self._running[request.id] = _Asked(request.id, request.num_samples, request, oldest=self.loaded)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Unregisters requests; samples of them that arrive later are dropped."""
@@ -327,9 +314,16 @@ class RequestLedger:
 
     def _end(self, request_id: int) -> None:
         if (asked := self._running.pop(request_id, None)) is not None:
-            self._ended[request_id] = _EndedRequest.of(asked)
+            asked.request = None
+            self._ended[request_id] = asked
             while len(self._ended) > MAX_ENDED_REQUESTS:
                 self._ended.popitem(last=False)
+
+    def _count(self, asked: _Asked, sample: int) -> None:
+        asked.received.add(sample)
+        if len(asked.received) == asked.num_samples:
+            asked.received = range(asked.num_samples)
+            self._end(asked.id)
 
     def receive(self, completion: Any) -> bool:
         """Validates a finished completion; False for a late one of an aborted request.
@@ -339,15 +333,13 @@ class RequestLedger:
         """
         asked = self._find(completion)
         sample = completion.sample_index
-        if asked.received is None or sample in asked.received:
+        if sample in asked.received:
             raise self._error(completion, "has come already: sample_index is a duplicate")
-        if isinstance(asked, _EndedRequest):
-            self._ended[completion.request_id] = _EndedRequest(asked.num_samples, asked.received | {sample})
+        if asked.request is None:
+            self._count(asked, sample)
             return False
-        self._check_fields(completion, asked, is_partial=False)
-        asked.received.add(sample)
-        if len(asked.received) == asked.request.num_samples:
-            self._end(completion.request_id)
+        self._check_fields(completion, asked.request, asked.oldest, is_partial=False)
+        self._count(asked, sample)
         return True
 
     def lose(self, request_id: int, sample: int) -> bool:
@@ -355,15 +347,13 @@ class RequestLedger:
         asked = self._running.get(request_id)
         if asked is None or sample in asked.received:
             return False
-        asked.received.add(sample)
-        if len(asked.received) == asked.request.num_samples:
-            self._end(request_id)
+        self._count(asked, sample)
         return True
 
     def num_missing(self, request_id: int) -> int:
         """Number of samples of a registered request that have not arrived; 0 for any other request."""
         asked = self._running.get(request_id)
-        return 0 if asked is None else asked.request.num_samples - len(asked.received)
+        return 0 if asked is None else asked.num_samples - len(asked.received)
 
     def receive_partials(self, completions: Any) -> list[Completion]:
         """Validates partial completions and returns those of registered requests.
@@ -374,9 +364,9 @@ class RequestLedger:
         wanted = []
         for completion in self.listed(completions, "partial_completions"):
             asked = self._find(completion)
-            if isinstance(asked, _EndedRequest):
+            if asked.request is None:
                 continue
-            self._check_fields(completion, asked, is_partial=True)
+            self._check_fields(completion, asked.request, asked.oldest, is_partial=True)
             if completion.sample_index not in asked.received:
                 wanted.append(completion)
         return wanted
@@ -391,7 +381,7 @@ class RequestLedger:
             raise CompletionError(f"{self.name}.{call} returned {show(completions)} instead of a list of completions")
         return completions
 
-    def _find(self, completion: Any) -> _OpenRequest | _EndedRequest:
+    def _find(self, completion: Any) -> _Asked:
         if not isinstance(completion, Completion):
             raise CompletionError(f"{self.name} returned {show(completion)} instead of a Completion")
         number = completion.request_id
@@ -401,17 +391,18 @@ class RequestLedger:
         asked = self._running.get(number) or self._ended.get(number)
         if asked is None:
             raise self._error(completion, f"has request_id={number}, which was never asked for")
-        num_samples = asked.num_samples if isinstance(asked, _EndedRequest) else asked.request.num_samples
-        if type(sample) is not int or not 0 <= sample < num_samples:
-            rule = f"must be an int from 0 to {num_samples - 1}"
+        if type(sample) is not int or not 0 <= sample < asked.num_samples:
+            rule = f"must be an int from 0 to {asked.num_samples - 1}"
             raise self._error(completion, f"has sample_index={show(sample)}, {rule}")
         return asked
 
-    def _check_fields(self, completion: Completion, asked: _OpenRequest, is_partial: bool) -> None:
+    def _check_fields(
+        self, completion: Completion, request: GenerationRequest, oldest: int | None, is_partial: bool
+    ) -> None:
         problem = find_fault(
             completion,
-            asked.request,
-            versions=(asked.oldest, self.newest),
+            request,
+            versions=(oldest, self.newest),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             scores=self.scores,

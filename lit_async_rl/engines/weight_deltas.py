@@ -158,6 +158,9 @@ class LoadedWeights:
 class IncomingWeights:
     """Weights in a folder, for a model with the weights `loaded`.
 
+    Attributes:
+        is_update: whether the folder contains only changes.
+
     Raises:
         RuntimeError: the folder is an update of other weights.
     """
@@ -165,16 +168,12 @@ class IncomingWeights:
     def __init__(self, folder: str, loaded: LoadedWeights) -> None:
         self.folder = folder
         metadata = read_metadata(folder)
-        self._base = metadata.get(BASE, "")
+        base = metadata.get(BASE, "")
+        if base and base != loaded.name:
+            raise RuntimeError(f"has weights {loaded.name!r}, and {folder} updates {base!r}")
+        self.is_update = bool(base)
         self._name = metadata.get(ID, "")
-        if self._base and self._base != loaded.name:
-            raise RuntimeError(f"has weights {loaded.name!r}, and {folder} updates {self._base!r}")
-        self._store = loaded.store if self._base else WeightStore()
-
-    @property
-    def is_update(self) -> bool:
-        """Whether the folder contains only changes."""
-        return bool(self._base)
+        self._store = loaded.store if base else WeightStore()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the weights to load."""

@@ -97,16 +97,13 @@ def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndToken
     if first == ():
         return EndTokens(ids=(), named={place: ids for place, ids in named.items() if ids == ()})
     kept = list(first or ())
-    found = _cached_tokenizer_ends(model, _modification_time(model)) if model else None
-    if found is not None:
-        kept += [token for token in configured or () if token in found.special]
-        named["tokenizer"] = found.eos
-        named[TEMPLATE] = found.turn_end_ids
-        kept += [token for token in (*found.eos, *found.turn_end_ids) if token not in found.inside]
+    found = _cached_tokenizer_ends(model, _modification_time(model))
+    kept += [token for token in configured or () if token in found.special]
+    named["tokenizer"] = found.eos
+    named[TEMPLATE] = found.turn_end_ids
+    kept += [token for token in (*found.eos, *found.turn_end_ids) if token not in found.inside]
     present = {place: ids for place, ids in named.items() if ids}
     ids = tuple(dict.fromkeys(kept))
-    if found is None:
-        return EndTokens(ids=ids, named=present)
     left_out = {token for named_ids in present.values() for token in named_ids if token in found.inside} - set(ids)
     return EndTokens(
         ids=ids,
@@ -137,10 +134,10 @@ def _ids_or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenizerEnds:
-    """Ends that a tokenizer and its chat template name."""
+    """Ends that a tokenizer and its chat template name; by default those of a model without a tokenizer."""
 
-    special: frozenset[int]
-    eos: tuple[int, ...]
+    special: frozenset[int] = frozenset()
+    eos: tuple[int, ...] = ()
     turn_end_ids: tuple[int, ...] = ()
     inside: frozenset[int] = frozenset()
     turn_end: str = ""
@@ -154,10 +151,10 @@ def _modification_time(model: str) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _cached_tokenizer_ends(model: str, modified: float) -> _TokenizerEnds | None:
+def _cached_tokenizer_ends(model: str, modified: float) -> _TokenizerEnds:
     with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
         return tokenizer_ends(load_tokenizer(model))
-    return None
+    return _TokenizerEnds()
 
 
 def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
@@ -169,7 +166,9 @@ def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
     question = {"role": "user", "content": USER}
     answer = {"role": "assistant", "content": ANSWER}
     reasoned = answer | {"reasoning_content": REASONING, "thinking": REASONING}
-    inside = frozenset(special.intersection(_encoded(tokenizer, _between(tokenizer, [question, reasoned], REASONING))))
+    # nothing if the template does not render the reasoning, or renders it later
+    reasoned_end = _render(tokenizer, [question, reasoned]).partition(ANSWER)[0].partition(REASONING)[2]
+    inside = special.intersection(_encoded(tokenizer, reasoned_end))
     turn_end = _after_answer(tokenizer, [question, answer])
     ids = _first_token(tokenizer, turn_end, special)
     ends_with_token = bool(ids) or not turn_end.strip()
@@ -196,12 +195,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) 
 
 def _after_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     return _render(tokenizer, messages).partition(ANSWER)[2]
-
-
-def _between(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], begin: str) -> str:
-    """Text from `begin` to the answer; empty if the template does not render `begin`, or renders it later."""
-    before = _render(tokenizer, messages).partition(ANSWER)[0]
-    return before.partition(begin)[2]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

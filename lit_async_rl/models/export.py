@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,9 +32,17 @@ def export_model(
     Raises:
         OSError: the disk is full; the message names the folder.
     """
+    original: Any = lm.generation_config  # None in some models
+    refused = None if original is None or _is_valid(original) else original
     with naming_full_disk(f"model {folder}"):
-        with _savable(lm, Path(folder)):
+        if refused is not None:
+            lm.generation_config = GenerationConfig()
+        try:
             lm.save_pretrained(folder, state_dict=dict(weights))
+        finally:
+            lm.generation_config = original
+        if refused is not None:
+            refused.to_json_file(Path(folder) / GENERATION_CONFIG_NAME)
         tokenizer.save_pretrained(folder)
 
 
@@ -59,21 +67,6 @@ def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     if quantizer is not None and not quantizer.is_serializable():
         problems.append("its quantized weights cannot be saved")
     return problems
-
-
-@contextmanager
-def _savable(lm: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Context without an invalid `generation_config`, so that transformers saves the model; it is written on exit."""
-    original: GenerationConfig | None = lm.generation_config
-    if original is None or _is_valid(original):
-        yield
-        return
-    lm.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        lm.generation_config = original
-    original.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def _is_valid(config: GenerationConfig) -> bool:

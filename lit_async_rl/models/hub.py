@@ -10,8 +10,9 @@ from urllib.parse import urlparse
 
 from huggingface_hub import constants
 
+from lit_async_rl.runtime.guarded_calls import call
 from lit_async_rl.runtime.ports import reach
-from lit_async_rl.runtime.threads import start_thread
+from lit_async_rl.runtime.waiting import Wait
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
@@ -30,26 +31,13 @@ def go_offline_if_unreachable() -> None:
     endpoint = urlparse(constants.ENDPOINT)
     host = endpoint.hostname or "huggingface.co"
     port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
-    if (problem := _problem(host, port)) is None:
+    wait = Wait(CONNECT_TIMEOUT_S, f"no answer in {CONNECT_TIMEOUT_S:g} s")
+    try:
+        call(lambda: reach(host, port, CONNECT_TIMEOUT_S), wait)  # resolving a name has no time limit of its own
         return
-    log.info("%s cannot be reached (%s): models and data come from the cache, as with HF_HUB_OFFLINE=1", host, problem)
+    except OSError as problem:
+        cached = "models and data come from the cache, as with HF_HUB_OFFLINE=1"
+        log.info("%s cannot be reached (%s): %s", host, problem, cached)
     constants.HF_HUB_OFFLINE = True
     if (datasets_config := sys.modules.get("datasets.config")) is not None:  # copied the value at import
         datasets_config.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-
-
-def _problem(host: str, port: int) -> str | None:
-    """The reason why no connection can be made in time; None if it can."""
-    outcome = [f"no answer in {CONNECT_TIMEOUT_S:g} s"]
-
-    def connect() -> None:
-        try:
-            reach(host, port, CONNECT_TIMEOUT_S)
-        except OSError as error:
-            outcome[0] = str(error)
-        else:
-            outcome.clear()
-
-    # in a separate thread: resolving a name has no time limit
-    start_thread(connect, name="hub").join(CONNECT_TIMEOUT_S)
-    return outcome[0] if outcome else None

@@ -191,9 +191,11 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
             # explicit, because by default transformers asks on the terminal whether to run a model's own code
             return loader.from_pretrained(model, trust_remote_code=False, **kwargs)
     except (OSError, ValueError, ImportError, TypeError, SafetensorError) as error:  # TypeError: a file is missing
-        if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
+        text = str(error)
+        is_about_attention = "attn_implementation" in text or "attention" in text.lower()
+        if (chosen := kwargs.get("attn_implementation")) and is_about_attention:
             raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
-        if "trust_remote_code" in str(error):
+        if "trust_remote_code" in text:
             raise ValueError(
                 f"model.model={model!r} needs Python code of its own (trust_remote_code), which is not executed here: "
                 "trainer, engines and exports support only the model families built into transformers. Use a version "
@@ -237,10 +239,6 @@ def check_peft(model: str) -> None:
         raise ModuleNotFoundError(
             f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
         )
-
-
-def _is_about_attention(error: Exception) -> bool:
-    return "attn_implementation" in str(error) or "attention" in str(error).lower()
 
 
 def _first_line(error: Exception) -> str:
@@ -506,11 +504,11 @@ def _load_base(loader: Any, model: str) -> Any:
         FileNotFoundError: there is no such model, or no such base of its adapter.
     """
     base = base_of(model)
-    if base in (model, adapter_folder(model)):
-        return load_pretrained(loader, base)
     try:
         return load_pretrained(loader, base)
     except FileNotFoundError as error:
+        if base in (model, adapter_folder(model)):
+            raise
         raise FileNotFoundError(
             f"model.model={model!r} holds an adapter whose base model {base!r} (base_model_name_or_path in its "
             f"{ADAPTER}) cannot be loaded: {error}"

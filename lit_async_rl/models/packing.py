@@ -26,8 +26,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -90,11 +89,8 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         """Copy on another device; does not wait for work that is queued there."""
-        fields: dict[str, Any] = dict(vars(self))
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                fields[name] = to_device(value, device)
-        return PackedRows(**fields)
+        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
         value
         for config in (lm.config, text_config)
         for name, value in vars(config).items()
-        if "token" in name and _is_id(value)
+        if "token" in name and type(value) is int
     }
     rng = random.Random(seed)
     tokens: list[int] = []
@@ -51,19 +51,9 @@ def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
     return tokens
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@torch.no_grad()
-def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
-    """Log-probabilities [len(ids) - 1] of all tokens but the first, by one forward pass of the sequence alone."""
-    return plain_pass(lm, [ids])[0][0]
-
-
 @torch.no_grad()
 def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, float]]:
-    """`full_logprobs` of each sequence, and an error bound for rounding in nats.
+    """Log-probabilities of all tokens but the first of each sequence, and an error bound for rounding in nats.
 
     A single forward pass, because each one reads all weights. Kernels are eager, and computation is in the dtype of the
     weights, without autocast. Shorter sequences are padded with their first token, which in a causal model changes no
@@ -167,8 +157,7 @@ def check_policy(policy: CausalPolicy, bound: float) -> None:
         UnsupportedModelError: log-probabilities differ, or cannot be computed.
     """
     lm = policy.causal_lm
-    prompt = random_tokens(lm, PROMPT_LENGTHS[0])
-    single = random_tokens(lm, PROMPT_LENGTHS[1], seed=1)
+    prompt, single = (random_tokens(lm, length, seed) for seed, length in enumerate(PROMPT_LENGTHS))
     shapes = [
         (prompt, MAX_COMPLETION_LENGTH, 0),
         (prompt, MAX_COMPLETION_LENGTH - 1, 0),

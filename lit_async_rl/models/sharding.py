@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lit_async_rl.models.architecture import is_transformer_block
@@ -32,7 +31,7 @@ from lit_async_rl.models.compilation import is_compiled
 from lit_async_rl.models.loading import WeightFiles, is_on_meta
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharded_checkpoint import WholeFolders
-from lit_async_rl.models.weights import is_wrapped
+from lit_async_rl.models.weights import is_sharded, is_wrapped
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
@@ -94,7 +93,7 @@ class Sharding:
         Raises:
             ValueError: the model has no tensor-parallel plan, one with an unsupported style, or adapters.
         """
-        if any(isinstance(p, DTensor) for p in policy.parameters()):
+        if is_sharded(policy):
             return
         if mesh["tensor_parallel"].size() > 1:
             _divide_layers(policy, mesh["tensor_parallel"])

@@ -8,7 +8,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jinja2
 import jinja2.meta
@@ -74,7 +74,7 @@ class StopStrings:
         tail = self._tail_text(token_ids, EXTRA_TAIL_TOKENS + MAX_CHARACTER_BYTES * max(map(len, stops)))
         if not any(stop in tail for stop in stops):
             return False
-        text = self._text(token_ids)
+        text = _visible(self.tokenizer, token_ids)
         return any(stop in text for stop in stops)
 
     def first_end(self, token_ids: Sequence[int], stops: tuple[str, ...], after: int = 0) -> int | None:
@@ -85,7 +85,7 @@ class StopStrings:
 
     def _tail_text(self, token_ids: Sequence[int], length: int) -> str:
         """Text of the shortest suffix of `token_ids` with `length` visible tokens."""
-        known = self._pieces
+        known = _pieces(self.tokenizer)
         begin = len(token_ids)
         pieces: list[str | None] = []
         while begin and length:
@@ -96,15 +96,13 @@ class StopStrings:
             pieces.append(piece)
             length -= 1
         if any(piece is None or REPLACEMENT_CHARACTER in piece for piece in pieces):
-            return self._text(token_ids[begin:])
+            return _visible(self.tokenizer, token_ids[begin:])
         return "".join(piece for piece in reversed(pieces) if piece)
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    @property
-    def _pieces(self) -> list[str | None]:
-        return _pieces(self.tokenizer)
+def _visible(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text of tokens without the special ones."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 @lru_cache(maxsize=4)
@@ -152,7 +150,7 @@ def _may_end(tokenizer: Any, stops: tuple[str, ...], vocab_size: int) -> Bool[Te
 
 
 SpecialTokens = Literal["tags", "none", "all"]
-SPECIAL_TOKENS = ("tags", "none", "all")
+SPECIAL_TOKENS = get_args(SpecialTokens)
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
@@ -330,7 +328,7 @@ class TextCodec:
             stop: stop strings, searched in the text without special tokens.
             stop_token_ids: stop tokens; special ones among them are not `tags`.
         """
-        plain = self._plain(token_ids)
+        plain = _visible(self.tokenizer, token_ids)
         known = cut_at_stop(plain, stop)
         dropped = self._dropped(stop_token_ids)
         if self._special.difference(dropped).isdisjoint(token_ids):
@@ -338,7 +336,7 @@ class TextCodec:
         if len(known) == len(plain):
             return self._with_special(token_ids, dropped)
         for end in range(len(token_ids), -1, -1):  # a stop string ends the completion, so this is a few tokens
-            head = self._plain(token_ids[:end])
+            head = _visible(self.tokenizer, token_ids[:end])
             if known.startswith(head):
                 return self._with_special(token_ids[:end], dropped) + known[len(head) :]
         return known
@@ -356,9 +354,6 @@ class TextCodec:
         if self.special_tokens == "none":
             return self._special
         return self._no_tags | self._special.intersection((*self.ends.ids, *stop_token_ids))
-
-    def _plain(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _with_special(self, token_ids: Sequence[int], dropped: frozenset[int]) -> str:
         kept = [token for token in token_ids if token not in dropped]
@@ -383,10 +378,10 @@ class TextCodec:
         begin = 0
         while begin < len(texts):
             end = begin + 1
-            if "\ufffd" in texts[begin]:  # a character of several tokens has at most four bytes
+            if REPLACEMENT_CHARACTER in texts[begin]:  # a character of several tokens has at most four bytes
                 for end in range(begin + 2, min(begin + 4, len(texts)) + 1):
                     whole = str(self.tokenizer.decode(list(token_ids[begin:end])))
-                    if "\ufffd" not in whole:
+                    if REPLACEMENT_CHARACTER not in whole:
                         texts[begin:end] = [*[""] * (end - begin - 1), whole]
                         break
                 else:

@@ -13,34 +13,28 @@ thread, and the engine is stopped: it never samples from half-loaded weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, set_up
-from lit_async_rl.errors import EngineError
+from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
+from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
-from lit_async_rl.models.loading import base_of, stored_dtype
+from lit_async_rl.models.loading import base_of, load_config, stored_dtype
 from lit_async_rl.runtime.waiting import Wait
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_range
-from lit_async_rl.vllm.background import (
-    BackgroundEngine,
-    Gate,
-    Sleep,
-    check_can_sleep,
-    check_sleep_level,
-    default_memory_share,
-)
 from lit_async_rl.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments, engine_gpus
 from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.vllm.process import VLLMProcess, start_vllm
-from lit_async_rl.vllm.requests import RequestRunner
+from lit_async_rl.vllm.requests import RequestBook, RequestRunner, check_sampling
+from lit_async_rl.vllm.sleep import Gate, Sleep, check_can_sleep, check_sleep_level, default_memory_share
 from lit_async_rl.vllm.weight_transfer import WeightTransfer
 
 
-class VLLMEngine(BackgroundEngine):
+class VLLMEngine(RolloutEngine):
     """Samples with vLLM (0.32 or newer) in child processes of the trainer.
 
     `clear_cache` selects the treatment of running completions when weights change. False: they keep their KV cache, as
@@ -75,9 +69,15 @@ class VLLMEngine(BackgroundEngine):
             0: no. 1: drops the KV cache, and moves the weights to host memory. 2: drops both until the next update, for
             which requests submitted before it wait.
 
+    Attributes:
+        update_pauses_s: seconds without generation in each weight update.
+
     Raises:
         ValueError: a setting is out of range, or refused.
     """
+
+    records_heads = True
+    records_spans = True
 
     def __init__(
         self,
@@ -119,7 +119,11 @@ class VLLMEngine(BackgroundEngine):
         )
         check_range("data.engine", "integer", seed=seed)
         self.sleep_level = check_sleep_level(sleep_level, transfer)
-        super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache=clear_cache)
+        self.transfer = transfer or SharedMemoryTransfer()
+        self.takes_adapters = self.transfer.takes_adapters
+        self.in_flight_weight_updates = in_flight_weight_updates
+        self.clear_cache = clear_cache
+        self.update_pauses_s: list[float] = []
         self.dtype = dtype or "auto"  # resolved in `setup`
         self.num_threads = num_threads
         self.startup_timeout_s = startup_timeout_s
@@ -140,6 +144,8 @@ class VLLMEngine(BackgroundEngine):
         check_engine_arguments(engine_args or {}, self._arguments)
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
         self.transfer.check_gpus(engine_gpus(self._arguments), trainer_gpu=None)
+        self._max_model_len = self._vocab_size = 0
+        self._book = RequestBook()
         self._process: VLLMProcess | None = None
         self._gate = Gate(self._start)
         self._sleep = Sleep(sleep_level, self._gate)
@@ -148,7 +154,8 @@ class VLLMEngine(BackgroundEngine):
 
     def setup(self, model: str) -> None:
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
-        self._read_config(model)
+        self._vocab_size = int(load_config(model).get_text_config().vocab_size)
+        self.transfer.check_room(model)
         check_can_sleep(self.sleep_level)
         if torch.cuda.is_available():
             self.transfer.check_gpus(engine_gpus(self._arguments), torch.cuda.current_device())
@@ -167,8 +174,37 @@ class VLLMEngine(BackgroundEngine):
         self._max_model_len = int(self._process.llm.model_config.max_model_len)
 
     @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
     def _vllm(self) -> VLLMProcess:
         return set_up(self._process)
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Stages the weights while generation continues, then pauses it until they are loaded.
+
+        Raises:
+            EngineError: loading failed; the engine no longer samples.
+            StalledError: a step timed out, or requests did not finish in time; the engine no longer samples.
+        """
+        stream = iter(weights)
+        try:
+            self._check()
+            self.update_pauses_s.append(self._publish(version, stream))
+        except Exception as error:
+            self._book.fail(error)
+            for _ in stream:  # gathering a tensor is a collective: other ranks wait for this one
+                pass
+            if isinstance(error, EngineError | StalledError):
+                raise
+            what = f"vLLM did not take the weights of version {version} and was stopped"
+            raise EngineError(f"{what}: {str(error) or type(error).__name__}") from error
+        except BaseException as interrupt:  # Ctrl-C reaches all ranks, so that none waits for this one's tensors
+            self._book.fail(interrupt)
+            raise
+        self._book.pause(self.update_pauses_s[-1])
+        self._book.version = version
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         self.transfer.stage(weights)
@@ -229,10 +265,29 @@ class VLLMEngine(BackgroundEngine):
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
-    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests.
+
+        Raises:
+            ValueError: prompt and completion would not fit into `max_model_len`, a token is not in the vocabulary, or
+                vLLM refuses a sampling parameter.
+            EngineError: the engine failed, or was closed.
+        """
+        for request in requests:
+            check_sampling("data.sampling", request.sampling, request.num_samples)
+            check_request(request, self.max_model_len, self._vocab_size)
+            if (request.sampling.head or 0) > self._vocab_size:
+                raise ValueError(
+                    f"with vLLM, data.sampling.head must be <= {self._vocab_size} (vocabulary size of model.model), "
+                    f"got {request.sampling.head}"
+                )
+        self._check()
         self._runner.check(requests)
         self._gate.submit(requests)
         self._sleep.interrupt(self._vllm)
+
+    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
+        check_sampling(setting, sampling, num_samples)
 
     def _start(self, requests: Sequence[GenerationRequest], version: int) -> None:
         if requests:
@@ -242,18 +297,36 @@ class VLLMEngine(BackgroundEngine):
     def poll(self, timeout_s: float) -> list[Completion]:
         if self._vllm.is_dead:
             self._check()
-        return super().poll(timeout_s)
+        return self._book.take(timeout_s)
 
-    def _cancel(self, request_ids: set[int]) -> None:
-        self._gate.drop(request_ids)
-        self._vllm.soon(self._runner.cancel, request_ids)
+    def abort(self, request_ids: Sequence[int]) -> None:
+        aborted = set(request_ids)
+        self._gate.drop(aborted)
+        self._vllm.soon(self._runner.cancel, aborted)
+        self._book.drop(aborted)  # in the end: completions that arrive in between are dropped, too
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        """Raises the recorded failure."""
         if self._vllm.is_dead:
             self._book.fail(EngineError(self._vllm.death))
-        super()._check()
+        self._book.check()
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests being generated, each of one or more samples."""
+        return self._book.num_running
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with running requests, without weight updates."""
+        return self._book.busy_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens reported so far."""
+        return self._book.num_tokens
 
     def close(self) -> None:
         """Stops vLLM's processes and unblocks `poll` and `load_weights`."""

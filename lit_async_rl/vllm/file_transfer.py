@@ -58,6 +58,7 @@ class FileTransfer(WeightTransfer):
         check_range("transfer", "positive", shard_gb=shard_gb)
         self.folder = folder
         self.shard_gb = shard_gb
+        self._max_bytes = int(shard_gb * 2**30)
         self.dtype = as_dtype(dtype)
         self.delta = delta
         self.preload = preload
@@ -91,10 +92,6 @@ class FileTransfer(WeightTransfer):
             shards = _shards(self._kept.tensors.items(), self._max_bytes)
             write_folder(self._whole, shards, {BASE: "", ID: self._name})
         return str(self._whole)
-
-    @property
-    def _max_bytes(self) -> int:
-        return int(self.shard_gb * 2**30)
 
     def engine_arguments(self) -> dict[str, Any]:
         return {"worker_extension_cls": EXTENSION}

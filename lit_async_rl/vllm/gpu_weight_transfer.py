@@ -43,6 +43,7 @@ class _VLLMBackend(WeightTransfer):
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
         check_range("transfer", "positive", chunk_gb=chunk_gb)
         self.chunk_gb = chunk_gb
+        self._chunk_bytes = int(chunk_gb * 2**30)
         self.dtype = as_dtype(dtype)
         self._weights: Iterable[tuple[str, Tensor]] | None = None
         self._is_open = False
@@ -88,10 +89,6 @@ class _VLLMBackend(WeightTransfer):
     def release(self) -> None:
         """Drops weights that were not delivered."""
         self._weights = None
-
-    @property
-    def _chunk_bytes(self) -> int:
-        return int(self.chunk_gb * 2**30)
 
     def _clean_up(self) -> None:
         """Frees what the workers have read to the end."""

@@ -17,21 +17,16 @@ import torch
 from lit_async_rl.errors import EngineError, InvariantError
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.runtime.spans import ENGINE, recorder
-from lit_async_rl.types import Completion, GenerationRequest, SamplerHead, SamplingParams, join_heads
+from lit_async_rl.types import Completion, GenerationRequest, SamplerHead, SamplingParams, blank_head, join_heads
 from lit_async_rl.vllm.process import VLLMProcess
 
-# -- Thread-safe record of an engine's running requests, finished samples and first failure ---------------------------
+# -- Thread-safe record of vLLM's running requests, finished samples and first failure ---------------------------
 
 
 class RequestBook:
-    """Counts requests and tokens and queues finished samples; all methods are thread-safe.
+    """Counts requests and tokens and queues finished samples; all methods are thread-safe."""
 
-    Args:
-        name: name of the engine, for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.num_tokens = 0
         # shared by the producer (`take`), the trainer (`wait_until_idle`) and the thread that generates; its lock is
         # re-entrant, because `drop` calls `end`
@@ -134,9 +129,9 @@ class RequestBook:
         """
         if self._error is not None:
             why = str(self._error) or type(self._error).__name__
-            raise EngineError(f"{self.name} broke and was stopped: {why}") from self._error
+            raise EngineError(f"vLLM broke and was stopped: {why}") from self._error
         if self._closed:
-            raise EngineError(f"{self.name} was closed")
+            raise EngineError("vLLM was closed")
 
     def pause(self, seconds: float) -> None:
         """Subtracts a pause of running requests from `busy_s` and from the timeline.
@@ -189,22 +184,23 @@ class RequestBook:
 # top-p, min-p) are applied, and tokens outside of the support have -inf. vLLM returns no entropy.
 
 
-def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> SamplerHead:
-    """Head of the tokens of a completion, with entropy NaN.
+def _head(request: GenerationRequest, positions: Sequence[Mapping[int, Any]]) -> SamplerHead | None:
+    """Head of consecutive tokens, with entropy NaN; None if the request needs none.
 
     Args:
-        positions: for each token, (id, log-probability) of the likeliest tokens as vLLM returns them, with the sampled
-            token, which may be one of them.
-        width: number of entries per token; missing entries have probability 0.
+        request: request of the tokens.
+        positions: for each token, vLLM's `Logprob` of the likeliest tokens and of the sampled one, by token id.
     """
-    ids = torch.zeros(len(positions), width, dtype=torch.int32)
-    logprobs = torch.full((len(positions), width), -torch.inf)
+    width = request.sampling.head
+    if width is None:
+        return None
+    head = blank_head(len(positions), width)
     for row, entries in enumerate(positions):
-        top = sorted(dict(entries).items(), key=lambda pair: -pair[1])[:width]
+        top = sorted(((token, entry.logprob) for token, entry in entries.items()), key=lambda pair: -pair[1])[:width]
         if top:
-            ids[row, : len(top)] = torch.tensor([token for token, _ in top])
-            logprobs[row, : len(top)] = torch.tensor([value for _, value in top])
-    return SamplerHead(torch.full((len(positions),), torch.nan), ids, logprobs)
+            head.ids[row, : len(top)] = torch.tensor([token for token, _ in top])
+            head.logprobs[row, : len(top)] = torch.tensor([value for _, value in top])
+    return head
 
 
 # limits of vLLM, which silently raises lower temperatures and refuses higher ones
@@ -333,7 +329,6 @@ class SampleBuffer:
         versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
         if len(versions) != len(self._token_ids):
             raise InvariantError(f"{len(versions)} versions of {len(self._token_ids)} tokens")
-        is_greedy = self.request.sampling.temperature == 0
         completion = Completion(
             request_id=self.request.id,
             sample_index=self.sample_index,
@@ -346,21 +341,18 @@ class SampleBuffer:
         completion = end_at_stop(completion, self.request, self._finder)
         if fault := end_fault(completion, self.request, self._eos_token_ids):
             raise EngineError(f"request {self.request.id} {fault}")
-        indices = range(self.request.num_samples) if is_greedy else [self.sample_index]
-        return [replace(completion, sample_index=index) for index in indices]
+        return _samples(self.request, completion)
 
 
-def _head(request: GenerationRequest, logprobs: Sequence[Mapping[int, Any]]) -> SamplerHead | None:
-    """Head of consecutive tokens, from vLLM's `Logprob` by token id for each."""
-    width = request.sampling.head
-    if width is None:
-        return None
-    positions = [[(token, entry.logprob) for token, entry in entries.items()] for entries in logprobs]
-    return head_of(positions, width)
+def _samples(request: GenerationRequest, sampled: Completion) -> list[Completion]:
+    """The sample, or all samples of a greedy request, which vLLM samples once."""
+    if request.sampling.temperature > 0:
+        return [sampled]
+    return [replace(sampled, sample_index=index) for index in range(request.num_samples)]
 
 
 def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
-    """Partial completion of a running sample.
+    """Partial completion of a running sample, see `_samples`.
 
     Args:
         request: request of the sample.
@@ -371,19 +363,16 @@ def partial_completions(request: GenerationRequest, state: Any) -> list[Completi
     ends = [start for _, start in starts[1:]] + [len(token_ids)]
     versions = [int(tag) for (tag, start), end in zip(starts, ends, strict=bool(starts)) for _ in range(start, end)]
     logprobs = state.logprobs_processor.logprobs[: len(token_ids)]
-    indices = range(request.num_samples) if request.sampling.temperature == 0 else [state.request_index]
-    return [
-        Completion(
-            request_id=request.id,
-            sample_index=index,
-            token_ids=token_ids,
-            logprobs=tuple(entries[token].logprob for token, entries in zip(token_ids, logprobs, strict=True)),
-            versions=tuple(versions),
-            finish_reason="abort",
-            head=_head(request, logprobs),
-        )
-        for index in indices
-    ]
+    completion = Completion(
+        request_id=request.id,
+        sample_index=state.request_index,
+        token_ids=token_ids,
+        logprobs=tuple(entries[token].logprob for token, entries in zip(token_ids, logprobs, strict=True)),
+        versions=tuple(versions),
+        finish_reason="abort",
+        head=_head(request, logprobs),
+    )
+    return _samples(request, completion)
 
 
 class RequestRunner:
@@ -409,21 +398,18 @@ class RequestRunner:
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
         """Starts requests. Prompts share their KV cache only with those of the same `salt`. Errors go to the book."""
         try:
-            self._launch(requests, salt)
+            if self._finder is None and any(request.sampling.stop for request in requests):
+                self._finder = StopStrings.of_model(self.model)
+                # vLLM was started without a tokenizer: prompts and completions are token ids
+                self.process.llm.output_processor.tokenizer = self._finder.tokenizer
+            for request in requests:
+                self._requests[request.id] = request
+                self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
         except Exception as error:  # the loop only logs errors of its callbacks: the book hands them to the trainer
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)
-
-    def _launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
-        if self._finder is None and any(request.sampling.stop for request in requests):
-            self._finder = StopStrings.of_model(self.model)
-            # vLLM was started without a tokenizer: prompts and completions are token ids
-            self.process.llm.output_processor.tokenizer = self._finder.tokenizer
-        for request in requests:
-            self._requests[request.id] = request
-            self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
 
     def _parameters(self, request: GenerationRequest) -> Any:
         """The request's `vllm.SamplingParams`.

@@ -5,10 +5,10 @@ from flow import fit, make_data, make_module
 from replays import requests_of
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.vllm import background as sleeping
-from lit_async_rl.vllm.background import Gate
+from lit_async_rl.vllm import sleep as sleeping
 from lit_async_rl.vllm.engine import VLLMEngine
 from lit_async_rl.vllm.file_transfer import SharedMemoryTransfer
+from lit_async_rl.vllm.sleep import Gate
 
 pytestmark = pytest.mark.timeout(120)
 

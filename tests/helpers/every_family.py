@@ -26,7 +26,7 @@ from lit_async_rl.models.architecture import context_length, other_layers
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.packing import PrefixTreePacking, why_unpackable
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.self_check import check_policy, full_logprobs, random_tokens
+from lit_async_rl.models.self_check import check_policy, plain_pass, random_tokens
 from lit_async_rl.models.weights import stream_weights
 
 VOCAB = 64
@@ -115,6 +115,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": dict(rope_parameters=dict.fromkeys(_MIXED, _ROPE)),
     "blt": dict(encoder_hash_byte_group_vocab=50),
 }
+
+
+def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """Log-probabilities of all tokens but the first, by one forward pass of the sequence alone."""
+    return plain_pass(lm, [ids])[0][0]
 
 
 def tiny_config(kind: type[PreTrainedConfig], is_part: bool = False, **changes: Any) -> PreTrainedConfig:

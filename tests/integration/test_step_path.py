@@ -43,7 +43,7 @@ TRAINERS_THREAD = """
     utils: checks logged_rows
 """
 OTHER_THREADS = """
-    engines/embedded: cuda_stream engine forward kv_cache queue sampling slots
+    engines/embedded: cuda_stream engine forward kv_cache queue sampling settings slots
     rewards: forms functions references scorer success
     runtime: ending retries
     utils: device_memory

@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from every_family import UNBUILDABLE, load, model_types, tiny_config
+from every_family import UNBUILDABLE, full_logprobs, load, model_types, tiny_config
 from flow import fit, make_data, make_module
 from replays import own_engine, requests_of
 from tiny_models import EOS, save, tiny_tokenizer
@@ -24,7 +24,7 @@ from lit_async_rl.models import attention
 from lit_async_rl.models.attention import choose_attention, decoding_attention, eager_kernels, ignored_setting
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.self_check import check_policy, full_logprobs, random_tokens
+from lit_async_rl.models.self_check import check_policy, random_tokens
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.validation import decodable
 

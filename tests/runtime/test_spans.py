@@ -188,7 +188,7 @@ def test_overlapping_work_is_counted_once():
 
 
 def test_the_book_of_an_engine_draws_what_it_counts_as_busy():
-    book = RequestBook("it")  # before the run
+    book = RequestBook()  # before the run
     spans = start_recording()
     book.begin([1, 2])
     time.sleep(0.05)

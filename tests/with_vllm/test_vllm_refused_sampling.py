@@ -49,7 +49,7 @@ def test_what_a_request_raises_reaches_the_trainer_with_its_cause(monkeypatch):
         hot = replace(request, sampling=replace(request.sampling, temperature=3.0))
         with pytest.raises(ValueError, match=r"^data\.sampling\.temperature must be 0 or in \[0\.01, 2\.0\] with vLLM"):
             engine.submit([hot])
-        monkeypatch.setattr("lit_async_rl.vllm.background.check_sampling", lambda *_: None)
+        monkeypatch.setattr("lit_async_rl.vllm.engine.check_sampling", lambda *_: None)
         with pytest.raises(
             ValueError, match=r"vLLM refuses the sampling settings.*temperature must be in \[0, 2\], got 3"
         ):

@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class Child:
             case "load_weights":
                 if fields["is_recorded"] and not recorder().is_started:
                     start_recording()
-                engine.load_weights(fields["version"], read_weights(fields["folder"], fields["unchanged"]))
+                unchanged = ((name, UNCHANGED) for name in fields["unchanged"])
+                engine.load_weights(fields["version"], itertools.chain(read_folder(fields["folder"]), unchanged))
                 self._work.set()
             case "abort":
                 with self._poll_lock.hold():
@@ -166,10 +168,3 @@ class Child:
             case "set_random_state":
                 engine.set_random_state(tensors["state"])
         return {}, {}
-
-
-def read_weights(folder: str, unchanged: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Pairs (name, tensor) of the weights in a folder, then (name, `UNCHANGED`) of the unchanged ones."""
-    yield from read_folder(folder)
-    for name in unchanged:
-        yield name, UNCHANGED

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, check_request, set_up
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, WeightReport, set_up
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.cuda_stream import EngineStream
 from lit_async_rl.engines.embedded.decode_graphs import cuda_graphs
@@ -38,9 +38,9 @@ from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import DecodeProcess
 from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import RequestQueue, Update
-from lit_async_rl.engines.embedded.settings import DecodeSettings
+from lit_async_rl.engines.embedded.settings import Decoder, DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.errors import SetupError, StalledError
+from lit_async_rl.errors import StalledError
 from lit_async_rl.models.architecture import context_length, stored_buffers
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode, find_device
@@ -210,7 +210,7 @@ class EmbeddedEngine(EngineWrapper):
 # -- The loop ---------------------------------------------------------------------------------------------------------
 
 
-class DecodeLoop(RolloutEngine):
+class DecodeLoop(Decoder):
     """Decodes inside `poll`, in the thread that calls it.
 
     Args:
@@ -218,30 +218,19 @@ class DecodeLoop(RolloutEngine):
         cache_class: class of the KV cache.
     """
 
-    records_heads = True
-    records_entropy = True
-    records_experts = True
-    records_spans = True
     takes_adapters = True
-    takes_changes = True
 
     def __init__(self, settings: DecodeSettings, cache_class: type[SlotCache] = SlotCache) -> None:
-        self.settings = settings
-        self.in_flight_weight_updates = settings.in_flight_weight_updates
-        self.dtype = settings.dtype
-        self.update_timeout_s = settings.update_timeout_s
-        self.self_check = settings.self_check
+        super().__init__(settings)
         self._cache_class = cache_class
-        self._max_model_len = settings.max_model_len
         self._slots: Slots | None = None
         self._stream = EngineStream(None)
         self._queue = RequestQueue()
         # Requests that are not in the queue yet, in order: `submit` waits for no step, as agents and environments call
         # it one after the other. Whoever has the lock moves them.
         self._submitted: deque[tuple[GenerationRequest, ...]] = deque()
-        self._record = WorkRecord()
+        self._lane: Lane | None = None  # of the timeline; None for an engine that does not sample for training
         self._version = 0  # of the weights in use
-        self._has_weights = True  # False after `setup`, which builds a model without weights
         self._newest = NewestUpdate()
         self._report: WeightReport | None = None
         self._error: BaseException | None = None  # raised by `poll`, which does not use updates afterwards
@@ -249,24 +238,23 @@ class DecodeLoop(RolloutEngine):
         # uses an update, and for good when the loop fails.
         self._has_room = threading.Event()
         self._has_room.set()
-        limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
         # Protects slots and queue. The polling thread holds it for one step at a time. Fair, because otherwise the
         # polling thread would acquire it again before a waiting thread wakes up.
-        self._lock = FairLock(settings.update_timeout_s, f"the token that the embedded engine computes ({limit})")
+        self._lock = FairLock(
+            settings.update_timeout_s, f"the token that the embedded engine computes ({self._update_limit})"
+        )
         self._work = threading.Event()  # set while there may be something to decode
-        self._closed = False
         self._threads_set = False
 
     def setup(self, model: str) -> None:
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
         device = find_device(self.settings.device)
         self._stream = EngineStream(device)
-        with self._stream.use():
+        with self._stream.use():  # builds a model without weights
             self.adopt(build_policy(model, self.dtype, self.settings.device), owns_weights=True)
         if has_streams(device):
             recommend_vllm(self.slots.lm)
-        self._record.lane = recorder().lane(ENGINE)
-        self._has_weights = False
+        self._lane = recorder().lane(ENGINE)
 
     def adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         """Sets the model to decode.
@@ -292,6 +280,8 @@ class DecodeLoop(RolloutEngine):
             cache_class=self._cache_class,
             recorder=cuda_graphs if self.settings.cuda_graphs else None,
         )
+        self._vocab_size = self._slots.vocab_size
+        self._has_weights = not owns_weights
 
     @property
     def slots(self) -> Slots:
@@ -303,32 +293,13 @@ class DecodeLoop(RolloutEngine):
         return set_up(self._slots)
 
     @property
-    def num_slots(self) -> int:  # type: ignore[override]
-        return self.settings.num_slots
-
-    @property
-    def max_model_len(self) -> int:
-        return set_up(self._max_model_len)
-
-    @property
-    def busy_s(self) -> float:
-        return self._record.busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        return self._record.num_tokens
-
-    @property
     def num_running(self) -> int:
         return 0 if self._slots is None else self._slots.num_active
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if not self._has_weights:
-            raise SetupError("the engine was used before load_weights")
-        for request in requests:
-            check_request(request, self.max_model_len, self.slots.vocab_size)
+        self._check(requests)
         self._submitted.append(tuple(requests))
         self._work.set()
 
@@ -380,8 +351,18 @@ class DecodeLoop(RolloutEngine):
             if self._submitted:  # after `clear`, so that a concurrent `submit` is seen here or sets it afterwards
                 self._work.set()
             return []
-        self._record.add(name, began, slots, self._version)
+        self._count(name, began, slots)
         return finished
+
+    def _count(self, name: str, began: float, slots: Slots) -> None:
+        """Adds one decode or prefill step that began at `began` of `time.monotonic`, for metrics and a timeline."""
+        num_tokens = slots.num_tokens - self.num_tokens
+        self.num_tokens = slots.num_tokens
+        seconds = time.monotonic() - began
+        self.busy_s += seconds
+        if self._lane is not None:
+            version = self._version
+            self._lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         gone = set(request_ids)
@@ -397,7 +378,7 @@ class DecodeLoop(RolloutEngine):
 
     def _unused_updates(self) -> str:
         return (
-            f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
+            f"the embedded engine used no update within {self._update_limit}: "
             f"{len(self._queue)} items queued, {self.num_running} rows active"
         )
 
@@ -534,30 +515,3 @@ class NewestUpdate:
             update = self._update
             self._update = None
         return update
-
-
-# -- Busy time and tokens, for metrics and for a timeline -------------------------------------------------------------
-
-
-class WorkRecord:
-    """Total time and tokens of prefills and decode steps.
-
-    Attributes:
-        busy_s: total time in seconds.
-        num_tokens: number of sampled tokens.
-        lane: lane of the timeline; None for an engine that does not sample for training.
-    """
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.num_tokens = 0
-        self.lane: Lane | None = None
-
-    def add(self, name: str, began: float, slots: Slots, version: int) -> None:
-        """Adds one decode or prefill step started at `began` of `time.monotonic`."""
-        num_tokens = slots.num_tokens - self.num_tokens
-        self.num_tokens = slots.num_tokens
-        seconds = time.monotonic() - began
-        self.busy_s += seconds
-        if self.lane is not None:
-            self.lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)

@@ -9,7 +9,6 @@ n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from transformers import (
 
 from lit_async_rl.engines.embedded.kv_cache import RowCaches, SlotCache, cache_argument
 from lit_async_rl.engines.embedded.packed_linear import PackedLinear
-from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.attention import ignored_setting
 from lit_async_rl.models.policy import CausalPolicy
@@ -38,24 +36,8 @@ from lit_async_rl.models.policy import CausalPolicy
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-class LayerProducts(ABC):
-    """All linear layers of a decoder layer."""
-
-    @abstractmethod
-    def qkv(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
-        """Queries, keys and values of all heads, in order."""
-
-    @abstractmethod
-    def add_out(self, x: Float[Tensor, "n T H"], heads: Float[Tensor, "n T D"]) -> Float[Tensor, "n T H"]:
-        """Sum of x and the output projection of attention; may overwrite x."""
-
-    @abstractmethod
-    def add_mlp(self, x: Float[Tensor, "n T H"], normed: Float[Tensor, "n T H"]) -> Float[Tensor, "n T H"]:
-        """Sum of x and down(silu(gate) * up); may overwrite x."""
-
-
-class PlainProducts(LayerProducts):
-    """Matrix products of torch; layers with the same input share one product.
+class PlainProducts:
+    """All linear layers of a decoder layer, by products of torch; layers with the same input share one product.
 
     Args:
         layer: decoder layer of transformers.
@@ -72,19 +54,22 @@ class PlainProducts(LayerProducts):
             _make_adjacent([layer.self_attn.o_proj.weight])
             _make_adjacent([layer.mlp.down_proj.weight])
 
-    def qkv(self, x: Tensor) -> Tensor:
+    def qkv(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
+        """Queries, keys and values of all heads, in order."""
         return self._qkv(x)
 
-    def add_out(self, x: Tensor, heads: Tensor) -> Tensor:
+    def add_out(self, x: Float[Tensor, "n T H"], heads: Float[Tensor, "n T D"]) -> Float[Tensor, "n T H"]:
+        """Sum of x and the output projection of attention; may overwrite x."""
         return _add_linear(x, self._attention.o_proj, heads)
 
-    def add_mlp(self, x: Tensor, normed: Tensor) -> Tensor:
+    def add_mlp(self, x: Float[Tensor, "n T H"], normed: Float[Tensor, "n T H"]) -> Float[Tensor, "n T H"]:
+        """Sum of x and down(silu(gate) * up); may overwrite x."""
         gate, up = self._gate_up(normed).chunk(2, -1)
         return _add_linear(x, self._mlp.down_proj, F.silu(gate).mul_(up))
 
 
-class PackedProducts(LayerProducts):
-    """Matrix products of oneDNN with packed weights, fused with additions, multiplications and activations.
+class PackedProducts:
+    """The same by oneDNN with packed weights: products fused with additions, multiplications and activations.
 
     Args:
         layer: decoder layer of transformers.
@@ -117,8 +102,6 @@ class _JoinedLinear:
         self._linears = linears
         self._weight = _make_adjacent([linear.weight for linear in linears]) if owns_weights else None
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        if len(biases) not in (0, len(linears)):
-            raise InvariantError("linear layers can be joined into one only if all of them have a bias, or none has")
         self._bias = _make_adjacent(biases) if owns_weights and biases else None
 
     def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
@@ -149,25 +132,112 @@ def _linear(module: Any, x: Tensor) -> Tensor:
     return F.linear(x, module.weight, module.bias)
 
 
-_FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_FAST_DTYPES = (torch.float32, torch.bfloat16)
+# -- Forward passes of any model over its cache -----------------------------------------------------------------------
 
 
-class LlamaForward:
-    """Hidden states of a supported model, with a `SlotCache`.
-
-    Args:
-        lm: the model.
-        owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
+class _Forward:
+    """Base class of the forward passes of a model: its output head.
 
     Attributes:
         packed: packed linear layers by the names of the parameters they replace.
         head: packed output head; None if the model's own is used.
+        reads_ranges: whether attention reads fewer positions of some rows, see `SlotCache.ranges`.
     """
 
-    def __init__(self, lm: PreTrainedModel, owns_weights: bool = False) -> None:
-        if not self.supports(lm):
-            raise InvariantError(f"{type(lm).__name__} has no fast forward pass")
+    head: PackedLinear | None = None
+    reads_ranges = False
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        self._lm = lm
+        self._policy = CausalPolicy(lm)
+        self.packed: dict[str, PackedLinear] = {}
+
+    def logits(self, features: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        """Applies the output head."""
+        return self._policy.logits(features) if self.head is None else self.head(features)
+
+
+class CachedForward(_Forward):
+    """Hidden states of new tokens, by transformers.
+
+    Args:
+        lm: the model.
+        cache: KV cache; updated by the forward passes.
+
+    Raises:
+        ValueError: the attention implementation takes no mask, or ignores a setting of the configuration.
+    """
+
+    def __init__(self, lm: PreTrainedModel, cache: SlotCache) -> None:
+        if lm.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"model.attn_implementation must be sdpa or eager, got {lm.config._attn_implementation!r}: the "
+                "embedded engine, which also samples for validation, cannot build attention masks for other "
+                "implementations"
+            )
+        if setting := ignored_setting(lm):
+            raise ValueError(
+                f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores "
+                f"the setting {setting}, so the embedded engine would not sample from the model's distribution: set "
+                "model.attn_implementation=eager"
+            )
+        super().__init__(lm)
+        self._cache = cache
+        self._zero = torch.zeros((), dtype=lm.dtype, device=next(lm.parameters()).device)
+
+    def __call__(
+        self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 1 p"] | None
+    ) -> Float[Tensor, "n t H"]:
+        """Last hidden states; positions and mask broadcast over the rows.
+
+        Args:
+            input_ids: new tokens.
+            position_ids: their positions.
+            mask: True where a token attends; None for prompts, which are causal.
+        """
+        added = None if mask is None else self._additive(mask)
+        return self._states(input_ids, position_ids.expand(len(input_ids), -1), added)
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        """The mask as eager attention needs it; the other kernels would convert a boolean mask in every layer."""
+        return torch.where(mask, self._zero, -torch.inf)
+
+    def _states(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            width = input_ids.shape[1]
+            causal = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()
+            mask = self._additive(causal[None, None])
+        output = body(self._lm)(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=mask.expand(len(input_ids), -1, -1, -1),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        states: Tensor = output.last_hidden_state
+        return states
+
+
+# -- Forward passes of our own, of Llama-like models ------------------------------------------------------------------
+
+
+_FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_FAST_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class LlamaForward(CachedForward):
+    """Hidden states of new tokens, of a model that it `supports`.
+
+    Args:
+        lm: the model.
+        cache: KV cache; updated by the forward passes.
+        owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
+    """
+
+    reads_ranges = True
+
+    def __init__(self, lm: PreTrainedModel, cache: SlotCache, owns_weights: bool) -> None:
+        super().__init__(lm, cache)
         model: Any = lm.base_model
         config = lm.config
         self._model = model
@@ -177,7 +247,7 @@ class LlamaForward:
         linears = _linears(model)
         head = lm.get_output_embeddings()
         packed = {m: PackedLinear(m) for m in linears} if owns_weights and PackedLinear.supports(linears) else {}
-        self._products: list[LayerProducts] = [
+        self._products = [
             PackedProducts(layer, packed) if packed else PlainProducts(layer, owns_weights) for layer in model.layers
         ]
         self.head = PackedLinear(head) if packed and type(head) is nn.Linear else None
@@ -198,8 +268,8 @@ class LlamaForward:
         length_dependent = model.rotary_emb.rope_type in ("dynamic", "longrope")
         return not length_dependent and all(type(linear) is nn.Linear for linear in _linears(model))
 
-    def __call__(
-        self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor | None, cache: SlotCache
+    def _states(
+        self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor | None
     ) -> Float[Tensor, "n T H"]:
         """Last hidden states.
 
@@ -208,19 +278,16 @@ class LlamaForward:
             position_ids: their positions.
             mask: of one token per row, added to the scores, broadcastable to [n, 1, 1, keys]; None for prompts, which
                 are causal: padding is behind them.
-            cache: KV cache; new keys and values are written to it.
         """
         x = F.embedding(input_ids, self._model.embed_tokens.weight)
-        self._reserve(x, max(cache.max_len, input_ids.shape[1]))
+        self._reserve(x, max(self._cache.max_len, input_ids.shape[1]))
         cos = self._cos[position_ids]  # [n, T, 1, D]
         sin = self._sin[position_ids]
         if mask is not None:
             mask = mask.expand(-1, self._num_keys, 1, -1).flatten(0, 1)  # [n Hk, 1, M]
         for index, (layer, products) in enumerate(zip(self._model.layers, self._products, strict=True)):
             heads = products.qkv(self._norm(layer.input_layernorm, x))
-            x = products.add_out(
-                x, self._attention(layer.self_attn, heads, cos, sin=sin, mask=mask, cache=cache, index=index)
-            )
+            x = products.add_out(x, self._attention(layer.self_attn, heads, cos, sin=sin, mask=mask, index=index))
             x = products.add_mlp(x, self._norm(layer.post_attention_layernorm, x))
         return self._norm(self._model.norm, x)
 
@@ -240,7 +307,7 @@ class LlamaForward:
         self._sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)[0, :, None]
 
     def _attention(
-        self, module: Any, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: SlotCache, index: int
+        self, module: Any, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, index: int
     ) -> Tensor:
         n, num_tokens = heads.shape[:2]
         size = self._head_size
@@ -253,17 +320,17 @@ class LlamaForward:
         torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin, out=heads[:, :, :both])
         query = heads[:, :, : self._num_queries]
         if mask is not None:  # queries that share a key-value head are one matrix, instead of repeated keys and values
-            keys, values = cache.write(heads[:, 0, self._num_queries :], index)
+            keys, values = self._cache.write(heads[:, 0, self._num_queries :], index)
             query = query.reshape(n, self._num_keys, -1, size)
             h = self._num_keys
             parts = [
                 _attend(query[a:b], keys[a:b, :, :m], values[a:b, :, :m], mask=mask[a * h : b * h, :, :m])
-                for a, b, m in cache.ranges
+                for a, b, m in self._cache.ranges
             ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
             key, value = heads[:, :, self._num_queries :].transpose(1, 2).chunk(2, 1)
-            cache.update(key, value, index)
+            self._cache.update(key, value, index)
             out = _attend_causally(query.transpose(1, 2), key, value).transpose(1, 2)
         return out.reshape(n, num_tokens, -1)
 
@@ -326,91 +393,10 @@ def _is_fast_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _FAST_DTYPES and not torch.is_autocast_enabled("cpu")
 
 
-# -- Forward passes of any model over its cache -----------------------------------------------------------------------
+# -- Forward passes row by row, and the choice ------------------------------------------------------------------------
 
 
-class CachedForward:
-    """Hidden states of new tokens, by `LlamaForward` if it supports the model, otherwise by transformers.
-
-    Args:
-        lm: the model.
-        cache: KV cache; updated by the forward passes.
-        owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
-
-    Raises:
-        ValueError: the attention implementation takes no mask, or ignores a setting of the configuration.
-    """
-
-    def __init__(self, lm: PreTrainedModel, cache: SlotCache, owns_weights: bool) -> None:
-        if lm.config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"model.attn_implementation must be sdpa or eager, got {lm.config._attn_implementation!r}: the "
-                "embedded engine, which also samples for validation, cannot build attention masks for other "
-                "implementations"
-            )
-        if setting := ignored_setting(lm):
-            raise ValueError(
-                f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores "
-                f"the setting {setting}, so the embedded engine would not sample from the model's distribution: set "
-                "model.attn_implementation=eager"
-            )
-        self._lm = lm
-        self._cache = cache
-        self._policy = CausalPolicy(lm)
-        self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
-        self._zero = torch.zeros((), dtype=lm.dtype, device=next(lm.parameters()).device)
-
-    def logits(self, features: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Applies the output head."""
-        head = None if self._llama is None else self._llama.head
-        return self._policy.logits(features) if head is None else head(features)
-
-    @property
-    def packed(self) -> dict[str, PackedLinear]:
-        """Packed linear layers by the names of the parameters they replace."""
-        return {} if self._llama is None else self._llama.packed
-
-    @property
-    def reads_ranges(self) -> bool:
-        """Whether attention reads fewer positions of some rows, see `SlotCache.ranges`."""
-        return self._llama is not None
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """Tensors of the forward pass that may move to other memory, apart from the cache's."""
-        return [] if self._llama is None else self._llama.memory
-
-    def __call__(
-        self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 1 p"] | None
-    ) -> Float[Tensor, "n t H"]:
-        """Last hidden states; positions and mask broadcast over the rows.
-
-        Args:
-            input_ids: new tokens.
-            position_ids: their positions.
-            mask: True where a token attends; None for prompts, which are causal.
-        """
-        position_ids = position_ids.expand(len(input_ids), -1)
-        if mask is None and self._llama is not None:
-            return self._llama(input_ids, position_ids, None, self._cache)
-        if mask is None:
-            width = input_ids.shape[1]
-            mask = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()[None, None]
-        # additive: eager attention needs that, and the other kernels would convert a boolean mask in every layer
-        mask = torch.where(mask, self._zero, -torch.inf)
-        if self._llama is not None:
-            return self._llama(input_ids, position_ids, mask, self._cache)
-        output = body(self._lm)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=mask.expand(len(input_ids), -1, -1, -1),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return output.last_hidden_state
-
-
-class RowwiseForward:
+class RowwiseForward(_Forward):
     """Hidden states of new tokens, with one forward pass of transformers per row.
 
     Args:
@@ -419,18 +405,10 @@ class RowwiseForward:
         argument: name of the cache argument of the model's forward pass.
     """
 
-    reads_ranges = False
-
     def __init__(self, lm: PreTrainedModel, caches: RowCaches, argument: str) -> None:
-        self._lm = lm
+        super().__init__(lm)
         self._caches = caches
         self._argument = argument
-        self._policy = CausalPolicy(lm)
-        self.packed: dict[str, PackedLinear] = {}
-
-    def logits(self, features: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Applies the output head."""
-        return self._policy.logits(features)
 
     def __call__(
         self, input_ids: Int[Tensor, "n t"], position_ids: Tensor, mask: Tensor | None
@@ -466,4 +444,5 @@ def cache_and_forward(
         rows = RowCaches(num_slots)
         return rows, RowwiseForward(lm, rows, argument)
     cache = cache_class(num_slots, device, context_length(lm))
-    return cache, CachedForward(lm, cache, owns_weights)
+    fast = LlamaForward.supports(lm)
+    return cache, LlamaForward(lm, cache, owns_weights) if fast else CachedForward(lm, cache)

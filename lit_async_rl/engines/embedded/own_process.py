@@ -20,10 +20,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lit_async_rl import errors
-from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
-from lit_async_rl.engines.embedded.settings import DecodeSettings
+from lit_async_rl.engines.base import set_up
+from lit_async_rl.engines.embedded.settings import Decoder, DecodeSettings
 from lit_async_rl.engines.weight_files import WeightFolders, chunks, folder_with_room, write_folder
-from lit_async_rl.errors import EngineError, SetupError
+from lit_async_rl.errors import EngineError
 from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.runtime.files import absolute
@@ -47,7 +47,7 @@ MAX_TRACEBACK_CHARS = 4000  # of an error of the process; the last ones
 log = logging.getLogger(__name__)
 
 
-class DecodeProcess(RolloutEngine):
+class DecodeProcess(Decoder):
     """Sends requests and weights to a decode loop in a child process.
 
     Weights are passed in files in memory. With in-flight updates, the trainer does not wait until the process has read
@@ -57,30 +57,15 @@ class DecodeProcess(RolloutEngine):
         settings: settings of the decode loop.
     """
 
-    records_heads = True
-    records_entropy = True
-    records_experts = True
-    records_spans = True
-    takes_changes = True
+    num_running = 0
 
     def __init__(self, settings: DecodeSettings) -> None:
-        self.settings = settings
-        self.in_flight_weight_updates = settings.in_flight_weight_updates
-        self.dtype = settings.dtype
-        self.update_timeout_s = settings.update_timeout_s
-        self.self_check = settings.self_check
+        super().__init__(settings)
         self._connection: Connection | None = None
         self._folders: WeightFolders | None = None
         self._finished: deque[Completion] = deque()  # without a lock: the reader's thread appends, the producer's pops
-        self._busy_s = 0.0
-        self._num_tokens = 0
-        self._num_running = 0
         self._recorder: SpanRecorder = recorder()  # `setup` sets the recorder of the run
-        self._max_model_len = settings.max_model_len
-        self._vocab_size = 0
-        self._has_weights = False
         self._update: tuple[int, Path] | None = None  # message number and folder of the last update sent
-        self._closed = False
 
     def setup(self, model: str) -> None:
         """Starts the process, which builds the architecture."""
@@ -106,33 +91,10 @@ class DecodeProcess(RolloutEngine):
         """
         return set_up(self._connection)
 
-    @property
-    def num_slots(self) -> int:  # type: ignore[override]
-        return self.settings.num_slots
-
-    @property
-    def max_model_len(self) -> int:
-        return set_up(self._max_model_len)
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
-
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if not self._has_weights:
-            raise SetupError("the engine was used before load_weights")
-        for request in requests:  # here, so that the caller gets the error; in the process it would end the engine
-            check_request(request, self.max_model_len, self._vocab_size)
+        self._check(requests)  # here, so that the caller gets the error; in the process it would end the engine
         self.connection.send({"kind": "submit", "requests": pack_requests(requests)})
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -227,10 +189,6 @@ class DecodeProcess(RolloutEngine):
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _update_limit(self) -> str:
-        return f"data.engine.update_timeout_s={self.update_timeout_s:g}"
-
     def _ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Message:
         return self.connection.ask(kind, self.update_timeout_s, self._update_limit, tensors, **fields)
 
@@ -238,9 +196,9 @@ class DecodeProcess(RolloutEngine):
         """Stores a report; called by the reader's thread."""
         fields, tensors = report
         self._finished.extend(unpack_completions(fields["completions"], tensors))
-        self._busy_s = fields["busy_s"]
-        self._num_tokens = fields["num_tokens"]
-        self._num_running = fields["num_running"]
+        self.busy_s = fields["busy_s"]
+        self.num_tokens = fields["num_tokens"]
+        self.num_running = fields["num_running"]
         self._recorder.add(fields["events"])
 
     def close(self) -> None:

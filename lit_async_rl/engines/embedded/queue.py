@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.weights import LowRankSum
 from lit_async_rl.types import GenerationRequest
 
@@ -98,14 +97,11 @@ class RequestQueue:
 
     def take_barrier(self, num_active: int) -> Update | NewBatch | None:
         """Pops the head of the queue if it is a barrier that has been reached."""
-        if num_active or not self._items or isinstance(self._items[0], Pending):
+        head = self._items[0] if self._items and not num_active else None
+        if head is None or isinstance(head, Pending):
             return None
-        barrier = self._items.popleft()
-        if isinstance(barrier, Pending):
-            raise InvariantError(
-                "the first item of the engine's queue must be a weight update or a new batch, got a request"
-            )
-        return barrier
+        self._items.popleft()
+        return head
 
     def take_requests(self, num_active: int, num_slots: int) -> list[Pending]:
         """Pops the requests to prefill now, with `num_active` of `num_slots` slots in use.

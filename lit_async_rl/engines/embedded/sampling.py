@@ -6,7 +6,7 @@ S slots, C columns for completion tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lit_async_rl.utils.device_memory import to_device
 
 
 class HeadRecorder:
-    """Records entropy and likeliest tokens of every sampled token while a request needs them.
+    """Records entropy and likeliest tokens of every sampled token while a request needs them (`width` is not None).
 
     Costs nothing otherwise. Its tensors grow with the number of columns and with the largest k.
     """
@@ -40,9 +40,9 @@ class HeadRecorder:
         if columns > known or self.width > entries:
             columns = max(columns, known)
             entries = max(self.width, entries)
-            self._entropy = _grow(self._entropy, (slots, columns), 0.0)
-            self._ids = _grow(self._ids, (slots, columns, entries), 0.0)
-            self._logprobs = _grow(self._logprobs, (slots, columns, entries), -torch.inf)
+            self._entropy = grown(self._entropy, (slots, columns))
+            self._ids = grown(self._ids, (slots, columns, entries))
+            self._logprobs = grown(self._logprobs, (slots, columns, entries), -torch.inf)
 
     def append(self, rows: Int[Tensor, " n"], columns: Int[Tensor, " n"], log_p: Float[Tensor, "n V"]) -> None:
         """Records the distributions `log_p` of the tokens in `columns` of `rows`."""
@@ -57,11 +57,8 @@ class HeadRecorder:
 
     def of(self, row: int, length: int, width: int) -> SamplerHead:
         """Head of the first `length` tokens of a row, with `width` entries."""
-        # copies, because the slot is reused by another row
-        entropy = self._entropy[row, :length].to("cpu", copy=True)
-        ids = self._ids[row, :length, :width].to("cpu", copy=True)
-        logprobs = self._logprobs[row, :length, :width].to("cpu", copy=True)
-        return SamplerHead(entropy, ids, logprobs)
+        parts = (self._entropy[row, :length], self._ids[row, :length, :width], self._logprobs[row, :length, :width])
+        return SamplerHead(*(part.to("cpu", copy=True) for part in parts))  # copies: another row reuses the slot
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
         """Moves rows to other slots."""
@@ -69,15 +66,12 @@ class HeadRecorder:
             for values in (self._entropy, self._ids, self._logprobs):
                 values[targets] = values[sources]
 
-    def stop(self) -> None:
-        """Stops recording until the next request that needs it."""
-        self.width = None
 
-
-def _grow(values: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
-    grown = values.new_full(shape, fill)
-    grown[tuple(slice(0, size) for size in values.shape)] = values
-    return grown
+def grown(values: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
+    """A larger tensor with these values, and `fill` at its further places."""
+    larger = values.new_full(shape, fill)
+    larger[tuple(slice(0, size) for size in values.shape)] = values
+    return larger
 
 
 # -- Sampling of tokens: n rows, V vocabulary. Log-probabilities are those of the truncated, tempered distribution ----
@@ -90,7 +84,7 @@ SPLITMIX_MULTIPLIER_2 = -0x6B2FB644ECCEEE15
 MAX_CACHED_VALUES = 2**19  # logits sampled at a time on a CPU: with float64 temporaries they fill a core's cache
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowParams:
     """`SamplingParams` of every row, as tensors.
 
@@ -110,14 +104,13 @@ class RowParams:
     truncates: bool = True
     greedy: bool = True
 
-    def __getitem__(self, rows: slice) -> RowParams:
-        return RowParams(
+    def __getitem__(self, rows: slice | Tensor) -> RowParams:
+        return replace(
+            self,
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
             min_p=self.min_p[rows],
-            truncates=self.truncates,
-            greedy=self.greedy,
         )
 
 
@@ -222,33 +215,26 @@ class RowState:
         self.logprobs = torch.zeros(num_slots, 0, device=device)
         self.version = torch.zeros((), **rows)  # of the weights, for the tokens that `append` appends
         self.heads = HeadRecorder(num_slots, device)
-        self.temperature = torch.ones(num_slots, device=device)
-        self.top_p = torch.ones(num_slots, device=device)
-        self.top_k = torch.zeros(num_slots, **rows)
-        self.min_p = torch.zeros(num_slots, device=device)
+        self.params = RowParams(
+            temperature=torch.ones(num_slots, device=device),
+            top_p=torch.ones(num_slots, device=device),
+            top_k=torch.zeros(num_slots, **rows),
+            min_p=torch.zeros(num_slots, device=device),
+            truncates=False,
+            greedy=False,
+        )
         self.stream = torch.full((num_slots,), NO_STREAM, **rows)  # of random numbers; without one, the engine's
-        self._truncates = self._greedy = self._has_streams = False
+        self._has_streams = False
 
     @property
     def flags(self) -> tuple[bool, bool, bool]:
         """Whether any row truncates, is greedy or has a stream: sampling leaves out the rest."""
-        return self._truncates, self._greedy, self._has_streams
+        return self.params.truncates, self.params.greedy, self._has_streams
 
     @property
     def memory(self) -> list[Tensor]:
         """Tensors that grow, and move to other memory then."""
         return [self.stops, self.tokens, self.versions, self.logprobs]
-
-    def params(self, rows: slice | Tensor) -> RowParams:
-        """Sampling parameters of the rows."""
-        return RowParams(
-            temperature=self.temperature[rows],
-            top_p=self.top_p[rows],
-            top_k=self.top_k[rows],
-            min_p=self.min_p[rows],
-            truncates=self._truncates,
-            greedy=self._greedy,
-        )
 
     def open(
         self,
@@ -275,12 +261,13 @@ class RowState:
         self.last[rows] = prompt[-1]
         self.count[rows] = 0
         self.max_tokens[rows] = sampling.max_tokens
-        self.temperature[rows] = sampling.temperature
-        self.top_p[rows] = sampling.top_p
-        self.top_k[rows] = sampling.top_k
-        self.min_p[rows] = sampling.min_p
-        self._truncates |= sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        self._greedy |= sampling.temperature == 0
+        params = self.params
+        params.temperature[rows] = sampling.temperature
+        params.top_p[rows] = sampling.top_p
+        params.top_k[rows] = sampling.top_k
+        params.min_p[rows] = sampling.min_p
+        params.truncates |= sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        params.greedy |= sampling.temperature == 0
         self.stream[rows] = NO_STREAM if stream is None else stream + self.all_rows[: len(rows)]
         self._has_streams |= stream is not None
         self.stops[rows] = NO_TOKEN
@@ -288,7 +275,7 @@ class RowState:
 
     def sample(self, rows: slice | Tensor, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Samples the next token of each row, with its log-probability, and records heads for requests with `head`."""
-        params = self.params(rows)
+        params = self.params[rows]
         index = self.all_rows[rows]
         samples = []
         for part in parts(logits):
@@ -355,10 +342,10 @@ class RowState:
             self.tokens,
             self.versions,
             self.logprobs,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
+            self.params.temperature,
+            self.params.top_p,
+            self.params.top_k,
+            self.params.min_p,
             self.stream,
         ):
             values[targets] = values[sources]
@@ -368,19 +355,14 @@ class RowState:
 
     def reset_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""
-        self._truncates = self._greedy = self._has_streams = False
-        self.heads.stop()
+        self.params.truncates = self.params.greedy = self._has_streams = False
+        self.heads.width = None
 
     def _reserve(self, columns: int, num_stops: int) -> None:
-        if columns > self.tokens.shape[1]:
-            self.tokens = _widen(self.tokens, columns, 0)
-            self.versions = _widen(self.versions, columns, 0)
-            self.logprobs = _widen(self.logprobs, columns, 0)
+        num_slots, num_columns = self.tokens.shape
+        if columns > num_columns:
+            self.tokens = grown(self.tokens, (num_slots, columns))
+            self.versions = grown(self.versions, (num_slots, columns))
+            self.logprobs = grown(self.logprobs, (num_slots, columns))
         if num_stops > self.stops.shape[1]:
-            self.stops = _widen(self.stops, num_stops, NO_TOKEN)
-
-
-def _widen(values: Tensor, width: int, fill: int) -> Tensor:
-    wide = values.new_full((values.shape[0], width), fill)
-    wide[:, : values.shape[1]] = values
-    return wide
+            self.stops = grown(self.stops, (num_slots, num_stops), NO_TOKEN)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.embedded.decode_graphs import BLOCK_POSITIONS, STEPS_AHEAD, DecodeGraphs, Record, num_rows
-from lit_async_rl.engines.embedded.forward import CachedForward, cache_and_forward
+from lit_async_rl.engines.embedded.forward import LlamaForward, cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.sampling import AT_STOP, RowState, Tokens
+from lit_async_rl.engines.embedded.sampling import AT_STOP, RowState, Tokens, grown
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.routers import check_routers, record_in, routers_of
 from lit_async_rl.models.tokenizer import StopStrings
@@ -44,9 +44,9 @@ class ExpertRecorder:
 
     def __init__(self, lm: nn.Module, num_slots: int) -> None:
         self._lm = lm
-        self._num_slots = num_slots
         self._chosen: list[Tensor | None] = []  # [tokens, k] of each router in the last forward pass
-        self._experts: Tensor | None = None  # [S, P, n, k]
+        device = next(lm.parameters()).device
+        self._experts = torch.zeros(num_slots, 0, 0, 0, dtype=torch.int16, device=device)  # [S, P, n, k]
 
     @property
     def is_recording(self) -> bool:
@@ -76,15 +76,12 @@ class ExpertRecorder:
             )
         return torch.stack(chosen, dim=2).to(torch.int16)  # a quarter of int64, for every token of the batch
 
-    def _reserve(self, positions: int, like: Tensor) -> Tensor:
+    def _reserve(self, positions: int, like: Int[Tensor, "rows T n k"]) -> Int[Tensor, "S P n k"]:
         """The record, grown to this many positions."""
-        known = 0 if self._experts is None else self._experts.shape[1]
-        if positions > known or self._experts is None:
+        slots, known = self._experts.shape[:2]
+        if positions > known:
             size = max(MIN_POSITIONS, 2 * known, positions)
-            grown = like.new_zeros(self._num_slots, size, *like.shape[2:])
-            if self._experts is not None:
-                grown[:, :known] = self._experts
-            self._experts = grown
+            self._experts = grown(self._experts, (slots, size, *like.shape[2:]))
         return self._experts
 
     def add_prompts(self, shape: tuple[int, int], source: Int[Tensor, " rows"], slots: Int[Tensor, " rows"]) -> None:
@@ -102,13 +99,11 @@ class ExpertRecorder:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots to other slots."""
-        if self._experts is not None:
+        if self.is_recording:
             self._experts[targets] = self._experts[sources]
 
     def of(self, slot: int, length: int) -> ExpertChoices:
         """Experts of the first `length` positions of a slot."""
-        if self._experts is None:
-            raise InvariantError("no experts were recorded")
         return ExpertChoices(self._experts[slot, :length].to("cpu", copy=True))
 
 
@@ -311,7 +306,7 @@ class Slots:
         self._owners: list[
             tuple[GenerationRequest, int] | None
         ] = []  # (request, sample) of slots up to the last in use
-        self._num_active = 0
+        self.num_active = 0  # rows being decoded
         self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # prompt at the beginning of each slot's cache
         self._graphs = None if recorder is None else self._decode_graphs(recorder)
         self._order = RowOrder(self._forward.reads_ranges and self._graphs is None)
@@ -324,7 +319,7 @@ class Slots:
     def _decode_graphs(self, recorder: Callable[[torch.Generator], Callable[[], Record]]) -> DecodeGraphs:
         cache = self._cache
         forward = self._forward
-        if not isinstance(cache, SlotCache) or not isinstance(forward, CachedForward) or not forward.reads_ranges:
+        if not isinstance(cache, SlotCache) or not isinstance(forward, LlamaForward):
             raise ValueError(
                 f"data.engine.cuda_graphs must be False with the model type {self.lm.config.model_type!r}, got True: "
                 "CUDA graphs need the engine's own forward pass, which supports Llama, Mistral, Qwen2 and Qwen3"
@@ -342,19 +337,14 @@ class Slots:
         embeddings: Any = self.lm.get_input_embeddings()
         return embeddings.weight.shape[0]
 
-    @property
-    def num_active(self) -> int:
-        """Number of rows being decoded."""
-        return self._num_active
-
     def invalidate_prompts(self, longer_than: int = 0) -> None:
         """Invalidates cached prompts after a change of weights, or those longer than the shortened cache."""
         self._prompts = [p if p is not None and len(p) <= longer_than else None for p in self._prompts]
 
     def begin_batch(self, seed: int) -> None:
         """Re-seeds and clears all state, so that later results are independent of earlier requests."""
-        if self._num_active:
-            raise InvariantError(f"{self._num_active} slots are in use")
+        if self.num_active:
+            raise InvariantError(f"{self.num_active} slots are in use")
         self.generator.manual_seed(seed)
         self.invalidate_prompts()
         self._cache.clear()
@@ -427,7 +417,7 @@ class Slots:
     @torch.no_grad()
     def decode(self, version: int) -> list[Completion]:
         """Samples one token for every active row; with recorded steps several, before it waits for the device."""
-        if self._num_active < 3 / 4 * len(self._owners):
+        if self.num_active < 3 / 4 * len(self._owners):
             self._close_holes()
         n = len(self._owners)
         graphs = self._graphs if self._rows.heads.width is None else None
@@ -447,7 +437,7 @@ class Slots:
             outcomes = torch.stack([self._replay(graphs, n).clone() for _ in range(steps)])
         finished = []
         for of_step in outcomes.tolist():
-            self.num_tokens += self._num_active
+            self.num_tokens += self.num_active
             self._num_steps += 1
             finished += self._close_finished(of_step, range(n))
         return finished
@@ -545,7 +535,7 @@ class Slots:
                 self._offsets[slot] = len(prompt) - 1 - self._num_steps
             self._longest = max(self._longest, len(prompt) - 1)
             self._stop_check.begin(item.request.sampling.stop, self.vocab_size)
-        self._num_active += begin
+        self.num_active += begin
         self._order.invalidate()
 
     def partial_completions(self) -> list[Completion]:
@@ -557,11 +547,8 @@ class Slots:
         completions = []
         for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._sampled(rows), strict=True):
             request, sample = self._owner(row)
-            recorded: dict[str, Any] = {}
-            if (width := request.sampling.head) is not None:
-                recorded["head"] = self._rows.heads.of(row, len(tokens), width)
-            if request.sampling.experts:  # without the last token, which the model has not read yet
-                recorded["experts"] = self._experts.of(row, len(request.prompt_ids) + len(tokens) - 1)
+            width = request.sampling.head
+            num_read = len(request.prompt_ids) + len(tokens) - 1  # the model has not read the last token yet
             completions.append(
                 Completion(
                     request_id=request.id,
@@ -570,7 +557,8 @@ class Slots:
                     logprobs=logprobs,
                     versions=versions,
                     finish_reason=reason,
-                    **recorded,
+                    head=None if width is None else self._rows.heads.of(row, len(tokens), width),
+                    experts=self._experts.of(row, num_read) if request.sampling.experts else None,
                 )
             )
         return completions
@@ -580,21 +568,21 @@ class Slots:
             self._owners[row] = None
         self._cache.free(rows)
         self._rows.alive[self._index(rows)] = 0
-        self._num_active -= len(rows)
+        self.num_active -= len(rows)
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
         active = (self._position(row) for row, owner in enumerate(self._owners) if owner is not None)
         self._longest = max(active, default=0)
-        if not self._num_active:
+        if not self.num_active:
             self._rows.reset_settings()
             self._stop_check.end()
 
     def _close_holes(self) -> None:
         """Compacts the rows: the last ones move to the free slots."""
-        holes = [row for row in range(self._num_active) if self._owners[row] is None]
-        tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
+        holes = [row for row in range(self.num_active) if self._owners[row] is None]
+        tails = [row for row in range(self.num_active, len(self._owners)) if self._owners[row] is not None]
         self._move(tails, holes)
-        del self._owners[self._num_active :]
+        del self._owners[self.num_active :]
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves rows to other slots, which may be among `sources`; sources without a new row become free."""

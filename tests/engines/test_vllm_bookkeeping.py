@@ -1,7 +1,8 @@
-"""What an update that fails means for an engine in other processes; with real ones: test_vllm_*.py."""
+"""What an update that fails means for an engine around vLLM, here without it; with it: test_vllm_*.py."""
 
 import asyncio
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,24 +11,25 @@ from flow import MODEL, make_data
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.loading import load_config
 from lit_async_rl.tasks import Calculator
-from lit_async_rl.vllm.background import BackgroundEngine
 from lit_async_rl.vllm.engine import VLLMEngine
 from lit_async_rl.vllm.file_transfer import FileTransfer
 from lit_async_rl.vllm.process import VLLMProcess
 from lit_async_rl.vllm.requests import RequestBook, RequestRunner
 
 
-class InstantEngine(BackgroundEngine):
+class InstantEngine(VLLMEngine):
     """Answers at once; takes the first tensor of an update and then raises `error`, if there is one."""
 
     def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__("the engine", FileTransfer(), in_flight_weight_updates=True, clear_cache=False)
+        super().__init__(transfer=FileTransfer())
         self.error = error
 
     def setup(self, model: str) -> None:
-        self._read_config(model)
+        self._vocab_size = load_config(model).vocab_size
         self._max_model_len = 20
+        self._process = self._runner = Mock(is_dead=False)
 
     def _publish(self, version, weights):
         next(weights)
@@ -35,7 +37,7 @@ class InstantEngine(BackgroundEngine):
             raise self.error
         return 0.5
 
-    def _launch(self, requests):
+    def _start(self, requests, version):
         for request in requests:
             self._book.begin([request.id])
             done = Completion(
@@ -48,12 +50,6 @@ class InstantEngine(BackgroundEngine):
             )
             self._book.add(request.id, 1, [done])
             self._book.end([request.id])
-
-    def _cancel(self, request_ids):
-        pass
-
-    def close(self):
-        self._book.close()
 
 
 def engine_with(error: BaseException | None = None) -> InstantEngine:
@@ -77,7 +73,7 @@ def weights(read: list[int]):
     [
         (
             RuntimeError("half loaded"),
-            "^the engine did not take the weights of version 3 and was stopped: half loaded$",
+            "^vLLM did not take the weights of version 3 and was stopped: half loaded$",
         ),
         (MemoryError(), "of version 3 and was stopped: MemoryError$"),
         (OSError(28, "No space left on device"), r"was stopped: \[Errno 28\] No space left on device$"),
@@ -93,7 +89,7 @@ def test_after_a_failed_update_nothing_is_sampled_and_every_call_says_why(error,
     assert read == list(range(5)), "other ranks would wait for this one"
     again = []
     for call in (lambda: engine.poll(1.0), lambda: engine.submit([]), lambda: engine.load_weights(4, weights(again))):
-        with pytest.raises(EngineError, match=r"^the engine broke and was stopped: "):
+        with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: "):
             call()
     assert again == list(range(5))
     assert engine.update_pauses_s == []
@@ -131,7 +127,7 @@ def test_what_could_never_run_is_refused_and_the_rest_is_counted():
     assert engine.num_tokens == 2
     assert engine.update_pauses_s == [0.5]
     engine.close()
-    with pytest.raises(EngineError, match="the engine was closed"):
+    with pytest.raises(EngineError, match="vLLM was closed"):
         engine.submit([])
 
 
@@ -142,14 +138,14 @@ def test_what_a_request_raises_before_it_begins_reaches_the_trainer():
         runner.launch([request()], "0")
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
-    book = RequestBook("vLLM")
+    book = RequestBook()
     runner = RequestRunner(VLLMProcess({}, 20.0), book, (), MODEL)
     book.begin([0])
     asyncio.run(run())
     with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: "):
         book.take(20.0)
     assert not runner._tasks
-    book = RequestBook("vLLM")
+    book = RequestBook()
     runner = RequestRunner(VLLMProcess({}, 20.0), book, (), "no/such-model")  # whose tokenizer is needed
     stop = dataclasses.replace(request(), sampling=SamplingParams(max_tokens=4, stop=("end",)))
     runner.launch([stop], "0")
