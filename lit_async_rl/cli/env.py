@@ -7,7 +7,6 @@ Of environment variables that may hold a key only the name is printed.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -33,9 +32,7 @@ SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl env`."""
-    parser = OneLineParser(
-        prog="lit-async-rl env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("env", __doc__)
     parser.parse_args(args)
     print("\n".join(f"{name:24} {value}" for name, value in facts()))
 

@@ -129,9 +129,7 @@ def plot(arguments: argparse.Namespace) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line of the tape command."""
-    parser = OneLineParser(
-        prog="lit-async-rl tape", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("tape", __doc__)
     commands = parser.add_subparsers(required=True)
     parsers = {}
     for name, function in dict(list=show, filter=select, sample=sample, plot=plot).items():
