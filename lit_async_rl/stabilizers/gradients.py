@@ -338,7 +338,7 @@ class DroppedUpdates:
         self._in_a_row[index] = self._in_a_row.get(index, 0) + 1 if is_dropped else 0
         if is_dropped:
             self.total += 1
-            _warn(
+            rank_zero_only(log.warning)(
                 f"{self.owner}: the gradient contains NaN or infinity, so this update is dropped (number {self.total}, "
                 f"{self.num_in_a_row} in a row, max_in_a_row={self.max_in_a_row}): weights and moments are unchanged"
             )
@@ -355,11 +355,6 @@ class DroppedUpdates:
                 f"max_in_a_row={self.max_in_a_row}). None of these updates changed the weights. Check "
                 "model.learning_rate, the loss and the precision."
             )
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    log.warning(message)
 
 
 # -- Base of callbacks that change the gradients of one optimizer's steps, or of each optimizer's ---------------------
