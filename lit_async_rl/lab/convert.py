@@ -376,14 +376,12 @@ class Conversion:
             positive = self.number("sapo_temperature_pos", 1.0)
             return {"class_path": "SAPO", "init_args": {"tau_positive": positive, "tau_negative": negative}}
         if kind == "vespo":
-            names = {
-                "c1_positive": "k_pos",
-                "c2_positive": "lambda_pos",
-                "c1_negative": "k_neg",
-                "c2_negative": "lambda_neg",
+            constants = {
+                "c1_positive": self.number("vespo_k_pos", 2.0),
+                "c2_positive": self.number("vespo_lambda_pos", 3.0),
+                "c1_negative": self.number("vespo_k_neg", 3.0),
+                "c2_negative": self.number("vespo_lambda_neg", 2.0),
             }
-            defaults = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
-            constants = {ours: self.number(f"vespo_{name}", defaults[name]) for ours, name in names.items()}
             return {"class_path": "VESPO", "init_args": constants}
         if not is_clipped or (kind == "luspo" and level != "sequence"):
             self.note(f"look at: model.loss (loss_type={kind} has no counterpart; this is the clipped loss of GRPO)")
