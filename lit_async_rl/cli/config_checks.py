@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import logging
@@ -19,7 +20,7 @@ from jsonargparse import Namespace
 
 from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
 from lit_async_rl.utils.checks import NO_VALUE, meant, with_home
-from lit_async_rl.utils.config_files import own_settings, with_bases
+from lit_async_rl.utils.config_files import BASE, with_bases
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +45,23 @@ def files_first(args: Sequence[str]) -> list[str]:
     return files_of_all + write_out_flags(flags)
 
 
+def trees_of(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files and their bases, each with its settings; without those that have tags, which the parser refuses."""
+    for part in (part for file in files for part in with_bases(file)):
+        with contextlib.suppress(yaml.YAMLError):
+            yield part, yaml.safe_load(part.read_bytes())
+
+
 STAGES = {"sft": "records", "train": "prompts"}  # by command: the setting of `data` that its configurations have
 
 
 def stage_of(args: Sequence[str]) -> str | None:
     """The command that a command line's configuration was written for; None if it names no data."""
     files, flags = _divided(args)
-    parts = [part for file in files if file.is_file() for part in with_bases(file)]
-    data = [_entry(yaml.compose(part.read_bytes(), Loader=yaml.SafeLoader), "data") for part in parts]
+    data = [tree.get("data") for _, tree in trees_of(file for file in files if file.is_file())]
     for command, name in STAGES.items():
         setting = re.compile(rf"--data\.{name}([.=]|$)")
-        if any(_entry(one, name) is not None for one in data) or any(setting.match(flag) for flag in flags):
+        if any(isinstance(one, Mapping) and name in one for one in data) or any(map(setting.match, flags)):
             return command
     return None
 
@@ -231,13 +238,10 @@ def _warn_of_early_overlays(files: Sequence[Path]) -> None:
     """Warns of settings overridden by a later file that names the model: an overlay before its base."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    try:
-        found = [(file, _settings_of(file)) for file in files]
-    except yaml.YAMLError:  # a tag: the parser refuses it
-        return
+    found = [(file, dict(leaf for _, tree in trees_of([file]) for leaf in _leaves(tree))) for file in files]
     for number, (file, own) in enumerate(found):
         for later, others in found[number + 1 :]:
-            lost = [name for name, value in own.items() if name in others and others[name] != value]
+            lost = [name for name, value in own.items() if others.get(name, value) != value and name != BASE]
             if "model.model" in others and "model.model" not in own and lost:
                 some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
                 log.warning(
@@ -258,8 +262,8 @@ def places_of_callback(name: str, args: Sequence[str]) -> str:
     """
     is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
     places = []
-    for file in (part for named in config_files(args) for part in with_bases(named)):
-        trainer = (yaml.safe_load(file.read_bytes()) or {}).get("trainer") or {}
+    for file, tree in trees_of(config_files(args)):
+        trainer = tree.get("trainer") or {}
         for key in ("callbacks", "callbacks+"):
             places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
     for option, value in zip(args, [*args[1:], ""], strict=True):
@@ -272,12 +276,6 @@ def _class_names(callbacks: Any) -> list[str]:
     """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
     entries = callbacks if isinstance(callbacks, list) else [callbacks]
     return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
-
-
-def _settings_of(file: Path) -> dict[str, Any]:
-    """Full names and values of the settings of a file and its bases."""
-    trees = [yaml.safe_load(own_settings(part.read_text(encoding="utf-8"))) for part in with_bases(file)]
-    return {name: value for tree in trees for name, value in _leaves(tree)}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -306,11 +304,7 @@ def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> N
         ValueError: names the section, its content, and the file.
     """
     sections = set(_sections(actions))
-    for part in (part for file in config_files(args) for part in with_bases(file)):
-        try:
-            tree = yaml.safe_load(own_settings(part.read_text(encoding="utf-8")))
-        except yaml.YAMLError:  # a tag: the parser refuses it
-            continue
+    for part, tree in trees_of(config_files(args)):
         for name, value in _places(tree):
             is_section = name in sections or name.endswith(".init_args")
             is_file = isinstance(value, str) and Path(value).is_file()  # of the section's settings

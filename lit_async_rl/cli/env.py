@@ -49,7 +49,7 @@ def facts() -> Iterator[tuple[str, str]]:
             continue
     yield from _devices()
     yield "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
-    yield "memory", f"{_memory_gb():.0f} GB"
+    yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
     yield "free space here", f"{shutil.disk_usage('.').free / 1e9:.0f} GB"
     for name in sorted(filter(VARIABLE.match, os.environ)):
         yield name, "(set)" if SECRET.search(name) else CREDENTIALS.sub("(set)", os.environ[name])
@@ -62,10 +62,6 @@ def _devices() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         yield f"gpu {index}", f"{device.name}, {device.total_memory / 1e9:.0f} GB"
-
-
-def _memory_gb() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 def _commit() -> str:
