@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.runtime.files import absolute
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -36,6 +38,20 @@ def rollout_data(trainer: AnyTrainer, owner: str) -> RolloutDataModule:
     return data
 
 
+def stats_of(trainer: AnyTrainer) -> ProducerStats | None:
+    """Statistics of the run's rollouts so far; None on ranks without the producer, and with other data modules."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return data.stats() if isinstance(data, RolloutDataModule) else None
+
+
+Found = TypeVar("Found")
+
+
+def callbacks_of(trainer: AnyTrainer, kind: type[Found]) -> list[Found]:
+    """The run's callbacks of a class, in their order."""
+    return [one for one in trainer.callbacks if isinstance(one, kind)]  # type: ignore[attr-defined]
+
+
 def run_folder(trainer: AnyTrainer) -> Path | None:
     """Folder of the run's files and checkpoints; None without a logger. A collective: all ranks call."""
     folder: str | None = None
@@ -48,6 +64,12 @@ def run_folder(trainer: AnyTrainer) -> Path | None:
             folder = str(Path(logger.save_dir, str(logger.name), version))
         folder = trainer.strategy.broadcast(folder)  # loggers of other ranks are dummies without a folder
     return None if folder is None else Path(folder)
+
+
+def own_log_dir(trainer: AnyTrainer) -> str | None:
+    """Folder of the run's files on rank 0. No collective, unlike `run_folder`: other ranks may be gone."""
+    logs = trainer.loggers if trainer.is_global_zero else []
+    return next((log.log_dir for log in logs if isinstance(log, CSVLogger | TensorBoardLogger)), None)
 
 
 def writing_folder(trainer: AnyTrainer) -> Path | None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_sentence
 from lit_async_rl.callbacks.monitors.stale_data import StaleDataWords
-from lit_async_rl.callbacks.parts import rollout_data, signs_of, writing_folder
+from lit_async_rl.callbacks.parts import callbacks_of, rollout_data, signs_of, stats_of, writing_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
@@ -64,6 +64,7 @@ class StepLoad:
 
     Attributes:
         began: totals of the run at the beginning of the window.
+        began_at: its beginning in seconds since 1970, as in the timeline.
         num_steps: number of optimizer steps.
         num_unfinished: groups in generation at the end of a step, summed over steps.
         min_queued: minimum over steps of the groups ready for training.
@@ -73,6 +74,7 @@ class StepLoad:
     """
 
     began: Intervals = NO_TIME
+    began_at: float = 0.0
     num_steps: int = 0
     num_unfinished: int = 0
     min_queued: int = 0
@@ -117,8 +119,7 @@ def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
     data = trainer.datamodule
     resume = "and resume from a checkpoint before the collapse"
     if _lacks_baseline(pl_module):
-        is_known = isinstance(data, RolloutDataModule)
-        factor = fitting_rate(pl_module, data, data.max_staleness) if is_known else 1.0
+        factor = fitting_rate(pl_module, data, data.max_staleness) if isinstance(data, RolloutDataModule) else 1.0
         rate = f", or set model.learning_rate to {factor:.2g} times that of a synchronous run" if factor < 1 else ""
         return f"{ADD_VCPO}{rate}, {resume}"
     bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
@@ -151,24 +152,19 @@ def num_cores() -> int:
 def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
     """Number of threads competing for cores: trainers, engine and reward workers."""
     trainers = num_ranks * (torch.get_num_threads() if pl_module.device.type == "cpu" else 1)
-    return trainers + _engine_threads(data.engine) + (1 if is_async(data.reward) else data.scoring.threads)
-
-
-def _engine_threads(engine: RolloutEngine) -> int:
-    if isinstance(engine, MultiRequestEngine):
-        return 1 + _engine_threads(engine.engine)
+    engine = _sampling_engine(data)
     threads = getattr(engine, "num_threads", 1)  # vLLM's setting is per worker, on a CPU; of replicas elsewhere 0
-    return torch.get_num_threads() if threads is None else threads
+    threads = torch.get_num_threads() if threads is None else threads
+    if engine is not data.engine:  # the loop of its episodes
+        threads += 1
+    return trainers + threads + (1 if is_async(data.reward) else data.scoring.threads)
 
 
 def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) -> Setting | None:
-    prefix = "data.engine"
-    engine = data.engine
-    needs = _engine_arguments(data.engine)
-    if isinstance(engine, MultiRequestEngine):
-        prefix = "data.engine.init_args.engine.init_args"
-        engine = engine.engine
-        needs = ()
+    engine = _sampling_engine(data)
+    is_inner = engine is not data.engine
+    prefix = "data.engine.init_args.engine.init_args" if is_inner else "data.engine"
+    needs = () if is_inner else _engine_arguments(engine)
     if engine.num_replicas is not None:
         return Setting(name=f"{prefix}.replicas", present=engine.num_replicas, suggested=engine.num_replicas + 1)
     slots = getattr(engine, "num_slots", None)  # None for vLLM: memory limits its batch
@@ -368,7 +364,6 @@ class BottleneckVerdict(pl.Callback):
         self._window = StepLoad()
         self._step = self._without_signal = 0
         self._folder: Path | None = None
-        self._run_began_at = self._window_began_at = 0.0  # seconds since 1970, as in the timeline
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "BottleneckVerdict")
@@ -384,9 +379,9 @@ class BottleneckVerdict(pl.Callback):
         data = rollout_data(trainer, "BottleneckVerdict")
         if self._run is None and data.tape is None and data.stats() is not None:  # this rank has the producer
             began = self._totals(trainer)
-            self._run = StepLoad(began)
-            self._window = StepLoad(began)
-            self._run_began_at = self._window_began_at = time.time()
+            now = time.time()
+            self._run = StepLoad(began, now)
+            self._window = StepLoad(began, now)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation_began = self._totals(trainer)
@@ -419,18 +414,15 @@ class BottleneckVerdict(pl.Callback):
         self._stats_before = stats
         advised = None if self.is_early else self._steady.for_run(so_far, is_over=False)
         text = self._words(trainer, pl_module, str(advised or so_far.shares), dropped=dropped_sentence(stats))
-        self._record(trainer, so_far, text, whole_run=True, stats=stats)
-        self._record(trainer, verdict, self.words, whole_run=False)
-        self._window = StepLoad(self._totals(trainer))
-        self._window_began_at = time.time()
-        values = _metrics(verdict)
+        self._record(trainer, so_far, text, load=self._run, stats=stats)
+        self._record(trainer, verdict, self.words, load=self._window)
+        self._window = StepLoad(self._totals(trainer), time.time())
+        for name, value in _metrics(verdict).items():
+            pl_module.log(name, value)
         data = rollout_data(trainer, "BottleneckVerdict")
         work = self._staleness.work(data, pl_module, run=so_far.intervals, load=self._run)
-        steady = None if work is None else work.steady_staleness()
-        if steady is not None:
-            values["perf/steady_staleness"] = steady
-        for name, value in values.items():
-            pl_module.log(name, value)
+        if work is not None and (steady := work.steady_staleness()) is not None:
+            pl_module.log("perf/steady_staleness", steady)
         _print(trainer, f"step {self._step}: {self.words}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -445,7 +437,7 @@ class BottleneckVerdict(pl.Callback):
             few = "; too few steps for a verdict" if self.is_early else ""
             speed = ". ".join([*about_data, f"{advised or verdict.shares}{few}"])
             words = self._words(trainer, pl_module, speed, dropped=dropped)
-            self._record(trainer, verdict, words, whole_run=True, stats=stats)
+            self._record(trainer, verdict, words, load=self._run, stats=stats)
             if self.collapse is None and dropped is None and not self.is_early:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
             names_bound = not self._steady.has_named("data.max_staleness", advised)
@@ -485,28 +477,22 @@ class BottleneckVerdict(pl.Callback):
         return ". ".join([*sentences, speed])
 
     def _diagnose(self, trainer: pl.Trainer, pl_module: pl.LightningModule, load: StepLoad) -> Verdict:
-        settings = adjustable_settings(
-            rollout_data(trainer, "BottleneckVerdict"), pl_module, load, num_ranks=trainer.num_devices
-        )
+        data = rollout_data(trainer, "BottleneckVerdict")
+        settings = adjustable_settings(data, pl_module, load, num_ranks=trainer.num_devices)
         verdict = diagnose(self._totals(trainer) - load.began, settings)
         self.is_early = self._run is None or self._run.num_steps <= MIN_STEPS_FOR_VERDICT
         self.verdict = None if self.is_early else verdict
         return verdict
 
     def _record(
-        self,
-        trainer: AnyTrainer,
-        verdict: Verdict,
-        text: str,
-        whole_run: bool,
-        stats: ProducerStats | None = None,
+        self, trainer: AnyTrainer, verdict: Verdict, text: str, load: StepLoad, stats: ProducerStats | None = None
     ) -> None:
         if self._folder is None:
             return
         row = {
             "step": trainer.global_step,
-            "whole_run": whole_run,
-            "began_at": self._run_began_at if whole_run else self._window_began_at,
+            "whole_run": load is self._run,
+            "began_at": load.began_at,
             "ended_at": time.time(),
             **asdict(verdict.intervals),
             "side": verdict.side,
@@ -522,11 +508,10 @@ class BottleneckVerdict(pl.Callback):
 
     def _totals(self, trainer: pl.Trainer) -> Intervals:
         """Totals since the start of the run, without validation."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        stats = stats_of(trainer)
         if stats is None:
             return NO_TIME
-        syncs = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
+        syncs = callbacks_of(trainer, WeightSync)
         held_s = sum(sync.held_s for sync in syncs)
         now = Intervals(
             wall_s=time.monotonic(),

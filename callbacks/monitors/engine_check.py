@@ -80,27 +80,26 @@ class EngineCheck(pl.Callback):
         self.num_rollouts = num_rollouts
         self.bound = bound
         self.on_error = on_error
-        self._copies: dict[int, dict[str, Tensor] | None] = {}  # versions to check; None before they are copied
         self._is_enabled = False
+        self.replayed: list[tuple[Tensor, Tensor]] = []
+        self._num_restarts = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._copies: dict[int, dict[str, Tensor] | None] = {}  # versions to check; None before they are copied
         self.num_checks = 0
         self._version = -1
         self._published_at = -1
         self._last_planned = -1
         self._pending_metrics: dict[str, float] = {}
-        self.replayed: list[tuple[Tensor, Tensor]] = []
-        self._num_restarts = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Plans the check of the first version."""
         module = policy_module(pl_module, "EngineCheck")
         data = rollout_data(trainer, "EngineCheck")
         self._is_enabled = data.tape is None and data.engine.has_model and can_be_called(module)
-        self._copies = {}
-        self._pending_metrics = {}
-        self._version = -1
-        self._last_planned = -1
         self._num_restarts = data.feed.num_restarts
-        self.num_checks = 0
+        self._reset()
         if module.is_changed:  # a resume: restored rollouts came from older weights with the same version number
             self._version = module.version
             self._last_planned = module.version

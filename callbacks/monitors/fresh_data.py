@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_async_rl.callbacks.monitors.engine_check import EngineCheck, tokens_of
 from lit_async_rl.callbacks.monitors.ratio_parts import RatioSplit, stale_sums
-from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.callbacks.parts import callbacks_of, policy_module, rollout_data
 from lit_async_rl.errors import EngineError
 from lit_async_rl.importance import safe_exp, sum_over_ranks
 from lit_async_rl.training.module import PolicyModule
@@ -219,17 +219,19 @@ class FreshDataMonitor(pl.Callback):
             fresh = tokens_of(batch, signals["version"])
             self._micro = self._micro + moments(signals["log_ratio"][fresh], batch.behavior_logprobs[fresh])
         self._stale = self._stale + stale_sums(signals["log_ratio"], batch.loss_mask, fresh)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EngineCheck):
-                for replayed in callback.replayed:
-                    self._micro = self._micro + moments(*replayed)
-                callback.replayed = []
+        for check in callbacks_of(trainer, EngineCheck):
+            for replayed in check.replayed:
+                self._micro = self._micro + moments(*replayed)
+            check.replayed = []
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         sums, stale = self._sums_over_ranks(trainer, module)
         self._window = self._window + sums
-        self._log_parts(module, sums, stale)
+        parts = self._split.update(float(sums[0]), float(sums[4]), stale)
+        if parts is not None:
+            module.log("ratio/discrepancy", parts.discrepancy)
+            module.log("ratio/staleness", parts.staleness)
         if self._window[0] < 1:
             return
         found = statistics(self._window)
@@ -254,12 +256,6 @@ class FreshDataMonitor(pl.Callback):
         if trainer.world_size > 1:
             sums = sum_over_ranks(sums.to(module.device)).cpu()
         return sums[:8], sums[8:]
-
-    def _log_parts(self, module: PolicyModule, sums: Float64[Tensor, " 8"], stale: Float64[Tensor, " 3"]) -> None:
-        parts = self._split.update(float(sums[0]), float(sums[4]), stale)
-        if parts is not None:
-            module.log("ratio/discrepancy", parts.discrepancy)
-            module.log("ratio/staleness", parts.staleness)
 
     def _check_window(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:
         data = rollout_data(trainer, "FreshDataMonitor")

@@ -17,6 +17,7 @@ from rich.text import Text
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
+from lit_async_rl.callbacks.parts import callbacks_of
 from lit_async_rl.callbacks.run.progress import (
     REFRESH_HZ,
     Display,
@@ -153,8 +154,7 @@ class LiveView(Progress):
             table.add_row(f"{name}{age:>3}", _share(share))
         if items := self.items_of_step:
             table.add_row("metrics", _Items(items))
-        judges = [c for c in self.trainer.callbacks if isinstance(c, BottleneckVerdict)]  # type: ignore[attr-defined]
-        for judge in judges[:1]:
+        for judge in callbacks_of(self.trainer, BottleneckVerdict)[:1]:
             table.add_row("verdict", Text(judge.words or f"after {judge.every_n_steps} steps"))
         return Panel(table, title="lit-async-rl", border_style="dim")
 
@@ -169,7 +169,7 @@ class _Items:
         yield from map(Text, lines_that_fit(self.items, options.max_width))
 
 
-class _View:
+class _View(Display):
     """Draws a `LiveView` several times a second, in a thread; at the end the line of the last step takes its place."""
 
     def __init__(self, view: LiveView, console: OneAtATime) -> None:
@@ -192,9 +192,6 @@ class _View:
         """Has the next drawing show the step, and keeps the line for the end."""
         self._view.items_of_step = tuple(items)
         self._last = [step_of(number, total), *items]
-
-    def validation(self, number: int, total: float) -> None:
-        """Nothing: the phase says so."""
 
     def print(self, *text: Any) -> None:
         self._live.console.print(*text, markup=False, highlight=False)

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 
+from lit_async_rl.callbacks.monitors.step_monitor import mean_parts
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rewards.forms import as_reward_function
@@ -212,11 +213,7 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
     part = success.part
     shares = [share for one in rollouts[:MAX_COMPLETIONS] if (share := repetition(_own_ids(one))) is not None]
     rewards = _within([group.rollouts for group in groups], "reward")
-    parts: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in (rollout.reward_parts or {}).items():
-            parts.setdefault(name, []).append(value)
-    means = {name: math.fsum(values) / len(values) for name, values in parts.items()}
+    means = mean_parts(rollouts)
     answer = means.pop(part, None) if part is not None else None
     return Seen(
         length=statistics.fmean(one.num_policy_tokens for one in rollouts),

@@ -17,7 +17,7 @@ from lit_async_rl.callbacks.monitors.dropped_work import dropped_row
 from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
 from lit_async_rl.callbacks.monitors.reward_hacking import RewardHackingMonitor
 from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor, ThroughputMonitor
-from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.callbacks.parts import callbacks_of, run_folder
 from lit_async_rl.callbacks.run.save_on_sigterm import SaveOnSigterm
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.producer import ProducerStats
@@ -41,15 +41,18 @@ class RunSummary(pl.Callback):
         self.losses: list[float] = []  # of held-out records, likewise
         self._num_before = 0  # of `accuracy`, those of an earlier fit
         self._measured_at = 0  # step of the last one
+        self._resumed = ""  # step and checkpoint that the fit began with
+        self._first_dropped: dict[str, int] = {}  # updates that were dropped before it, by what dropped them
+        self._folder: Path | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self.stats: ProducerStats | None = None
         self.wall_s = 0.0
         self.num_steps = 0
         self._began: float | None = None  # None outside of training
         self._is_replay = False
-        self._resumed = ""  # step and checkpoint that the fit began with
-        self._first_dropped: dict[str, int] = {}  # updates that were dropped before it, by what dropped them
         self._restarts = ""  # number and last error
-        self._folder: Path | None = None
 
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         if "val/pass@1" in trainer.callback_metrics:
@@ -62,10 +65,7 @@ class RunSummary(pl.Callback):
         """Forgets an earlier fit, but not a validation since, which is the accuracy before this one."""
         self.accuracy, self.losses = (one[self._num_before :][-1:] for one in (self.accuracy, self.losses))
         self._num_before = 0
-        self.stats = None
-        self.wall_s = 0.0
-        self.num_steps = 0
-        self._began = None
+        self._reset()
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._began = time.monotonic()
@@ -83,12 +83,12 @@ class RunSummary(pl.Callback):
         self._num_before = max(len(self.accuracy), len(self.losses))
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
-        self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
-        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(monitor, BottleneckVerdict) and monitor.stats is not None:
-                self.stats = monitor.stats  # those of the report: the engine has gone on since
-        self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
-        self._restarts = data.engine_restarts if isinstance(data, RolloutDataModule) else ""
+        if isinstance(data, RolloutDataModule):
+            self.stats = data.stats()
+            self._is_replay = data.tape is not None
+            self._restarts = data.engine_restarts
+        for judge in callbacks_of(trainer, BottleneckVerdict):
+            self.stats = judge.stats or self.stats  # those of the report: the engine has gone on since
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Ends the run after SIGTERM or Ctrl-C, like `on_train_end`."""
@@ -111,40 +111,39 @@ class RunSummary(pl.Callback):
                 share = "all" if number >= self.num_steps else f"{number}"
                 table.add_row("updates dropped", f"{share} of {self.num_steps}, by {cause}")
         table.add_row("wall time", f"{self.wall_s:.1f} s")
-        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(monitor, StalenessMonitor) and self.num_steps:
-                mean = float(monitor.run_mean.compute())
-                most = float(monitor.run_max.compute())
-                if math.isnan(mean):  # no token was trained on
-                    continue
+        for staleness in callbacks_of(trainer, StalenessMonitor) if self.num_steps else ():
+            mean = float(staleness.run_mean.compute())
+            most = float(staleness.run_max.compute())
+            if not math.isnan(mean):  # some token was trained on
                 table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")
-            if isinstance(monitor, ThroughputMonitor) and (computed := monitor.computed_share()) is not None:
+        for throughput in callbacks_of(trainer, ThroughputMonitor):
+            if (computed := throughput.computed_share()) is not None:
                 table.add_row("tokens computed", f"{computed:.0%} of those of separate rows")
-        if self.stats is not None and self._is_replay:
-            table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time, for the tape")
-            table.add_row("tokens replayed", f"{self.stats.num_tokens:,}")
-        elif self.stats is not None:
-            table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
-            table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
-            table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
-            if dropped := dropped_row(self.stats):
+        if self.stats is not None:
+            waited = f"{self.stats.wait_s / self.stats.run_s:.0%} of the time"
+            table.add_row("trainer waited", f"{waited}, for the tape" if self._is_replay else waited)
+            if not self._is_replay:
+                idle = max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s)
+                table.add_row("engine idle", f"{idle:.0%} of the time")
+            table.add_row("tokens replayed" if self._is_replay else "tokens generated", f"{self.stats.num_tokens:,}")
+            if not self._is_replay and (dropped := dropped_row(self.stats)):
                 table.add_row("sampled tokens dropped", dropped)
         if self._restarts:
             table.add_row("engine restarts", self._restarts)
-        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(monitor, FreshDataMonitor) and monitor.broken:
-                table.add_row("fresh data", f"engine and trainer disagree: {monitor.broken}")
-        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(monitor, RewardHackingMonitor) and monitor.begun:
-                names = [f"{name} (step {step})" for name, step in monitor.begun.items() if name not in monitor.signs]
+        for fresh in callbacks_of(trainer, FreshDataMonitor):
+            if fresh.broken:
+                table.add_row("fresh data", f"engine and trainer disagree: {fresh.broken}")
+        for hacking in callbacks_of(trainer, RewardHackingMonitor):
+            if hacking.begun:
+                names = [f"{name} (step {step})" for name, step in hacking.begun.items() if name not in hacking.signs]
                 ended = [f"ended: {', '.join(names)}"] if names else []
-                table.add_row("signs of reward hacking", "; ".join([*monitor.signs.values(), *ended]))
-        for judge in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
+                table.add_row("signs of reward hacking", "; ".join([*hacking.signs.values(), *ended]))
+        for judge in callbacks_of(trainer, BottleneckVerdict):
+            if judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)
-            elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
+            elif judge.verdict is not None:
                 table.add_row("bottleneck", _bottleneck(judge.verdict))
-            elif isinstance(judge, BottleneckVerdict) and judge.is_early:
+            elif judge.is_early:
                 table.add_row("bottleneck", "not named: too few steps")
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
@@ -207,9 +206,8 @@ def _checkpoint(trainer: AnyTrainer, has_trained: bool) -> str:
         return f"NOT SAVED, the disk is full. {what_is_saved(trainer)}"
     saved = trainer.checkpoint_callback
     path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
-    for saver in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(saver, SaveOnSigterm) and saver.path is not None:
-            path = saver.path
+    for saver in callbacks_of(trainer, SaveOnSigterm):
+        path = saver.path or path
     newest = getattr(trainer.strategy.checkpoint_io, "newest", None)
     if path and "://" not in path and not Path(path).exists():
         if not has_trained:  # restored from the checkpoint of an earlier run, whose folder may have been moved

@@ -6,7 +6,7 @@ import math
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from lit_async_rl.rewards.hooks import metrics_of
 from lit_async_rl.rewards.success import CutWatch
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.rollouts.producer import ProducerStats
-from lit_async_rl.types import RolloutBatch
+from lit_async_rl.types import Rollout, RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -73,6 +73,14 @@ class StepMonitor(pl.Callback):
             self._step = trainer.global_step
             for name, value in self.compute(trainer, pl_module).items():
                 pl_module.log(name, value, prog_bar=name in self.prog_bar)
+
+
+def _taken(*metrics: Metric) -> list[Any]:
+    """Values of metrics over all ranks; they begin anew. A collective."""
+    values = [metric.compute() for metric in metrics]
+    for metric in metrics:
+        metric.reset()
+    return values
 
 
 def _is_first(batch: RolloutBatch) -> Bool[Tensor, " B"]:
@@ -130,7 +138,6 @@ class RolloutMonitor(StepMonitor):
         self.reference_kl = MeanMetric()
         self.divergence = MeanMetric()
         self._previous_stats = ProducerStats()
-        self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
         self._gradient_scale = 1.0
         self._cut_watch = CutWatch("data.sampling.max_tokens", "rollout/cut_share")
 
@@ -154,57 +161,39 @@ class RolloutMonitor(StepMonitor):
             self.divergence.update(divergence[batch.loss_mask].cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        mean, square, length, no_signal, entropy = (metric.compute() for metric in self._metrics)
-        loss = self.loss.compute() * self._gradient_scale
-        reference_kl = self.reference_kl.compute() if self.reference_kl.update_called else None
-        divergence = self.divergence.compute() if self.divergence.update_called else None
-        for metric in (*self._metrics, self.loss, self.reference_kl, self.divergence):
-            metric.reset()
+        mean, square, length, no_signal = _taken(self.reward, self.reward_square, self.length, self.no_signal)
+        entropy, loss = _taken(self.entropy, self.loss)
+        of_tokens = {"policy/reference_kl": self.reference_kl, "policy/teacher_divergence": self.divergence}
+        measured = {name: _taken(metric)[0] for name, metric in of_tokens.items() if metric.update_called}
         if length.isnan():  # no rollout in the whole step
             return {}
-        values = (
-            self._sampled(trainer)
-            | self._parts(trainer)
-            | self._cut(trainer)
-            | {
-                "reward/mean": mean,
-                "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
-                "rollout/length_mean": length,
-                "rollout/no_signal_share": no_signal,
-            }
-        )
+        values = {
+            **self._sampled(trainer),
+            **self._parts_and_cuts(trainer),
+            "reward/mean": mean,
+            "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
+            "rollout/length_mean": length,
+            "rollout/no_signal_share": no_signal,
+        }
         if not entropy.isnan():  # NaN if no token trained
-            values |= {"policy/entropy": entropy, "policy/loss": loss}
-        if reference_kl is not None and not reference_kl.isnan():
-            values["policy/reference_kl"] = reference_kl
-        if divergence is not None and not divergence.isnan():
-            values["policy/teacher_divergence"] = divergence
-        return values
+            values |= {"policy/entropy": entropy, "policy/loss": loss * self._gradient_scale}
+        return values | {name: value for name, value in measured.items() if not value.isnan()}
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Resets; the first step counts all groups scored since the engine started."""
         super().on_train_start(trainer, pl_module)
-        rollout_data(trainer, "RolloutMonitor")
         self._previous_stats = ProducerStats()
 
-    def _parts(self, trainer: AnyTrainer) -> dict[str, float]:
-        """Means of the parts of the step's rewards, on the rank that has the producer."""
-        found: dict[str, list[float]] = {}
-        for group in rollout_data(trainer, "RolloutMonitor").last_step_groups:
-            for rollout in group.rollouts:
-                for name, value in (rollout.reward_parts or {}).items():
-                    found.setdefault(name, []).append(value)
-        return {f"reward/part/{name}": math.fsum(values) / len(values) for name, values in found.items()}
-
-    def _cut(self, trainer: AnyTrainer) -> dict[str, float]:
-        """Share of the step's completions that were cut, on the rank that has the producer."""
+    def _parts_and_cuts(self, trainer: AnyTrainer) -> dict[str, float]:
+        """Means of the rewards' parts, and the share of cut completions; empty on ranks without the producer."""
         data = rollout_data(trainer, "RolloutMonitor")
-        cut = [rollout.finish_reason == "length" for group in data.last_step_groups for rollout in group.rollouts]
-        if not cut:
+        rollouts = [rollout for group in data.last_step_groups for rollout in group.rollouts]
+        if not rollouts:
             return {}
-        share = sum(cut) / len(cut)
+        share = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
         self._cut_watch.warn_once(share, data.sampling.max_tokens)
-        return {"rollout/cut_share": share}
+        parts = {f"reward/part/{name}": value for name, value in mean_parts(rollouts).items()}
+        return {**parts, "rollout/cut_share": share}
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
         """Metrics of all groups scored since the last step; empty on ranks without the producer."""
@@ -223,6 +212,15 @@ class RolloutMonitor(StepMonitor):
             "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
             "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
         }
+
+
+def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Mean of each part of the rewards, over the rollouts that have it."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in (rollout.reward_parts or {}).items():
+            found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 # -- Staleness of trained tokens --------------------------------------------------------------------------------------
@@ -265,12 +263,8 @@ class StalenessMonitor(StepMonitor):
         self.mixed.update((newest > oldest).float().cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        tokens = torch.as_tensor(self.tokens.compute())
-        mixed = self.mixed.compute()
-        inter = self.inter.compute()
-        intra = self.intra.compute()
-        for metric in (self.tokens, self.mixed, self.inter, self.intra):
-            metric.reset()
+        ages, mixed, inter, intra = _taken(self.tokens, self.mixed, self.inter, self.intra)
+        tokens = torch.as_tensor(ages)
         if not len(tokens):
             return {}
         in_order = tokens.sort().values  # torch.quantile takes no more than 16M values
@@ -313,12 +307,8 @@ class ImportanceMonitor(StepMonitor):
         self.largest.update(log_ratio[mask])
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        sequences = torch.as_tensor(self.sequences.compute())
-        tokens = torch.as_tensor(self.tokens.compute())
-        largest = self.largest.compute()
-        clipped = self.clipped.compute()
-        for metric in (self.sequences, self.tokens, self.clipped, self.largest):
-            metric.reset()
+        *log_ratios, largest, clipped = _taken(self.sequences, self.tokens, self.largest, self.clipped)
+        sequences, tokens = map(torch.as_tensor, log_ratios)
         if not tokens.numel():
             return {}
         return {
@@ -358,8 +348,7 @@ class ReplayMonitor(StepMonitor):
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         replay = trainer.datamodule.replay  # type: ignore[attr-defined]
         values = {f"replay/{name}": float(value) for name, value in asdict(replay.stats()).items()}
-        share = float(self.off_policy.compute())
-        self.off_policy.reset()
+        share = float(*_taken(self.off_policy))
         return values if math.isnan(share) else values | {"sample/off_policy_share": share}
 
 
@@ -420,8 +409,7 @@ class ThroughputMonitor(StepMonitor):
         now = time.monotonic()
         step_s = now - self._began
         # ranks of one tensor-parallel group train on the same tokens, and must not be counted twice
-        tokens = float(self.tokens.compute()) * data_parallel(trainer)[0] / trainer.world_size
-        self.tokens.reset()
+        tokens = float(*_taken(self.tokens)) * data_parallel(trainer)[0] / trainer.world_size
         values = {"perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
         if (share := _share(self.computed, self.in_rows)) is not None:
             values["perf/computed_share"] = share

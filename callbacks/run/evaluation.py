@@ -14,7 +14,6 @@ from lit_async_rl import rules
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.errors import InvariantError
 from lit_async_rl.prompts.sources import Records, as_source
 from lit_async_rl.rollouts.evaluation import (
     FIRST_ID,
@@ -179,23 +178,13 @@ class Evaluation(pl.Callback):
         if self._run is None:
             return
         if self._run.is_done:
-            metrics = self._finish(trainer)
+            metrics = self._finish(trainer, self._run)
             pl_module.log_dict(metrics, logger=False, rank_zero_only=True)
         elif self._run.is_lost:
-            log.warning(
-                "the evaluation of version %d was lost when its engine was replaced, and will be repeated",
-                self._run.version,
-            )
-            self._run = None
+            self._abandon(self._run, "was lost when its engine was replaced, and will be repeated")
             self._next_step = trainer.global_step
         elif self._run.age_s > self.timeout_s:
-            log.warning(
-                "the evaluation of version %d was abandoned after Evaluation.timeout_s=%g",
-                self._run.version,
-                self.timeout_s,
-            )
-            self._run.abandon()
-            self._run = None
+            self._abandon(self._run, f"was abandoned after Evaluation.timeout_s={self.timeout_s:g}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Waits up to `end_wait_s` for a running evaluation."""
@@ -205,20 +194,21 @@ class Evaluation(pl.Callback):
         is_done = self._run.wait(0.0 if trainer.received_sigterm else self.end_wait_s)
         self._blocked_s += time.monotonic() - began
         if is_done:
-            self._finish(trainer)
+            self._finish(trainer, self._run)
         else:
-            log.warning("the evaluation of version %d had not finished when training ended", self._run.version)
-            self._run.abandon()
-        self._run = None
+            self._abandon(self._run, "had not finished when training ended")
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         self._run = None
 
-    def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
-        if self._run is None:
-            raise InvariantError("no evaluation is running")
+    def _abandon(self, run: EvaluationRun, why: str) -> None:
+        log.warning("the evaluation of version %d %s", run.version, why)
+        run.abandon()
+        self._run = None
+
+    def _finish(self, trainer: pl.Trainer, run: EvaluationRun) -> dict[str, float]:
         held_out = rollout_data(trainer, "Evaluation").held_out
-        result = self._run.result(held_out.success, self.ks)
+        result = run.result(held_out.success, self.ks)
         held_out.watch(result.rewards, result.metrics.get("cut_share", 0.0))
         self._run = None
         self.results.append(result)

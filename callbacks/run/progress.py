@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
@@ -19,8 +20,7 @@ from rich.progress import Progress as RichBars
 from rich.table import Column
 from rich.text import Text
 
-from lit_async_rl.callbacks.parts import signs_of
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import signs_of, stats_of
 from lit_async_rl.runtime.waiting import announced, duration
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -40,8 +40,7 @@ STEP_COLUMNS = len("step 10000/10000")
 BAR_COLUMNS = 10
 
 
-@runtime_checkable
-class Display(Protocol):
+class Display:
     """Draws the progress of one fit or validation."""
 
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
@@ -60,7 +59,7 @@ class Display(Protocol):
         """Leaves the last state on the screen."""
 
 
-class Lines:
+class Lines(Display):
     """One line at the first and the last step, and every `every_s` seconds in between; no control characters."""
 
     def __init__(self, every_s: float) -> None:
@@ -82,9 +81,6 @@ class Lines:
             self.print(self._unsaid)
             self._unsaid = ""
 
-    def validation(self, number: int, total: float) -> None:
-        """Nothing: the next line has the result."""
-
     def print(self, *text: Any) -> None:
         print(*text, flush=True)
 
@@ -92,7 +88,7 @@ class Lines:
         self.end()
 
 
-class Bars:
+class Bars(Display):
     """A bar of the steps, and one of a validation while it lasts."""
 
     def __init__(self, console: OneAtATime) -> None:
@@ -123,9 +119,6 @@ class Bars:
         if number >= total:
             self._bars.remove_task(self._validation)
             self._validation = None
-
-    def end(self) -> None:
-        """Nothing: the bar stays."""
 
     def print(self, *text: Any) -> None:
         self._bars.console.print(*text, markup=False, highlight=False)
@@ -259,7 +252,7 @@ class Progress(ProgressBar):
         self._is_enabled = True
         self._first_step = 0
         self._began = 0.0
-        self._patience: Any = None
+        self._patience = contextlib.ExitStack()  # during the first step
 
     # -- of Lightning -------------------------------------------------------------------------------------------------
 
@@ -300,7 +293,7 @@ class Progress(ProgressBar):
             self._display = self.make_display(trainer)
 
     def _close(self) -> None:
-        self._end_wait()
+        self._patience.close()
         if self._display is not None:
             self._display.close()
             self._display = None
@@ -312,15 +305,14 @@ class Progress(ProgressBar):
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """The first step may compile, or load libraries of the GPU."""
-        if trainer.global_step == self._first_step and self._patience is None and self._is_enabled:
-            self._patience = announced("the first training step: kernels are loaded or compiled")
-            self._patience.__enter__()
+        if trainer.global_step == self._first_step and self._is_enabled:
+            self._patience.enter_context(announced("the first training step: kernels are loaded or compiled"))
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts optimizer steps, not micro-batches."""
-        self._end_wait()
+        self._patience.close()
         if trainer.global_step > self.num_steps:
             self.num_steps = trainer.global_step
             if self._display is not None:
@@ -349,7 +341,7 @@ class Progress(ProgressBar):
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Stays open until `teardown`: other callbacks print, too."""
-        self._end_wait()
+        self._patience.close()
         if self._display is not None:
             self._display.end()
 
@@ -359,28 +351,17 @@ class Progress(ProgressBar):
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         self._close()
 
-    def _end_wait(self) -> None:
-        if self._patience is not None:
-            self._patience.__exit__(None, None, None)
-            self._patience = None
-
     def items(self, trainer: AnyTrainer, pl_module: AnyModule) -> list[str]:
         """Metrics with their names, the share of the sampled tokens that was dropped, and the time that is left."""
         seconds = (time.monotonic() - self._began) / max(1, self.num_steps - self._first_step)
         left_s = (self.max_steps - self.num_steps) * seconds
         metrics = [f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
-        dropped = _dropped_share(trainer)
+        stats = stats_of(trainer)
+        dropped = 0.0 if stats is None else sum(stats.dropped_share().values())  # of the tokens of all groups so far
         lost = [f"dropped {dropped:.0%}"] if dropped >= LEAST_DROPPED else []
         left = [] if math.isinf(left_s) or self.num_steps >= self.max_steps else [f"{duration(left_s)} left"]
         hacked = [f"hacking: {', '.join(signs)}"] if (signs := signs_of(trainer)) else []
         return [*metrics, *hacked, *lost, f"{seconds:.2g} s/step", *left]
-
-
-def _dropped_share(trainer: AnyTrainer) -> float:
-    """Share of the tokens of all groups so far that nothing was trained on."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    stats = data.stats() if isinstance(data, RolloutDataModule) else None
-    return 0.0 if stats is None else float(sum(stats.dropped_share().values()))
 
 
 def step_of(number: int, total: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_async_rl.callbacks.parts import rollout_data, writing_folder
+from lit_async_rl.callbacks.parts import callbacks_of, rollout_data, writing_folder
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import FolderLock, append, replacing, tolerate_full_disk
 from lit_async_rl.training.trackers import log_table, step_in_trackers
@@ -186,7 +186,7 @@ class SampleLogger(pl.Callback):
         rollout_data(trainer, "SampleLogger")
         self._step = trainer.global_step
         self._folder = writing_folder(trainer)  # a collective: all ranks call, though only one writes
-        self._is_writer = [c for c in trainer.callbacks if isinstance(c, SampleLogger)][-1] is self
+        self._is_writer = callbacks_of(trainer, SampleLogger)[-1] is self
         if self._is_writer and self._folder is not None and trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self._folder, "trainer.logger's folder")
@@ -226,7 +226,8 @@ class SampleLogger(pl.Callback):
         for group in groups:
             for sample, rollout in enumerate(group.rollouts):
                 row = [trainer.global_step, group.index, group.prompt.text, rollout.text, group.prompt.answer]
-                row += [rollout.reward, *_range(rollout.all_versions)]
+                versions = rollout.all_versions
+                row += [rollout.reward, min(versions, default=None), max(versions, default=None)]
                 table.append(row)
                 if self._folder is not None:
                     details = sample_row(group, sample, data.codec, trained=trained, max_tokens=self.max_tokens)
@@ -268,7 +269,3 @@ class SampleLogger(pl.Callback):
         step = step_in_trackers(trainer)
         for logger in trainer.loggers:
             log_table(logger, "samples", COLUMNS, rows=[[step, *row[1:]] for row in rows], step=step)
-
-
-def _range(versions: Sequence[int]) -> tuple[int | None, int | None]:
-    return min(versions, default=None), max(versions, default=None)

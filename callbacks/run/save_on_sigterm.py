@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.callbacks.parts import callbacks_of, own_log_dir, run_folder, stats_of
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import (
     EngineError,
@@ -67,7 +66,8 @@ class SaveOnSigterm(Checkpoint):
         before = signal.getsignal(signal.SIGHUP)
         is_free = before == signal.SIG_DFL or isinstance(before, _HangupHandler)
         if is_free and threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            signal.signal(signal.SIGHUP, _HangupHandler(_own_log_folder(trainer)))
+            folder = own_log_dir(trainer)
+            signal.signal(signal.SIGHUP, _HangupHandler(None if folder is None else absolute(folder)))
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self.path = None
@@ -122,7 +122,12 @@ class SaveOnSigterm(Checkpoint):
 
 def _end_validation(*_: Any) -> None:
     log.warning("%s: the validation was not finished; nothing is saved", SaveOnSigterm.signal_name)
-    raise SystemExit(128 + (signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM))
+    raise SystemExit(signal_status())
+
+
+def signal_status() -> int:
+    """Exit status after the signal that has ended a run; Lightning's exception would end it with 0."""
+    return 128 + (signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM)
 
 
 class _HangupHandler:
@@ -161,12 +166,6 @@ class _HangupHandler:
         for number in terminals:
             os.dup2(file, number)
         os.close(file)
-
-
-def _own_log_folder(trainer: AnyTrainer) -> Path | None:
-    """Folder of the run's files on rank 0. Without a collective, because other ranks may not have got the signal."""
-    logs = trainer.loggers if trainer.is_global_zero else []
-    return next((absolute(log.log_dir) for log in logs if isinstance(log, CSVLogger | TensorBoardLogger)), None)
 
 
 def checkpoint_folder(trainer: AnyTrainer) -> Path:
@@ -215,8 +214,7 @@ class SaveOnFailure(Checkpoint):
         is_fit = trainer.state.fn == TrainerFn.FITTING  # includes validations, which are between two steps, too
         if not isinstance(exception, ERRORS_BETWEEN_STEPS) or trainer.world_size > 1 or not is_fit:
             return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        stats = stats_of(trainer)
         if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # nothing to save yet
             return
         path = str((self._folder or Path(trainer.default_root_dir)) / "failed.ckpt")
@@ -255,7 +253,7 @@ class LinkedCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Saves the end of training, unless `SaveOnSigterm` does because the run was asked to stop."""
-        saves_itself = any(isinstance(callback, SaveOnSigterm) for callback in trainer.checkpoint_callbacks)
+        saves_itself = callbacks_of(trainer, SaveOnSigterm)
         if self._should_skip_saving_checkpoint(trainer) or (saves_itself and is_asked_to_stop(trainer)):
             return
         metrics = self._monitor_candidates(trainer)

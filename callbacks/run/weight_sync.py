@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl import rules
-from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.callbacks.parts import callbacks_of, policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule, saved_state
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
@@ -49,7 +49,7 @@ class WeightSync(pl.Callback):
         self._published_weights: dict[str, int] = {}  # frozen weights that the engine has already
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        if len(callbacks_of(trainer, WeightSync)) > 1:
             raise ValueError(
                 "trainer.callbacks holds several WeightSync callbacks, and each would start the engine: keep one"
             )

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.stabilizers.collapse import bounded_data
-from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
+from lit_async_rl.stabilizers.signals import Extract, SignalCallback
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -62,7 +62,6 @@ class AdaptiveStaleness(SignalCallback):
         self.min_staleness = min_staleness
         self.smoothing = smoothing
         self._max_bound = 0
-        self._pending: StepSignals | None = None
         self.reset()
 
     def next_bound(self, bound: int, highest: int) -> int:
@@ -90,6 +89,7 @@ class AdaptiveStaleness(SignalCallback):
 
     def reset(self) -> None:
         self._smoothed: float | None = None
+        self._value: float | None = None  # of the last step
         self._num_waiting_steps = 0
         self._bound: int | None = None
         self._resumed_bound: int | None = None
@@ -98,27 +98,21 @@ class AdaptiveStaleness(SignalCallback):
         """Restores the bound of a resumed run before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
         self._max_bound = data.max_staleness
-        self._pending = None
         resumed = self._resumed_bound
         self._resumed_bound = None
         # also without a resumed bound, because data that cannot change it raises here, before anything is sampled
         data.set_max_staleness(self._max_bound if resumed is None else min(resumed, self._max_bound))
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Stores the signals until the end of the batch."""
-        self._pending = self.reduce_signals(optimizer)
+        """Measures the step."""
+        signals = self.reduce_signals(optimizer)
+        self._value = signals.ess_ratio if self.max_kl is None else signals.kl
 
-    def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Updates the bound after the step, when the data module collates no batch."""
-        if self._pending is None:
-            return
-        signals = self._pending
-        self._pending = None
+    def on_step_complete(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Updates the bound."""
         data = bounded_data(trainer, "AdaptiveStaleness")
         before = data.max_staleness
-        self._bound = self._updated_bound(signals, before)
+        self._bound = self._updated_bound(self._value, before)
         if self._bound != before:
             self._num_waiting_steps = (max(before, self._bound) + 1) * getattr(data, "weight_sync_steps", 1)
             data.set_max_staleness(self._bound)
@@ -126,8 +120,7 @@ class AdaptiveStaleness(SignalCallback):
         if self._smoothed is not None:
             pl_module.log(f"staleness/smoothed_{'ess_ratio' if self.max_kl is None else 'kl'}", self._smoothed)
 
-    def _updated_bound(self, signals: StepSignals, bound: int) -> int:
-        value = signals.ess_ratio if self.max_kl is None else signals.kl
+    def _updated_bound(self, value: float | None, bound: int) -> int:
         if value is None:
             return bound
         old = value if self._smoothed is None else self._smoothed

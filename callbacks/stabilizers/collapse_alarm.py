@@ -80,7 +80,6 @@ class CollapseAlarm(SignalCallback):
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
         self._alarm: list[str] = []
-        self._has_stepped = False
         self.reset()
 
     @property
@@ -107,7 +106,6 @@ class CollapseAlarm(SignalCallback):
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
         self._alarm = []
-        self._has_stepped = False
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Compares the step with the limits, and logs."""
@@ -129,18 +127,12 @@ class CollapseAlarm(SignalCallback):
         else:
             self.action.unhealthy(trainer, pl_module)
         self._cooldown_left = max(0, self._cooldown_left - 1)
-        self._has_stepped = True
         values = {name: value for name, value in vars(seen).items() if value is not None and math.isfinite(value)}
         for name, value in (values | {"num_alarms": float(len(self.reports))}).items():
             pl_module.log(f"collapse/{name}", value)
 
-    def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Raises the alarm after the step."""
-        if not self._has_stepped:
-            return
-        self._has_stepped = False
+    def on_step_complete(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Raises the alarm."""
         if self._alarm:
             report = f"CollapseAlarm at step {trainer.global_step}: {'; '.join(self._alarm)}. "
             report += self.action.act(trainer, pl_module)

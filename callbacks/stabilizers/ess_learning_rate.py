@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
-from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_index, raw_optimizer
+from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_optimizers, raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -131,9 +131,8 @@ class ESSLearningRate(SignalCallback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
-        for optimizer in trainer.optimizers:
-            if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
-                self._rate_of(raw_optimizer(optimizer))
+        for optimizer in chosen_optimizers(trainer, pl_module, self.optimizer):
+            self._rate_of(raw_optimizer(optimizer))
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Scales the learning rate of the step, and logs."""

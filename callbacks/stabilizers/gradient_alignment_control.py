@@ -161,15 +161,12 @@ class GradientAlignmentControl(GradientTreatment):
         elif len(self._cosines) < self.calibrate_steps:
             self._cosines.append(step.cosine)
             if len(self._cosines) == self.calibrate_steps:
-                self._calibrate()
+                low, high = self.rule.calibrated(self._cosines, self.calibrate_quantile)
+                self.rule = dataclasses.replace(self.rule, low=low, high=high)
+                rank_zero_info(f"GradientAlignmentControl: calibrated to low={low:.4f}, high={high:.4f}")
         else:
             step.regime, step.kept = self.rule.decide(step.cosine, skips[group])
             skips[group] = skips[group] + 1 if step.regime == Regime.SKIP else 0
-
-    def _calibrate(self) -> None:
-        low, high = self.rule.calibrated(self._cosines, self.calibrate_quantile)
-        self.rule = dataclasses.replace(self.rule, low=low, high=high)
-        rank_zero_info(f"GradientAlignmentControl: calibrated to low={low:.4f}, high={high:.4f}")
 
     @torch.no_grad()
     def _update(

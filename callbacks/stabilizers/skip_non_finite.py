@@ -48,18 +48,14 @@ class SkipNonFinite(pl.Callback):
         """Checks the accumulated gradient; a collective where it is sharded."""
         if (scaler := loss_scaler(trainer)) is not None:
             is_broken = overflows(trainer, raw_optimizer(optimizer)) and scaler.get_scale() <= 1
-            self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         else:
-            self._drop_if_broken(trainer, pl_module, optimizer)
+            space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
+            is_broken = not bool(space.norms(space.gradients()).isfinite().all())
+            if is_broken:
+                space.drop(range(space.num_groups))
+        self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         if self.dropped.total:
             pl_module.log("grad/num_skipped", float(self.dropped.total))
-
-    def _drop_if_broken(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
-        is_broken = not bool(space.norms(space.gradients()).isfinite().all())
-        self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
-        if is_broken:
-            space.drop(range(space.num_groups))
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Fails the run after too many dropped updates, once all callbacks have completed the last step."""

@@ -14,7 +14,7 @@ from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, Rewar
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
-from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_index, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_optimizers, raw_optimizer, unscale_gradients
 from lit_async_rl.training.objective import Objective
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -108,7 +108,6 @@ class StalenessController(SignalCallback):
         self._configured_bound: int | None = None
         self._arrivals: RewardingData | None = None
         self._log_odds: float | None = None
-        self._has_stepped = False
         self._rate: OneStepLearningRate | None = None
         self._spaces = GradSpaces()
         self.reset()
@@ -159,10 +158,8 @@ class StalenessController(SignalCallback):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._spaces = GradSpaces()
-        self._has_stepped = False
-        for optimizer in trainer.optimizers:
-            if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
-                self._rate = OneStepLearningRate(raw_optimizer(optimizer))
+        for optimizer in chosen_optimizers(trainer, pl_module, self.optimizer):
+            self._rate = OneStepLearningRate(raw_optimizer(optimizer))
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Forecasts, scales the learning rate of the step, and logs."""
@@ -170,7 +167,6 @@ class StalenessController(SignalCallback):
         signals = self.reduce_signals(optimizer)
         norm = self._norm(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         self._log_odds = self._observe(signals, norm)
-        self._has_stepped = True
         if self.rollback is not None and self._is_worth_a_copy():
             self.rollback.healthy(trainer, pl_module)
         if self._rate is not None:
@@ -186,13 +182,8 @@ class StalenessController(SignalCallback):
         if self.rollback is not None:
             pl_module.log("controller/num_rollbacks", float(self.rollback.num_rollbacks))
 
-    def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Changes correction, rate, bound or weights after the step, when the data module collates no batch."""
-        if not self._has_stepped:
-            return
-        self._has_stepped = False
+    def on_step_complete(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Changes correction, rate, bound or weights."""
         if self._has_collapsed and self.rollback is not None:
             self._report(trainer, f"half of the gained reward was lost. {self.rollback.act(trainer, pl_module)}")
             self._first_rung = self.rung + 1

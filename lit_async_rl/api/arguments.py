@@ -61,8 +61,11 @@ def as_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_group(name: str, value: Any) -> Any:
     kind = GROUPS[name]
-    if name == "lora" and is_peft_available() and _is_lora_config(value):
-        return _as_lora(value)
+    if name == "lora" and is_peft_available():
+        import peft
+
+        if isinstance(value, peft.LoraConfig):
+            return _as_lora(value)
     if name == "validation" and value is not None and not isinstance(value, Mapping | Validation | int | type):
         return Validation(prompts=value)
     if type(value) is not dict:
@@ -79,12 +82,6 @@ def _as_group(name: str, value: Any) -> Any:
 
 def _parameters(kind: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind).parameters)
-
-
-def _is_lora_config(value: Any) -> bool:
-    import peft
-
-    return isinstance(value, peft.LoraConfig)
 
 
 def _as_lora(config: Any) -> LoRA:

@@ -35,7 +35,8 @@ from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
-from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.callbacks.parts import callbacks_of, run_folder
+from lit_async_rl.callbacks.run.save_on_sigterm import signal_status
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, RankError, describe
@@ -207,13 +208,15 @@ def is_shown_whole(error: Exception, folder: Sequence[str], names: Sequence[str]
     """Whether an error of a run from Python keeps all of its traceback, which is written to a file otherwise.
 
     Args:
-        error: that names settings as they were typed afterwards.
+        error: that names settings as they were typed afterwards, unless it comes from the user's own code.
         folder: the run's, in which the whole traceback is kept; empty before there is one.
         names: of the settings.
     """
     own = user_traceback(error)
     if wants_traceback() or (own is None and not explains_itself(error)):
-        _name_as_typed(error, names)
+        is_about_settings = isinstance(error, ValueError | TypeError | OSError) and len(error.args) == 1
+        if is_about_settings and own is None:
+            error.args = (as_typed(str(error.args[0]), names),)
         return True
     kept = next((path for path in folder if Path(path).is_dir()), None)  # not of a run that has not trained yet
     whole = write_traceback(error, kept) or "LIT_ASYNC_RL_TRACEBACK=1"
@@ -222,13 +225,6 @@ def is_shown_whole(error: Exception, folder: Sequence[str], names: Sequence[str]
     else:
         log.warning("the error below comes from your code; %s shows the whole traceback", whole)
     return False
-
-
-def _name_as_typed(error: Exception, names: Sequence[str]) -> None:
-    """Names settings in an error as arguments of a function, unless it comes from the user's own code."""
-    is_about_settings = isinstance(error, ValueError | TypeError | OSError) and len(error.args) == 1
-    if is_about_settings and user_traceback(error) is None:
-        error.args = (as_typed(str(error.args[0]), names),)
 
 
 @dataclass(frozen=True)
@@ -294,9 +290,7 @@ def _fit_here(
             if folder is not None:
                 folder += [log.log_dir for log in trainer.loggers[:1] if isinstance(log, CSVLogger)]
             stopped_at = run(trainer, module, data, ckpt_path=ckpt_path)
-        print_summary(trainer)
-        upload_report(trainer)
-        print_sync_command(trainer)
+        conclude(trainer)
         if stopped_at and trainer.is_global_zero:
             print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
         check_last_is_saved(trainer)
@@ -410,36 +404,34 @@ def _validate(trainer: pl.Trainer, module: PolicyModule, data: Any, ckpt_path: s
     try:
         trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
     except SIGTERMException:  # while the validation was set up
-        raise SystemExit(_signal_status()) from None
-
-
-def _signal_status() -> int:
-    """Exit status after the signal that has ended a run; Lightning's exception would end it with 0."""
-    return 128 + (signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM)
+        raise SystemExit(signal_status()) from None
 
 
 def _fit_until_stopped(trainer: pl.Trainer, module: PolicyModule, data: Any, ckpt_path: str | None) -> str | None:
-    savers = [callback for callback in trainer.callbacks if isinstance(callback, SaveOnSigterm)]  # type: ignore[attr-defined]
+    savers = callbacks_of(trainer, SaveOnSigterm)
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path)
     except LastCheckpointError:
         log.debug("check_last_is_saved reports it, after the summary")
     except SIGTERMException:
         if not any(saver.path for saver in savers):
-            raise SystemExit(_signal_status()) from None
+            raise SystemExit(signal_status()) from None
     stopped_at = next((saver.path for saver in savers if saver.path), None)
     is_there = stopped_at is None or "://" in stopped_at or Path(stopped_at).exists()
     return stopped_at if is_there else ""
 
 
-def print_summary(trainer: pl.Trainer) -> None:
-    """The table of `RunSummary`, if it is there."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunSummary):
-            callback.print(trainer)
+def conclude(trainer: pl.Trainer) -> None:
+    """Prints the table of `RunSummary`, uploads the report, and prints how an offline run of W&B is uploaded."""
+    for summary in callbacks_of(trainer, RunSummary):
+        summary.print(trainer)
+    _upload_report(trainer)
+    command = sync_command(trainer.loggers) if trainer.is_global_zero else None
+    if command is not None:
+        print(f"upload with: {command}")
 
 
-def upload_report(trainer: pl.Trainer) -> None:
+def _upload_report(trainer: pl.Trainer) -> None:
     """Writes the run's report and adds it to the trackers that keep files; nothing without such a tracker.
 
     A report that cannot be written, or a tracker that does not take it, is a warning: the run itself has ended well.
@@ -455,13 +447,6 @@ def upload_report(trainer: pl.Trainer) -> None:
             log_file(logger, path, "report")
     except Exception as error:
         log.warning("no report of the run: %s", describe(error))
-
-
-def print_sync_command(trainer: pl.Trainer) -> None:
-    """Prints how an offline run of W&B is uploaded, where there is one."""
-    command = sync_command(trainer.loggers) if trainer.is_global_zero else None
-    if command is not None:
-        print(f"upload with: {command}")
 
 
 # -- The correction of stale data that `fit` makes unless told otherwise ----------------------------------------------
@@ -582,14 +567,11 @@ class CtrlC:
             raise KeyboardInterrupt
         if os.environ.get("LOCAL_RANK", "0") == "0":
             if os.isatty(2):  # from a thread, and above what is drawn there
-                start_thread(_say_above, name="ctrl-c")
+                say = partial(print, _NOTICE.decode(), end="", file=sys.stderr, flush=True)
+                start_thread(say, name="ctrl-c")
             else:
                 os.write(2, _NOTICE)  # `print` may be what was interrupted
         signal.raise_signal(signal.SIGTERM)
-
-
-def _say_above() -> None:
-    print(_NOTICE.decode(), end="", file=sys.stderr, flush=True)
 
 
 def is_interactive() -> bool:

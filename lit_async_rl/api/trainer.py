@@ -236,11 +236,8 @@ def default_callbacks(
             raise ValueError(f"defaults[{key!r}] must be a callback or None, got {callback!r}")
     off = {key for switch, keys in SWITCHES.items() if settings.get(switch) is False for key in keys}
     chosen = [changed[key] if key in changed else specs[key] and build(specs[key]) for key in specs if key not in off]
-    return [c for c in chosen if c is not None and not any(_replaces(one, c) for one in own)]
-
-
-def _replaces(own: Callback, default: Callback) -> bool:
-    return isinstance(own, REPLACED_BY.get(type(default), type(default)))
+    made = [callback for callback in chosen if callback is not None]
+    return [c for c in made if not any(isinstance(one, REPLACED_BY.get(type(c), type(c))) for one in own)]
 
 
 def with_clipping_last(callbacks: Sequence[Callback]) -> list[Callback]:

@@ -39,6 +39,7 @@ from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, repeated_callback
+from lit_async_rl.callbacks.parts import own_log_dir
 from lit_async_rl.cli.config_checks import (
     check_class_paths,
     check_config_files,
@@ -49,6 +50,7 @@ from lit_async_rl.cli.config_checks import (
     files_first,
     places_of_callback,
     stage_of,
+    trees_of,
 )
 from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.cli.model_card import push, write_card
@@ -65,7 +67,6 @@ from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
 from lit_async_rl.training.wandb_runs import label_run
 from lit_async_rl.utils.checks import MANY, check_range
-from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.public_names import part, public
 from lit_async_rl.utils.saving import check_last_is_saved
@@ -236,20 +237,28 @@ class AsyncRLCLI(LightningCLI):
         if self._place is not None:
             trainer.callbacks.insert(0, TellFolder(self._place))  # type: ignore[attr-defined]
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
-        name_tracked_runs(trainer, given, self.config["seed_everything"])
-        self._label_wandb_runs(trainer, given)
+        self._name_tracked_runs(trainer, given)
         return trainer
 
-    def _label_wandb_runs(self, trainer: AnyTrainer, args: Sequence[str]) -> None:
-        """Groups runs of W&B that differ in the seed only; tags are the configuration files' names."""
+    def _name_tracked_runs(self, trainer: AnyTrainer, args: Sequence[str]) -> None:
+        """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays.
+
+        Runs of W&B that differ in the seed only are a group; tags are the configuration files' names.
+        """
+        name = f"{run_name(args)}, seed {self.config['seed_everything']}"
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
+                logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
+                if not _has_wandb_name(args):
+                    identify_wandb_run(logger, name=name)
                 settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
                 settings = concealed(settings)
                 bound = settings["data"].get("max_staleness")
                 kinds = [] if bound is None else ["synchronous" if bound == 0 else "asynchronous"]
-                names = dict.fromkeys(file.stem for file in config_files(args) if file.parent.name != "loggers")
-                label_run(logger, run_name(args), settings=settings, tags=[*names, *kinds])
+                label_run(logger, run_name(args), settings=settings, tags=[*_names(args), *kinds])
+            elif isinstance(logger, TrackioLogger):
+                version = trainer.loggers[0].version  # of the CSV log: Trackio tells runs apart by their names
+                logger.run_name = logger.run_name or f"{name}, {version}"
 
 
 def leave_rate_to_the_run(config: Namespace, parse_given: Callable[[], Namespace]) -> None:
@@ -289,22 +298,14 @@ class SaveConfig(SaveConfigCallback):
 # -- Names of a run in its folder and in trackers ---------------------------------------------------------------------
 
 
-def name_tracked_runs(trainer: AnyTrainer, args: Sequence[str], seed: Any) -> None:
-    """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays."""
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
-            if not _has_wandb_name(args):
-                identify_wandb_run(logger, name=f"{run_name(args)}, seed {seed}")
-        elif isinstance(logger, TrackioLogger):
-            version = trainer.loggers[0].version  # of the CSV log: Trackio tells runs apart by their names
-            logger.run_name = logger.run_name or f"{run_name(args)}, seed {seed}, {version}"
-
-
 def run_name(args: Sequence[str]) -> str:
-    """Names of the configuration files, joined by dashes, without overlays of loggers."""
-    files = [file for file in config_files(args) if file.parent.name != "loggers"]
-    return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
+    """Names of the configuration files, joined by dashes."""
+    return "-".join(_names(args)) or "run"
+
+
+def _names(args: Sequence[str]) -> list[str]:
+    """Names of the configuration files, without overlays of loggers."""
+    return list(dict.fromkeys(file.stem for file in config_files(args) if file.parent.name != "loggers"))
 
 
 def _has_wandb_name(args: Sequence[str]) -> bool:
@@ -321,8 +322,7 @@ def _has_wandb_name(args: Sequence[str]) -> bool:
 
 def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
-    parts = [part for file in config_files(args) for part in with_bases(file)]
-    files = [yaml.safe_load(part.read_text()).get("trainer") or {} for part in parts]
+    files = [tree.get("trainer") or {} for _, tree in trees_of(config_files(args))]
     for trainer in [*files, *_flags(args)]:
         for given in (trainer.get("logger"), trainer.get("logger+")):
             for entry in given if isinstance(given, list) else [given]:
@@ -341,37 +341,34 @@ def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
 # -- Commands that read a configuration: train, evaluate, export ------------------------------------------------------
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None, place: Place | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and prints a summary table.
 
     If `cluster:` places ranks, each of them does that, and this process shows their output.
+
+    Args:
+        args: of the command line; None is `sys.argv`.
+        place: of this process among ranks that a cluster has placed; None elsewhere.
     """
-    _train(args)
-
-
-def _train(args: Sequence[str] | None, place: Place | None = None) -> None:
-    run: list[AsyncRLCLI] = []
-    with command(lambda: own_folder(run[0].trainer) if run else None), CtrlC():
+    with command() as running, CtrlC():
         cli = AsyncRLCLI(args, place=place, starts_ranks=place is None)
         if cli.cluster is not None and cli.is_dry_run:
             cli.cluster.print_dry_run(uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"]))
             return
         if cli.places_ranks and cli.cluster is not None:
             load_config(cli.config["model"]["model"])  # reports a wrong path before Ray and the ranks start
-            job = partial(_train, list(sys.argv[1:] if args is None else args))
+            job = partial(main, list(sys.argv[1:] if args is None else args))
             status = cli.cluster.launch(job, uses_gpus=uses_gpus(cli.config["trainer"]["accelerator"])).status
             if status:
                 sys.exit(status)
             return
-        run.append(cli)
         trainer = cli.trainer
+        running.append(trainer)
         ckpt_path = cli.config["ckpt_path"]
         check_resume(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         with cli.engines_connected(), run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
-        api.print_summary(trainer)
-        api.upload_report(trainer)
-        api.print_sync_command(trainer)
+        api.conclude(trainer)
         if stopped_at and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
         check_last_is_saved(trainer)
@@ -440,48 +437,40 @@ def export(args: Sequence[str] | None = None) -> None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
         if not cli.trainer.is_global_zero:  # several processes of torchrun would write into the same files
             return
-        if Path(cli.config["out"]).is_file():
+        out = Path(cli.config["out"])
+        if out.is_file():
             raise ValueError(f"out={cli.config['out']!r} is a file, but must be a folder: nothing was written")
-        if any(Path(cli.config["out"]).glob("*")):
+        if any(out.glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty, so nothing was written: choose another folder")
         check_is_one_file(cli.config["ckpt_path"])
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
         cli.model.configure_model()
         cli.model.on_load_checkpoint(checkpoint)
         cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
-        check_writable(Path(cli.config["out"]), "out")
+        check_writable(out, "out")
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
-        export_model(lm, cli.datamodule.codec.tokenizer, cli.config["out"], weights=weights)
-        write_card(
-            Path(cli.config["out"]),
-            cli.model,
-            cli.datamodule,
-            callbacks=cli.trainer.callbacks,  # type: ignore[attr-defined]
-            checkpoint=Path(cli.config["ckpt_path"]),
-        )
+        export_model(lm, cli.datamodule.codec.tokenizer, out, weights=weights)
+        callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
+        write_card(out, cli.model, cli.datamodule, callbacks=callbacks, checkpoint=Path(cli.config["ckpt_path"]))
         print(f"version {cli.model.version} written to {cli.config['out']}")
         if repository is not None:
-            print(f"uploaded to {push(Path(cli.config['out']), repository, private=cli.config['private'])}")
-
-
-def own_folder(trainer: LightningTrainer) -> str | None:
-    """The run's folder on rank 0. No collective, unlike `trainer.log_dir`: after an error other ranks may be gone."""
-    logs = trainer.loggers if trainer.is_global_zero else []
-    return next((log.log_dir for log in logs if isinstance(log, CSVLogger)), None)
+            print(f"uploaded to {push(out, repository, private=cli.config['private'])}")
 
 
 @contextmanager
-def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+def command() -> Iterator[list[LightningTrainer]]:
     """Context of a command: one-line errors, no messages about internals, no code execution on loading.
 
-    Modules of the working folder can be imported.
+    Modules of the working folder can be imported. The list takes the Trainer of a run, whose folder keeps the traceback
+    of an error.
     """
+    running: list[LightningTrainer] = []
     quiet()
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # rewards and prompts beside a configuration; last, so that they hide nothing
-    with one_line_errors(folder), nothing_executed():
-        yield
+    with one_line_errors(lambda: own_log_dir(running[0]) if running else None), nothing_executed():
+        yield running
 
 
 # -- The command that resumes a run -----------------------------------------------------------------------------------

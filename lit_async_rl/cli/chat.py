@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -24,9 +23,7 @@ from lit_async_rl.utils.visible import visible
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line; reads prompts until the end of input."""
-    parser = OneLineParser(
-        prog="lit-async-rl chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("chat", __doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder or name")
     parser.add_argument("--prompt", help="answer this one and end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from jsonargparse import Namespace
 
 from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
 from lit_async_rl.utils.checks import NO_VALUE, meant, with_home
-from lit_async_rl.utils.config_files import own_settings, with_bases
+from lit_async_rl.utils.config_files import BASE, with_bases
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,14 @@ def files_first(args: Sequence[str]) -> list[str]:
     """
     files, flags = _divided(args)
     files_of_all = [f"--config={part}" for file in files for part in with_bases(file)]
-    return files_of_all + with_prompt_sources(_with_combined_reward(flags))
+    return files_of_all + write_out_flags(flags)
+
+
+def trees_of(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files and their bases, each with its settings; without those that have tags, which the parser refuses."""
+    for part in (part for file in files for part in with_bases(file)):
+        with contextlib.suppress(yaml.YAMLError):
+            yield part, yaml.safe_load(part.read_bytes())
 
 
 STAGES = {"sft": "records", "train": "prompts"}  # by command: the setting of `data` that its configurations have
@@ -49,11 +58,10 @@ STAGES = {"sft": "records", "train": "prompts"}  # by command: the setting of `d
 def stage_of(args: Sequence[str]) -> str | None:
     """The command that a command line's configuration was written for; None if it names no data."""
     files, flags = _divided(args)
-    parts = [part for file in files if file.is_file() for part in with_bases(file)]
-    data = [_entry(yaml.compose(part.read_bytes(), Loader=yaml.SafeLoader), "data") for part in parts]
+    data = [tree.get("data") for _, tree in trees_of(file for file in files if file.is_file())]
     for command, name in STAGES.items():
         setting = re.compile(rf"--data\.{name}([.=]|$)")
-        if any(_entry(one, name) is not None for one in data) or any(setting.match(flag) for flag in flags):
+        if any(isinstance(one, Mapping) and name in one for one in data) or any(map(setting.match, flags)):
             return command
     return None
 
@@ -69,77 +77,67 @@ def check_stage(args: Sequence[str], command: str) -> None:
         raise ValueError(f"data.{STAGES[stage]} is a setting of `lit-async-rl {stage}`, not of `{command}`")
 
 
-# -- Prompts as the name of a file or data set, in place of a class ----------------------------------------------------
+# -- Short forms: prompts as the name of a file or data set, in place of a class, and several rewards by name ----------
 
 
 PROMPT_SETTINGS = ("data.prompts", "data.validation.prompts")
 RECORD_SETTINGS = ("data.records", "data.validation_records")  # of supervised fine-tuning; the first may be a list
+REWARD = "data.reward"
 
 
-def with_prompt_sources(flags: Sequence[str]) -> list[str]:
-    """Words with `--data.prompts JsonlPrompts --data.prompts.path my.jsonl` for `--data.prompts my.jsonl`; no `~`."""
+def write_out_flags(flags: Sequence[str]) -> list[str]:
+    """The words of a command line, with short forms written out as in a file; no `~`."""
     words: list[str] = []
     left = [with_home(word) for word in flags]
     while left:
         word = left.pop(0)
         flag, has_value, value = word.partition("=")
-        if flag.removeprefix("--") not in PROMPT_SETTINGS + RECORD_SETTINGS or not (has_value or left):
+        setting = flag.removeprefix("--")
+        if setting in (*PROMPT_SETTINGS, *RECORD_SETTINGS, REWARD) and (has_value or left):
+            words += [flag, _written_out(setting, value if has_value else left.pop(0))]
+        else:
             words.append(word)
-            continue
-        value = value if has_value else left.pop(0)
-        if flag.removeprefix("--") in RECORD_SETTINGS:
-            words += [flag, _with_record_files(value)]
-            continue
-        source = source_class(value)
-        if source is None and Path(value).is_file():
-            raise ValueError(f"{flag.removeprefix('--')}={value!r}: a file must end in {', '.join(FILE_SOURCES)}")
-        words += [flag, value] if source is None else [flag, source.__name__, f"{flag}.path", value]
     return words
 
 
-def _with_record_files(value: str) -> str:
-    """The name of a file of records, or a list of some, with the class that reads it."""
-    root = yaml.compose(f"data: {{records: {value}}}", Loader=yaml.SafeLoader) if value[:1] in "[{" else None
-    if root is None:
-        return json.dumps(_record_file(value)) if source_class(value) is not None else value
+def _written_out(setting: str, value: str) -> str:
+    """The value of a flag; a tree of values is JSON.
+
+    Raises:
+        ValueError: prompts are a file of another kind.
+    """
+    names = setting.split(".")
+    is_tree = value.startswith(("[", "{")) and setting not in PROMPT_SETTINGS
+    root: yaml.Node = yaml.compose(value, Loader=yaml.SafeLoader) if is_tree else _text(value)
+    for name in reversed(names):
+        root = yaml.MappingNode("tag:yaml.org,2002:map", [(_text(name), root)])
     name_prompt_classes(root)
-    return json.dumps(yaml.safe_load(yaml.serialize(root))["data"]["records"])
-
-
-def _record_file(name: str) -> dict[str, Any]:
-    return {"class_path": "lit_async_rl.RecordFile", "init_args": {"path": name}}
-
-
-def _name_record_files(root: yaml.Node | None) -> None:
-    data = _entry(root, "data")
-    for key, value in data.value if isinstance(data, yaml.MappingNode) else []:
-        if f"data.{key.value}" not in RECORD_SETTINGS:
-            continue
-        for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-            if isinstance(node, yaml.ScalarNode) and source_class(node.value) is not None:
-                made = yaml.compose(json.dumps(_record_file(node.value)), Loader=yaml.SafeLoader)
-                vars(node).update(vars(made))
-                node.__class__ = made.__class__
+    write_out_rewards(root)
+    written = reduce(_entry, names, root)
+    if not isinstance(written, yaml.ScalarNode):
+        return json.dumps(yaml.safe_load(yaml.serialize(written)))
+    if setting in PROMPT_SETTINGS and Path(value).is_file():
+        raise ValueError(f"{setting}={value!r}: a file must end in {', '.join(FILE_SOURCES)}")
+    return value
 
 
 def name_prompt_classes(root: yaml.Node | None) -> None:
     """Gives `prompts: my.jsonl` the class that reads the file, and so for records."""
-    _name_record_files(root)
-    for setting in PROMPT_SETTINGS:
+    for setting in PROMPT_SETTINGS + RECORD_SETTINGS:
         *groups, name = setting.split(".")
-        node = root
-        for group in groups:
-            node = _entry(node, group)
-        value = _entry(node, name)
-        if not isinstance(node, yaml.MappingNode) or not isinstance(value, yaml.ScalarNode):
-            continue
-        if (source := source_class(value.value)) is not None:
-            chosen = {"class_path": source.__name__, "init_args": {"path": value.value}}
-            made = yaml.compose(json.dumps(chosen), Loader=yaml.SafeLoader)
-            node.value = [(key, made if key.value == name else one) for key, one in node.value]
+        node = reduce(_entry, groups, root)
+        if isinstance(node, yaml.MappingNode):
+            node.value = [(key, _as_source(one, setting) if key.value == name else one) for key, one in node.value]
 
 
-# -- Several rewards by name ------------------------------------------------------------------------------------------
+def _as_source(node: yaml.Node, setting: str) -> yaml.Node:
+    """The class that reads a file or data set, for its name; also in a list of records."""
+    if isinstance(node, yaml.SequenceNode) and setting in RECORD_SETTINGS:
+        node.value = [_as_source(one, setting) for one in node.value]
+    if not isinstance(node, yaml.ScalarNode) or (source := source_class(node.value)) is None:
+        return node
+    kind = source.__name__ if setting in PROMPT_SETTINGS else "lit_async_rl.RecordFile"
+    return yaml.compose(json.dumps({"class_path": kind, "init_args": {"path": node.value}}), Loader=yaml.SafeLoader)
 
 
 def write_out_rewards(root: yaml.Node | None) -> None:
@@ -147,7 +145,7 @@ def write_out_rewards(root: yaml.Node | None) -> None:
 
     `data: {reward: {answer: ..., format: ...}}` is short for it. The parser cannot write a mapping of functions back.
     """
-    rewards = _entry(_entry(root, "data"), "reward")
+    rewards = reduce(_entry, REWARD.split("."), root)
     if not isinstance(rewards, yaml.MappingNode) or _entry(rewards, "class_path") or _entry(rewards, "init_args"):
         return
     # a node of its own inside, and the present one around it: its parent keeps it
@@ -158,22 +156,6 @@ def write_out_rewards(root: yaml.Node | None) -> None:
 
 def _text(value: str) -> yaml.ScalarNode:
     return yaml.ScalarNode("tag:yaml.org,2002:str", value)
-
-
-def _with_combined_reward(flags: Sequence[str]) -> list[str]:
-    """The words, with several rewards by name (`--data.reward '{answer: ...}'`) written out as in a file."""
-    found = []
-    option = ""
-    for word in flags:
-        name, sign, value = word.partition("=")
-        if (name == "--data.reward" or option == "--data.reward") and (given := value if sign else word)[:1] == "{":
-            root = yaml.compose(f"data: {{reward: {given}}}", Loader=yaml.SafeLoader)
-            write_out_rewards(root)
-            tree = yaml.safe_load(yaml.serialize(root))
-            word = f"{name}{sign}" * bool(sign) + json.dumps(tree["data"]["reward"])
-        found.append(word)
-        option = "" if sign else name
-    return found
 
 
 # -- Paths in the home folder -----------------------------------------------------------------------------------------
@@ -256,13 +238,10 @@ def _warn_of_early_overlays(files: Sequence[Path]) -> None:
     """Warns of settings overridden by a later file that names the model: an overlay before its base."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    try:
-        found = [(file, _settings_of(file)) for file in files]
-    except yaml.YAMLError:  # a tag: the parser refuses it
-        return
+    found = [(file, dict(leaf for _, tree in trees_of([file]) for leaf in _leaves(tree))) for file in files]
     for number, (file, own) in enumerate(found):
         for later, others in found[number + 1 :]:
-            lost = [name for name, value in own.items() if name in others and others[name] != value]
+            lost = [name for name, value in own.items() if others.get(name, value) != value and name != BASE]
             if "model.model" in others and "model.model" not in own and lost:
                 some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
                 log.warning(
@@ -283,8 +262,8 @@ def places_of_callback(name: str, args: Sequence[str]) -> str:
     """
     is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
     places = []
-    for file in (part for named in config_files(args) for part in with_bases(named)):
-        trainer = (yaml.safe_load(file.read_bytes()) or {}).get("trainer") or {}
+    for file, tree in trees_of(config_files(args)):
+        trainer = tree.get("trainer") or {}
         for key in ("callbacks", "callbacks+"):
             places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
     for option, value in zip(args, [*args[1:], ""], strict=True):
@@ -297,12 +276,6 @@ def _class_names(callbacks: Any) -> list[str]:
     """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
     entries = callbacks if isinstance(callbacks, list) else [callbacks]
     return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
-
-
-def _settings_of(file: Path) -> dict[str, Any]:
-    """Full names and values of the settings of a file and its bases."""
-    trees = [yaml.safe_load(own_settings(part.read_text(encoding="utf-8"))) for part in with_bases(file)]
-    return {name: value for tree in trees for name, value in _leaves(tree)}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -331,11 +304,7 @@ def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> N
         ValueError: names the section, its content, and the file.
     """
     sections = set(_sections(actions))
-    for part in (part for file in config_files(args) for part in with_bases(file)):
-        try:
-            tree = yaml.safe_load(own_settings(part.read_text(encoding="utf-8")))
-        except yaml.YAMLError:  # a tag: the parser refuses it
-            continue
+    for part, tree in trees_of(config_files(args)):
         for name, value in _places(tree):
             is_section = name in sections or name.endswith(".init_args")
             is_file = isinstance(value, str) and Path(value).is_file()  # of the section's settings

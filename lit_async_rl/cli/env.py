@@ -7,7 +7,6 @@ Of environment variables that may hold a key only the name is printed.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -33,9 +32,7 @@ SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl env`."""
-    parser = OneLineParser(
-        prog="lit-async-rl env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("env", __doc__)
     parser.parse_args(args)
     print("\n".join(f"{name:24} {value}" for name, value in facts()))
 
@@ -52,7 +49,7 @@ def facts() -> Iterator[tuple[str, str]]:
             continue
     yield from _devices()
     yield "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
-    yield "memory", f"{_memory_gb():.0f} GB"
+    yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
     yield "free space here", f"{shutil.disk_usage('.').free / 1e9:.0f} GB"
     for name in sorted(filter(VARIABLE.match, os.environ)):
         yield name, "(set)" if SECRET.search(name) else CREDENTIALS.sub("(set)", os.environ[name])
@@ -65,10 +62,6 @@ def _devices() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         yield f"gpu {index}", f"{device.name}, {device.total_memory / 1e9:.0f} GB"
-
-
-def _memory_gb() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 def _commit() -> str:

@@ -44,7 +44,7 @@ def write_card(
     parts: dict[str, Any] = {"base model": Path(module.model).name if is_local else module.model}
     parts |= _of_rollouts(module, data) if of_rollouts else {"records of a step": data.samples_per_step}
     parts |= {
-        "stabilizers": ", ".join(_name(c) for c in callbacks if _defined_in(c).startswith(STABILIZERS)) or "none",
+        "stabilizers": ", ".join(_name(c) for c in callbacks if type(c).__module__.startswith(STABILIZERS)) or "none",
         "adapters": "none" if module.policy.has_adapters is False else "LoRA, merged",
         "learning rate, largest": "of the optimizer" if module.learning_rate is None else f"{module.learning_rate:g}",
         "version (number of weight updates)": module.version,
@@ -109,10 +109,6 @@ def _column(rows: Sequence[Mapping[str, str]], name: str) -> list[float]:
 
 def _name(part: object) -> str:
     return "none" if part is None else type(part).__name__
-
-
-def _defined_in(part: object) -> str:
-    return f"{type(part).__module__}."
 
 
 def push(folder: Path, repository: str, private: bool) -> str:

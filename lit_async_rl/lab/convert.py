@@ -9,7 +9,6 @@ name what could not be carried over, and why.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -49,33 +48,29 @@ SYNCHRONOUS = re.compile(
 VERL = ("actor_rollout_ref", "algorithm", "critic", "reward_model", "custom_reward_function")  # sections of its files
 
 # Settings that change training and have no counterpart, with the nearest one.
-LEFT_OUT = {
-    "accelerator_config": "processes are trainer.strategy, see docs/hardware.md",
+WITHOUT_COUNTERPART = {
+    "accelerator_config parallelism_config": "processes are trainer.strategy, see docs/hardware.md",
     "adam_epsilon": "that of AdamW is 1e-8; model.optimizer sets another",
-    "bnb_4bit_quant_storage": "quantized weights do not train here",
-    "bnb_4bit_quant_type": "quantized weights do not train here",
+    "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit use_bnb_nested_quant": (
+        "quantized weights do not train here"
+    ),
     "cast_lm_head_to_fp32": "log-probabilities are computed in float32 anyway",
     "chat_template_kwargs": "set it in the tokenizer's chat template",
     "data_seed": "the order of prompts is drawn with data.seed",
-    "dataset_streaming": "all prompts are read at the start",
+    "dataset_streaming streaming": "all prompts are read at the start",
     "datasets": "a mixture of datasets is written into one file first",
-    "deepspeed": "sharding is trainer.strategy, see docs/hardware.md",
+    "deepspeed fsdp fsdp_config": "sharding is trainer.strategy, see docs/hardware.md",
     "disable_dropout": "dropout stays as the model's configuration has it",
-    "entropy_coef_delta": "model.entropy_coefficient is constant",
-    "entropy_coef_max": "model.entropy_coefficient is constant",
-    "entropy_coef_min": "model.entropy_coefficient is constant",
-    "entropy_target": "model.entropy_coefficient is constant",
+    "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy": (
+        "model.entropy_coefficient is constant"
+    ),
     "eval_delay": "trainer.val_check_interval has no delay",
     "eval_on_start": "held-out prompts are measured before training anyway",
     "fork_threshold_tokens": "conversations are recorded token by token",
-    "fsdp": "sharding is trainer.strategy, see docs/hardware.md",
-    "fsdp_config": "sharding is trainer.strategy, see docs/hardware.md",
     "full_determinism": "data.admission=FixedLag repeats a run bit for bit",
     "generation_kwargs": "data.sampling has max_tokens, temperature, top_p, top_k, min_p and stop",
     "label_smoothing_factor": "TRL's loss does not read it, either",
     "load_best_model_at_end": "see the BestCheckpoint recipes in docs/checkpoints.md",
-    "load_in_4bit": "quantized weights do not train here",
-    "load_in_8bit": "quantized weights do not train here",
     "lora_dropout": "adapters have no dropout: sampler and trainer would differ",
     "lora_target_parameters": "adapters are of modules",
     "lora_task_type": "adapters are those of causal language models",
@@ -86,27 +81,22 @@ LEFT_OUT = {
     "off_policy_mask_threshold": "see the corrections in docs/command_line.md, for example SecondMomentMask",
     "optim": "AdamW, unless model.optimizer names another",
     "optim_args": "set the arguments of an optimizer other than AdamW in model.optimizer",
-    "parallelism_config": "processes are trainer.strategy, see docs/hardware.md",
-    "ref_model_mixup_alpha": "the reference policy is frozen",
-    "ref_model_sync_steps": "the reference policy is frozen",
+    "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model": "the reference policy is frozen",
     "repetition_penalty": "the trainer would have to know it, too: sampling must be from the policy's own distribution",
     "resume_from_checkpoint": "ckpt_path resumes from a checkpoint of this trainer",
     "reward_model_name_or_path": "load the reward model in a class with reward(prompt, completion)",
     "router_aux_loss_coef": "there is no auxiliary loss of routers",
-    "streaming": "all prompts are read at the start",
-    "sync_ref_model": "the reference policy is frozen",
     "test_split_size": "data.validation.prompts names held-out prompts",
     "token_budget": "data.micro_batches_per_step splits a step",
     "top_entropy_quantile": "there is no mask by entropy",
     "trust_remote_code": "code of a model's repository is never executed",
-    "use_adaptive_entropy": "model.entropy_coefficient is constant",
-    "use_bnb_nested_quant": "quantized weights do not train here",
     "use_cpu": "trainer.accelerator: cpu",
     "use_dora": "new adapters are plain LoRA",
     "use_rslora": "set model.lora.alpha to alpha * sqrt(rank)",
     "vllm_model_impl": "see docs/engines.md",
     "vllm_structured_outputs_regex": "completions are not restricted",
 }
+LEFT_OUT = {name: reason for names, reason in WITHOUT_COUNTERPART.items() for name in names.split()}
 
 REWARDS = {
     "accuracy_reward": "lit_async_rl.rewards.MathVerify",
@@ -135,9 +125,7 @@ def _part(name: str) -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl convert`."""
-    parser = OneLineParser(
-        prog="lit-async-rl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("convert", __doc__)
     parser.add_argument("config", type=Path, help="YAML file of TRL")
     parser.add_argument("--out", type=Path, help="file to write; the screen without it")
     parser.add_argument("--devices", type=int, default=1, help="training processes that TRL was started with")
@@ -388,14 +376,12 @@ class Conversion:
             positive = self.number("sapo_temperature_pos", 1.0)
             return {"class_path": "SAPO", "init_args": {"tau_positive": positive, "tau_negative": negative}}
         if kind == "vespo":
-            names = {
-                "c1_positive": "k_pos",
-                "c2_positive": "lambda_pos",
-                "c1_negative": "k_neg",
-                "c2_negative": "lambda_neg",
+            constants = {
+                "c1_positive": self.number("vespo_k_pos", 2.0),
+                "c2_positive": self.number("vespo_lambda_pos", 3.0),
+                "c1_negative": self.number("vespo_k_neg", 3.0),
+                "c2_negative": self.number("vespo_lambda_neg", 2.0),
             }
-            defaults = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
-            constants = {ours: self.number(f"vespo_{name}", defaults[name]) for ours, name in names.items()}
             return {"class_path": "VESPO", "init_args": constants}
         if not is_clipped or (kind == "luspo" and level != "sequence"):
             self.note(f"look at: model.loss (loss_type={kind} has no counterpart; this is the clipped loss of GRPO)")

@@ -9,7 +9,6 @@ checked by a question that the model answers.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 import tempfile
@@ -46,9 +45,7 @@ DOWNLOAD_S = 900.0
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl fetch`: parses the arguments, downloads and converts."""
-    parser = OneLineParser(
-        prog="lit-async-rl fetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("fetch", __doc__)
     parser.add_argument("model", choices=["smollm2"])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; one that is complete is only checked")
     given = parser.parse_args(args)

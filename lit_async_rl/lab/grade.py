@@ -60,9 +60,7 @@ class Graded:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line of the grade command."""
-    parser = OneLineParser(
-        prog="lit-async-rl grade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("grade", __doc__)
     parser.add_argument("file", help="references and answers")
     parser.add_argument("--reward", default="MathVerify", help="dotted path, or a name of this library (%(default)s)")
     parser.add_argument("--reference", help=f"field of the reference (the first of {', '.join(REFERENCES)})")

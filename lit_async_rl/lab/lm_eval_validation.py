@@ -231,37 +231,33 @@ def _harness_model(lm: PreTrainedModel, data: RolloutDataModule, settings: LMEva
             return [logprob for logprob, _ in found]
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            return generated([request.args for request in requests], self.tok_encode)
+            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=False, side="validation")
+            length = own.max_model_len
+            wanted = []
+            for n, (prompt, given) in enumerate(request.args for request in requests):
+                until = given.get("until") or ()
+                max_tokens = int(given.get("max_gen_toks") or settings.max_gen_tokens)
+                sampling = SamplingParams(
+                    temperature=float(given.get("temperature") or 1.0) if given.get("do_sample") else 0.0,
+                    max_tokens=max_tokens,
+                    stop=(until,) if isinstance(until, str) else tuple(until),
+                )
+                ids = tuple(self.tok_encode(prompt))[-max(1, length - max_tokens) :]
+                wanted.append(GenerationRequest(id=n, prompt_ids=ids, num_samples=1, sampling=sampling, seed=n))
+            with closing(own):
+                found = run_requests(
+                    own,
+                    wanted,
+                    data.codec.vocab_size,
+                    timeout_s=data.limits.rollout_timeout_s,
+                    on_progress=data.note_progress,
+                )
+            return [
+                data.codec.decode(row[0].token_ids, request.sampling.stop) if row else ""
+                for row, request in zip(found, wanted, strict=True)
+            ]
 
     tokenizer = data.codec.tokenizer
-
-    def generated(asked: Sequence[tuple[str, Mapping[str, Any]]], encode: Any) -> list[str]:
-        own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=False, side="validation")
-        length = own.max_model_len
-        wanted = []
-        for n, (prompt, given) in enumerate(asked):
-            until = given.get("until") or ()
-            max_tokens = int(given.get("max_gen_toks") or settings.max_gen_tokens)
-            sampling = SamplingParams(
-                temperature=float(given.get("temperature") or 1.0) if given.get("do_sample") else 0.0,
-                max_tokens=max_tokens,
-                stop=(until,) if isinstance(until, str) else tuple(until),
-            )
-            ids = tuple(encode(prompt))[-max(1, length - max_tokens) :]
-            wanted.append(GenerationRequest(id=n, prompt_ids=ids, num_samples=1, sampling=sampling, seed=n))
-        with closing(own):
-            found = run_requests(
-                own,
-                wanted,
-                data.codec.vocab_size,
-                timeout_s=data.limits.rollout_timeout_s,
-                on_progress=data.note_progress,
-            )
-        stops = [request.sampling.stop for request in wanted]
-        return [
-            data.codec.decode(row[0].token_ids, stop) if row else "" for row, stop in zip(found, stops, strict=True)
-        ]
-
     return Policy()
 
 

@@ -46,12 +46,11 @@ examples:
 def main(args: Sequence[str] | None = None) -> None:
     """Command line of the plan command."""
     parser = OneLineParser(
-        prog="lit-async-rl plan",
-        description="Predicts the best split of devices between trainer and engines, in virtual time. A run's folder "
+        "plan",
+        "Predicts the best split of devices between trainer and engines, in virtual time. A run's folder "
         "gives measured times; a configuration needs --device and is calculated from the size of its model. With "
         "--device, memory is counted, too, and settings that save some are named where it is too little.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, help="folder of a run, or a configuration file")
     parser.add_argument("--devices", type=int, required=True, help="number of devices to divide")

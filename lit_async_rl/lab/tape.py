@@ -109,10 +109,8 @@ def plot(arguments: argparse.Namespace) -> None:
     ]
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6))
     above.plot(number, [np.mean(values) for values in rewards], label="mean")
-    quartiles = [np.percentile(values, q) for q in (25, 75) for values in rewards]
-    above.fill_between(
-        number, quartiles[: len(steps)], quartiles[len(steps) :], alpha=0.2, label="middle half of the groups"
-    )
+    low, high = np.transpose([np.percentile(values, (25, 75)) for values in rewards])
+    above.fill_between(number, low, high, alpha=0.2, label="middle half of the groups")
     above.set_ylabel("reward")
     below.plot(number, [np.mean(values) for values in ages], label="mean over tokens")
     below.plot(number, [np.max(values) for values in ages], linestyle="--", label="oldest token")
@@ -129,9 +127,7 @@ def plot(arguments: argparse.Namespace) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line of the tape command."""
-    parser = OneLineParser(
-        prog="lit-async-rl tape", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("tape", __doc__)
     commands = parser.add_subparsers(required=True)
     parsers = {}
     for name, function in dict(list=show, filter=select, sample=sample, plot=plot).items():

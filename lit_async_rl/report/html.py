@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def page(runs: Sequence[dict[str, Any]], live: bool = False) -> str:
     content = {"live": live, "made_at": time.time(), "runs": list(runs)}
     return PAGE.format(
         policy=security_policy(scripts, style, live),
-        title="lit-async-rl: " + _escaped(" and ".join(run["name"] for run in runs)),
+        title="lit-async-rl: " + escape(" and ".join(run["name"] for run in runs), quote=False),
         style=style,
         data=embedded(content),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
@@ -109,7 +110,3 @@ def security_policy(scripts: Sequence[str], style: str, live: bool) -> str:
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -94,10 +94,9 @@ class RunData:
             content["config"] = self._config()
         if "timeline" in changed:
             verdict = self._verdict()
-            began_at = verdict["began_at"] if verdict else None
-            ended_at = verdict["ended_at"] if verdict else None
+            window = (verdict["began_at"], verdict["ended_at"]) if verdict else ()
             content["timeline"] = self._timeline.payload()
-            content["idle"] = self._timeline.idle(began_at, ended_at)
+            content["idle"] = self._timeline.idle(*window)
             content["verdict"] = verdict
             content["verdicts"] = [row for row in self._verdicts if row.get("whole_run") is False][-200:]
         if "rollouts" in changed:

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lit_async_rl.report.tail import Tail
 
 MAX_ROLLOUT_BYTES = 3_500_000  # on the whole page
 MAX_TEXT_CHARS = 120_000  # per completion or prompt
 ROW_START = re.compile(rb'\{"step": (\d+), "group": (-?\d+), ')
+Key = tuple[int, int]  # step and group
 PER_TOKEN = ("versions", "log_ratios", "advantages", "entropies", "mask")
 
 
 class Samples:
-    """Incremental index of a table with one rollout per line; `payload` reads the rows.
-
-    Attributes:
-        num_rows: number of rollouts in the file.
-    """
+    """Incremental index of a table with one rollout per line; `payload` reads the rows."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self._clear()
 
     def _clear(self) -> None:
-        self._offsets = array("q")
-        self._sizes = array("q")
-        self._steps = array("q")
-        self._groups = array("q")
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._offsets)
+        self._rows: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)  # offset and size of each rollout
 
     def refresh(self) -> bool:
         """Indexes new rows; returns whether there were any."""
@@ -44,37 +34,29 @@ class Samples:
 
     def _add(self, offset: int, line: bytes) -> None:
         if (key := _step_and_group(line)) is not None:
-            self._offsets.append(offset)
-            self._sizes.append(len(line))
-            self._steps.append(key[0])
-            self._groups.append(key[1])
+            self._rows[key].append((offset, len(line)))
 
     def steps(self) -> set[int]:
         """Steps with rows."""
-        return set(self._steps)
+        return {step for step, _ in self._rows}
 
     def payload(self, max_bytes: int = MAX_ROLLOUT_BYTES) -> list[dict[str, Any]]:
         """Groups of evenly spaced steps, with all of their rollouts, in order of steps."""
-        rows: dict[tuple[int, int], list[int]] = {}
-        for number, key in enumerate(zip(self._steps, self._groups, strict=True)):
-            rows.setdefault(key, []).append(number)
-        sizes = {key: sum(self._sizes[n] for n in numbers) for key, numbers in rows.items()}
-        chosen = sorted(choose(sizes, max_bytes))
-        contents: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        chosen = sorted(choose({key: sum(size for _, size in rows) for key, rows in self._rows.items()}, max_bytes))
         try:
             with self._tail.path.open("rb") as file:
-                for key in chosen:
-                    contents[key] = [row for n in rows[key] if (row := self._row(file, n)) is not None]
+                contents = [[_row(file, *place) for place in self._rows[key]] for key in chosen]
         except OSError:  # removed meanwhile
             return []
-        return [group for key in chosen if (group := as_group(contents.get(key, [])))]
-
-    def _row(self, file: Any, number: int) -> dict[str, Any] | None:
-        file.seek(self._offsets[number])
-        return parsed(file.read(self._sizes[number]))
+        return [group for rows in contents if (group := as_group(row for row in rows if row is not None))]
 
 
-def choose(sizes: dict[tuple[int, int], int], max_bytes: int) -> Iterator[tuple[int, int]]:
+def _row(file: BinaryIO, offset: int, size: int) -> dict[str, Any] | None:
+    file.seek(offset)
+    return parsed(file.read(size))
+
+
+def choose(sizes: dict[Key, int], max_bytes: int) -> Iterator[Key]:
     """Selects groups within a budget: one group of evenly spaced steps, the last step first, then a second of each.
 
     Args:
@@ -83,13 +65,13 @@ def choose(sizes: dict[tuple[int, int], int], max_bytes: int) -> Iterator[tuple[
     """
     if not sizes:
         return
-    by_step: dict[int, list[tuple[int, int]]] = {}
+    by_step: defaultdict[int, list[Key]] = defaultdict(list)
     for key in sizes:
-        by_step.setdefault(key[0], []).append(key)
+        by_step[key[0]].append(key)
     steps = sorted(by_step)
-    mean = sum(sizes.values()) / max(1, len(sizes))
+    mean = sum(sizes.values()) / len(sizes)
     num_groups = int(max_bytes / max(mean, 1))  # that fit
-    most_per_step = max(map(len, by_step.values()), default=1)
+    most_per_step = max(map(len, by_step.values()))
     per_step = max(1, min(most_per_step, num_groups // max(1, min(len(steps), 100))))
     remaining = max_bytes
     for number in range(per_step):
@@ -167,7 +149,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _step_and_group(line: bytes) -> tuple[int, int] | None:
+def _step_and_group(line: bytes) -> Key | None:
     """Step and group of a row."""
     if (match := ROW_START.match(line)) is not None:  # much faster than parsing the whole line
         return int(match[1]), int(match[2])

@@ -26,9 +26,6 @@ class ReportServer(ThreadingHTTPServer):
         OSError: the port is in use.
     """
 
-    daemon_threads = True
-    allow_reuse_address = True
-
     def __init__(self, run: RunData, port: int) -> None:
         super().__init__((HOST, port), _Handler)
         self.run = run

@@ -9,16 +9,19 @@ from pathlib import Path
 class Tail:
     """Complete lines of a growing file, each read once.
 
-    A file that was replaced or truncated (as in a resume) is read again from its beginning, and `generation` grows.
+    A file that was replaced or truncated (as in a resume) is read again from its beginning.
+
+    Attributes:
+        path: of the file.
+        was_replaced: whether it was, since the last `refresh`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.generation = 0
+        self.was_replaced = False
         self._identity: tuple[int, int] | None = None
         self._offset = 0  # end of the last complete line
         self._read_until = 0  # end of the bytes read, including an incomplete line
-        self._refreshed_generation = 0  # of the lines that `refresh` has added
 
     def refresh(self, clear: Callable[[], object], add: Callable[[int, bytes], object]) -> bool:
         """Reads the new lines; returns whether there were new bytes.
@@ -29,8 +32,8 @@ class Tail:
         """
         if not self.begin():
             return False
-        if self.generation != self._refreshed_generation:
-            self._refreshed_generation = self.generation
+        if self.was_replaced:
+            self.was_replaced = False
             clear()
         for offset, line in self.lines():
             add(offset, line)
@@ -46,7 +49,7 @@ class Tail:
         if self._identity is not None and (identity != self._identity or status.st_size < self._offset):
             self._offset = 0
             self._read_until = 0
-            self.generation = self.generation + 1
+            self.was_replaced = True
         self._identity = identity
         return status.st_size > self._read_until
 

@@ -44,7 +44,6 @@ class Timeline:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "timeline"
         self._tails: dict[str, Tail] = {}
-        self._generations = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -64,17 +63,16 @@ class Timeline:
 
     def refresh(self) -> bool:
         """Reads new events; returns whether there were any."""
-        for path in sorted(self._folder.glob("*.json")):
+        paths = sorted(self._folder.glob("*.json"))
+        for path in paths:
             self._tails.setdefault(path.name, Tail(path))
         if not sum(tail.begin() for tail in self._tails.values()):  # not `any`, which would skip some
             return False
-        if (generations := sum(tail.generation for tail in self._tails.values())) != self._generations:
-            self._generations = generations
+        if any(tail.was_replaced for tail in self._tails.values()):
             self._clear()
-            self._tails = {path.name: Tail(path) for path in sorted(self._folder.glob("*.json"))}
+            self._tails = {path.name: Tail(path) for path in paths}
             for tail in self._tails.values():
                 tail.begin()
-            self._generations = 0
         for number, tail in enumerate(self._tails.values()):
             for offset, line in tail.lines():
                 self._add(number, offset, line)
@@ -142,19 +140,14 @@ class Timeline:
         begin = float(training.begin.min()) if began_at is None else began_at
         end = float(self._ends().max()) if ended_at is None else ended_at
         end = max(begin, min(end, self._complete_until or end))
-        window = Spans(np.array([begin]), np.array([end])).without(self.spans("trainer/validation").union())
-
-        def within(spans: Spans) -> float:
-            return sum(spans.within(a, b) for a, b in zip(window.begin, window.end, strict=True))
-
-        wall_s = float((window.end - window.begin).sum())
+        validation = self.spans("trainer/validation")
         return {
             "began_at": begin,
             "ended_at": end,
-            "wall_s": wall_s,
-            "wait_s": within(self.spans("trainer/wait").union()),
-            "sync_s": within(self.spans("trainer/publish").union()),
-            "engine_busy_s": within(self.spans(*BUSY_KINDS).union()),
+            "wall_s": Spans(np.array([begin]), np.array([end])).outside(validation, begin, end),
+            "wait_s": self.spans("trainer/wait").outside(validation, begin, end),
+            "sync_s": self.spans("trainer/publish").outside(validation, begin, end),
+            "engine_busy_s": self.spans(*BUSY_KINDS).outside(validation, begin, end),
         }
 
     def _ends(self) -> np.ndarray:
@@ -270,18 +263,10 @@ class Spans:
         low, high = self.covered(np.array([begin, end]))
         return float(high - low)
 
-    def without(self, excluded: Spans) -> Spans:
-        """Difference of these spans and `excluded`; both must be disjoint intervals in order."""
-        if not len(excluded.begin) or not len(self.begin):
-            return self
-        cuts = np.unique(np.concatenate([self.begin, self.end, excluded.begin, excluded.end]))
-        middle = (cuts[:-1] + cuts[1:]) / 2
-        kept = self._contains(middle) & ~excluded._contains(middle)
-        return Spans(cuts[:-1][kept], cuts[1:][kept])
-
-    def _contains(self, times: np.ndarray) -> np.ndarray:
-        at = np.searchsorted(self.begin, times, side="right") - 1
-        return (at >= 0) & (times < self.end[np.maximum(at, 0)])
+    def outside(self, excluded: Spans, begin: float, end: float) -> float:
+        """Seconds of a window that one of these spans covers, and none of the excluded ones."""
+        both = Spans(np.concatenate([self.begin, excluded.begin]), np.concatenate([self.end, excluded.end]))
+        return both.union().within(begin, end) - excluded.union().within(begin, end)
 
 
 def _before(points: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ holds a piece of the vector; pieces replicated over ranks (DDP, replicated tenso
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -125,20 +126,13 @@ class GradSpace:
         fsdp1 = _fsdp1_process_groups(root)
         # parameters that sum over the same process groups share a collective; buckets are in the order of first
         # appearance, which is the same on all ranks, because collectives must be issued in one order
-        self._buckets: list[tuple[tuple[dist.ProcessGroup, ...], list[int]]] = []
-        self._projections: list[Sketch] = []
+        self._buckets: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for index, param in enumerate(self.params):
-            process_groups = _process_groups(param, fsdp1)
-            for known, members in self._buckets:
-                if known == process_groups:
-                    members.append(index)
-                    break
-            else:
-                self._buckets.append((process_groups, [index]))
+            self._buckets.setdefault(_process_groups(param, fsdp1), []).append(index)
 
     def gradients(self) -> list[Tensor | None]:
         """This rank's pieces of the gradients; writing to them changes the gradients."""
-        return [None if p.grad is None else _local(_checked(p)) for p in self.params]
+        return [None if p.grad is None else _local(_checked(p.grad, p)) for p in self.params]
 
     def weights(self) -> list[Tensor]:
         """This rank's pieces of the parameters themselves, detached."""
@@ -147,7 +141,7 @@ class GradSpace:
     def joined(self, vector: Pieces) -> list[Tensor | None]:
         """The same vector for inner products over all groups, with one piece for all that share their collectives."""
         found: list[Tensor | None] = [None] * len(self.params)
-        for _, members in self._buckets:
+        for members in self._buckets.values():
             pieces = [piece.reshape(-1) for i in members if (piece := vector[i]) is not None]
             if pieces:
                 found[members[0]] = torch.cat(pieces)
@@ -171,29 +165,24 @@ class GradSpace:
 
     def sketches(self, vector: Pieces) -> list[Tensor]:
         """Random projections of the vector (see `Sketch`), one for each set of process groups."""
-        found = []
-        for number, (_, members) in enumerate(self._buckets):
-            if number == len(self._projections):
-                self._projections.append(Sketch(_local(self.params[0]).device))
-            found.append(self._projections[number]([piece for i in members if (piece := vector[i]) is not None]))
-        return found
+        return [
+            projection([piece for i in members if (piece := vector[i]) is not None])
+            for projection, members in zip(self._projections, self._buckets.values(), strict=True)
+        ]
+
+    @functools.cached_property
+    def _projections(self) -> list[Sketch]:
+        return [Sketch(_local(self.params[0]).device) for _ in self._buckets]
 
     def sketch_dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
         """Estimate of the global inner product of two vectors from their sketches. A collective: all ranks call."""
         total = 0.0
-        for (process_groups, _), x, y in zip(self._buckets, a, b, strict=True):
+        for process_groups, x, y in zip(self._buckets, a, b, strict=True):
             part = torch.dot(x, y)
             for process_group in process_groups:
                 dist.all_reduce(part, group=process_group)
             total += float(part)
         return total
-
-    @torch.no_grad()
-    def add_(self, vector: Pieces, other: Pieces, coefficients: Sequence[float]) -> None:
-        """Adds coefficient * other in place, with one coefficient for each group. No communication."""
-        for mine, others, group in zip(vector, other, self.group_of, strict=True):
-            if mine is not None and others is not None and coefficients[group] != 0:
-                mine.add_(others, alpha=coefficients[group])
 
     @torch.no_grad()
     def scale_(self, vector: Pieces, factors: Sequence[float]) -> None:
@@ -213,7 +202,7 @@ class GradSpace:
         device = _local(self.params[0]).device
         wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         total = torch.zeros(len(pairs), self.num_groups, dtype=wide, device=device)
-        for process_groups, members in self._buckets:
+        for process_groups, members in self._buckets.items():
             part = torch.zeros_like(total)
             for row, (a, b) in enumerate(pairs):
                 terms: list[list[Tensor]] = [[] for _ in range(self.num_groups)]
@@ -267,10 +256,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _checked(param: nn.Parameter) -> Tensor:
-    grad = param.grad
-    if grad is None:
-        raise InvariantError("a parameter without a gradient")
+def _checked(grad: Tensor, param: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, as its optimizer sees it."""
     if grad.is_sparse:
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: create its layer with sparse=False"
@@ -351,7 +338,7 @@ class DroppedUpdates:
         self._in_a_row[index] = self._in_a_row.get(index, 0) + 1 if is_dropped else 0
         if is_dropped:
             self.total += 1
-            _warn(
+            rank_zero_only(log.warning)(
                 f"{self.owner}: the gradient contains NaN or infinity, so this update is dropped (number {self.total}, "
                 f"{self.num_in_a_row} in a row, max_in_a_row={self.max_in_a_row}): weights and moments are unchanged"
             )
@@ -368,11 +355,6 @@ class DroppedUpdates:
                 f"max_in_a_row={self.max_in_a_row}). None of these updates changed the weights. Check "
                 "model.learning_rate, the loss and the precision."
             )
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    log.warning(message)
 
 
 # -- Base of callbacks that change the gradients of one optimizer's steps, or of each optimizer's ---------------------

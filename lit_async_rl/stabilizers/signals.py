@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.importance import ess_of_sums, kl_k3, weight_sums
-from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index
+from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, chosen_optimizers
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 Signals = Mapping[str, Any]
@@ -308,10 +308,14 @@ class SignalCallback(pl.Callback):
         self._has_trained = False
         self._accumulation: _AccumulationWatch | None = None  # only with several optimizers
         self._has_missed = False
+        self._has_stepped = False
 
     @abstractmethod
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Called before each step of the chosen optimizer; must call `reduce_signals`, on all ranks."""
+
+    def on_step_complete(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Called after each such step, when the data module collates no batch."""
 
     def reduce_signals(self, optimizer: Optimizer) -> StepSignals:
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
@@ -351,11 +355,9 @@ class SignalCallback(pl.Callback):
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError(f"{owner}: several optimizers, choose one: optimizer=<position or submodule name>")
         self._has_trained = True
+        self._has_stepped = False
         if len(trainer.optimizers) > 1:
-            chosen = (
-                o for o in trainer.optimizers if chosen_index(trainer, pl_module, o, choice=self.optimizer) is not None
-            )
-            self._accumulation = _AccumulationWatch(next(chosen))
+            self._accumulation = _AccumulationWatch(chosen_optimizers(trainer, pl_module, self.optimizer)[0])
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         if self._accumulation is not None and self._accumulation.take():
@@ -366,10 +368,18 @@ class SignalCallback(pl.Callback):
         has_accumulated = self._accumulation is not None and self._accumulation.take()
         if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
             self.on_signals_complete(trainer, pl_module, optimizer)
+            self._has_stepped = True
         elif has_accumulated:  # this optimizer accumulates micro-batches while another one steps at each
             self._signals.keep()
         else:
             self._signals.mark_stale()
+
+    def on_train_batch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._has_stepped:
+            self._has_stepped = False
+            self.on_step_complete(trainer, pl_module)
 
     def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         self.close()

@@ -45,6 +45,11 @@ def chosen_index(
     return index if choice is None or choice == index else None
 
 
+def chosen_optimizers(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | None) -> list[Optimizer]:
+    """The trainer's optimizers that `choice` selects, see `chosen_index`, in their order."""
+    return [one for one in trainer.optimizers if chosen_index(trainer, pl_module, one, choice=choice) is not None]
+
+
 def check_choice(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | None, owner: str) -> None:
     """Checks that `choice` can select an optimizer, for the callback `owner`.
 

@@ -8,7 +8,7 @@ from typing import Any
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_folders import run_folders
-from lit_async_rl.cli.app import AsyncRLCLI, command, own_folder, resume_command
+from lit_async_rl.cli.app import AsyncRLCLI, command, resume_command
 from lit_async_rl.supervised.data import SFTDataModule
 from lit_async_rl.supervised.module import SFTModule
 from lit_async_rl.supervised.run import LEFT_OUT, train
@@ -34,10 +34,9 @@ class SFTCLI(AsyncRLCLI):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measures the held-out loss, fine-tunes, measures again, prints a summary table and writes the model."""
-    run: list[SFTCLI] = []
-    with command(lambda: own_folder(run[0].trainer) if run else None), CtrlC():
+    with command() as running, CtrlC():
         cli = SFTCLI(args)
-        run.append(cli)
+        running.append(cli.trainer)
         ckpt_path = cli.config["ckpt_path"]
         check_resume(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         with run_folders(cli.trainer, ckpt_path):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_async_rl.api.arguments import as_groups, check_model, in_folder
 from lit_async_rl.api.resume_check import check_resume
-from lit_async_rl.api.run import CtrlC, is_shown_whole, print_summary, print_sync_command, run, upload_report
+from lit_async_rl.api.run import CtrlC, conclude, is_shown_whole, run
 from lit_async_rl.api.run_config import SaveSettings, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import TRAINER_SETTINGS, Trainer
@@ -161,9 +161,7 @@ def _in_temporary_folder(model: Any, tokenizer: Any) -> Any:
 def train(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule, ckpt_path: str | None) -> str | None:
     """Trains, prints the summary, and writes the model unless the run was stopped; returns what `run` does."""
     stopped_at = run(trainer, module, data, ckpt_path=ckpt_path)
-    print_summary(trainer)
-    upload_report(trainer)
-    print_sync_command(trainer)
+    conclude(trainer)
     if stopped_at is None and (folder := write_model(trainer, module, data)) and trainer.is_global_zero:
         print(f"train on with: --model.model {folder}")
     return stopped_at

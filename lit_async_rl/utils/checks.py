@@ -380,10 +380,19 @@ def with_home(text: str) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` without abbreviated flags, and with one-line errors that do not repeat the usage."""
+    """`argparse.ArgumentParser` without abbreviated flags, and with one-line errors that do not repeat the usage.
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
+    Args:
+        command: of `lit-async-rl`, which has this parser; empty where `settings` has `prog`.
+        text: description of the command, which keeps its line breaks.
+        settings: of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, command: str = "", text: str | None = None, **settings: Any) -> None:
+        if command:
+            settings |= {"prog": f"lit-async-rl {command}", "description": text}
+            settings |= {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**{"allow_abbrev": False, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Expands `~` in each word."""

@@ -10,7 +10,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl import FromTape, PolicyModule, RolloutDataModule, Trainer, asset
-from lit_async_rl.cli.config_checks import expand_home_folders, name_prompt_classes, with_prompt_sources
+from lit_async_rl.cli.config_checks import expand_home_folders, name_prompt_classes, write_out_flags
 from lit_async_rl.prompts.sources import (
     CsvPrompts,
     HuggingFacePrompts,
@@ -98,13 +98,13 @@ def test_a_missing_file_is_named():
 
 def test_words_and_configurations_get_the_class():
     words = ["--data.prompts", "a.jsonl", "--data.validation.prompts=b.csv", "--data.prompts.template", "{prompt}"]
-    assert with_prompt_sources(words) == [
-        *("--data.prompts", "JsonlPrompts", "--data.prompts.path", "a.jsonl"),
-        *("--data.validation.prompts", "CsvPrompts", "--data.validation.prompts.path", "b.csv"),
+    assert write_out_flags(words) == [
+        *("--data.prompts", '{"class_path": "JsonlPrompts", "init_args": {"path": "a.jsonl"}}'),
+        *("--data.validation.prompts", '{"class_path": "CsvPrompts", "init_args": {"path": "b.csv"}}'),
         *("--data.prompts.template", "{prompt}"),
     ]
     for left_alone in (["--data.prompts", "SortDigits"], ["--data.prompts"], ["--data.prompts.path", "a.jsonl"]):
-        assert with_prompt_sources(left_alone) == left_alone
+        assert write_out_flags(left_alone) == left_alone
     text = "model: {model: a/b}\ndata:\n  prompts: a.jsonl\n  validation: {prompts: org/name, num_samples: 2}\n"
     assert yaml.safe_load(own_settings(text, name_prompt_classes)) == {
         "model": {"model": "a/b"},

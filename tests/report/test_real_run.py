@@ -99,8 +99,7 @@ def seconds_of(run: dict, chart: list[list[float]], kind: str) -> float:
         begin, end = np.array([bar[1:] for bar in chosen]).reshape(-1, 2).T + timeline["origin"]
         return Spans(begin, end)
 
-    shown = bars(kind).union().without(bars("trainer/validation").union())
-    return shown.within(verdict["began_at"], verdict["ended_at"])
+    return bars(kind).outside(bars("trainer/validation"), verdict["began_at"], verdict["ended_at"])
 
 
 @pytest.mark.sweep  # two whole runs; test_idle_agrees has the property without a browser

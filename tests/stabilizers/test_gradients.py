@@ -37,14 +37,6 @@ def test_dots_are_those_of_concatenated_vectors_missing_gradients_are_zero(shape
         torch.testing.assert_close(dots[:, k], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_projection_makes_groups_orthogonal_each_by_itself():
-    space, _ = space_and_grads([(3, 2), (4,), (2,)], 1, 0)
-    g, p = space.gradients(), [torch.randn_like(q) for q in space.params]
-    gp, pp = space.dots((g, p), (p, p))
-    space.add_(g, p, (-gp / pp).tolist())
-    torch.testing.assert_close(space.dots((space.gradients(), p))[0], torch.zeros(2).double(), atol=1e-6, rtol=0)
-
-
 def test_squares_beyond_float32_do_not_overflow():
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3e34, 4e34])
