@@ -59,7 +59,7 @@ class RolloutFeed:
     def __init__(self, source: RolloutSource, micro_batches_per_step: int) -> None:
         self.source = source
         self.ranks: StepScatter | OneProcess = OneProcess()
-        self.trainer: AnyTrainer | None = None
+        self.trainer: AnyTrainer = None
         self.num_restarts = 0
         self._micro_batches_per_step = micro_batches_per_step
         self._micro_batches: list[RolloutBatch] = []  # received, and not yielded yet
@@ -74,7 +74,7 @@ class RolloutFeed:
         Without a length Lightning prefetches a batch, which would break the staleness bound and deadlock a synchronous
         run.
         """
-        max_steps = self._used_trainer.max_steps
+        max_steps = self.trainer.max_steps
         return max_steps * self._micro_batches_per_step if max_steps > 0 else MAX_LENGTH
 
     def __iter__(self) -> Iterator[RolloutBatch]:
@@ -89,7 +89,7 @@ class RolloutFeed:
         """
         if not self._micro_batches:
             began = monotonic()
-            trainer = self._used_trainer
+            trainer = self.trainer
             ranks = self.ranks
             while True:
                 made: Exchanged = None
@@ -128,12 +128,6 @@ class RolloutFeed:
                 raise StopIteration
             self._micro_batches = received
         return self._micro_batches.pop(0)
-
-    @property
-    def _used_trainer(self) -> AnyTrainer:
-        if self.trainer is None:
-            raise SetupError("a RolloutDataModule was used without a Trainer: call `trainer.fit(..., datamodule=data)`")
-        return self.trainer
 
     def _reload(self) -> None:
         """Gives the weights of all ranks to an engine that replaces the one that failed."""
