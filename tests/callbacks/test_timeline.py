@@ -13,12 +13,12 @@ import lightning.pytorch as pl
 import pytest
 from failing_engines import failing
 from flow import fit, make_data, make_module
+from trace_intervals import intervals
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
 from lit_async_rl.callbacks.monitors import bottleneck_verdict, timeline
 from lit_async_rl.runtime import spans
 from lit_async_rl.runtime.spans import merge_traces, read_trace, trace_files
-from lit_async_rl.scheduling.bottleneck import intervals
 from lit_async_rl.simulation import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.training.trackers import CSVLog
