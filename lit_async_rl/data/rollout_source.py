@@ -176,7 +176,7 @@ class RolloutFeed:
     def advance(self, version: int) -> None:
         """Ends a round of admission: the slots of the groups trained on are returned."""
         if self.ranks.leads:
-            self.source.advance(version)
+            self.source.producer.advance(version)
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound of groups admitted from now on."""
@@ -188,7 +188,7 @@ class RolloutFeed:
     def take_rewards(self) -> list[float]:
         """Mean rewards that have arrived, see `RolloutDataModule.take_rewards`. A collective."""
         with self.ranks.progress.own_limit("waiting for rewards"):
-            taken = self.source.take_rewards() if self.ranks.leads else []
+            taken = self.source.producer.take_rewards() if self.ranks.leads else []
         return self.ranks.share(taken)
 
     def discard_after(self, version: int) -> None:
@@ -340,7 +340,9 @@ class RolloutSource:
         """Closes what the engines of all fits and validations share, such as an environment. Safe to call twice."""
         self._holder.end()
 
-    def _started(self) -> Producer | Replay:
+    @property
+    def producer(self) -> Producer | Replay:
+        """The producer, or the tape in its place, once sampling has started."""
         if self._producer is None:
             raise SetupError("sampling does not start without the WeightSync callback: add it to trainer.callbacks")
         return self._producer
@@ -355,10 +357,6 @@ class RolloutSource:
         else:
             self._holder.calls.load_weights(version, weights)
 
-    def advance(self, version: int) -> None:
-        """Ends a round of admission: the engine has the weights of `version`."""
-        self._started().advance(version)
-
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound of groups admitted from now on; those of a checkpoint are kept, whatever their bound."""
         if self._producer is None:
@@ -366,19 +364,15 @@ class RolloutSource:
         else:
             self._producer.set_max_staleness(max_staleness)
 
-    def take_rewards(self) -> list[float]:
-        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once."""
-        return self._started().take_rewards()
-
     def discard_after(self, version: int) -> None:
         """Discards what later versions have sampled: stored completions now, groups at the next publication."""
-        self._started().discard_after(version)
+        self.producer.discard_after(version)
         if self.replay is not None:
             self.replay.discard_after(version)
 
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
         """Starts sampling held-out prompts concurrently with the rollouts."""
-        producer = self._started()
+        producer = self.producer
         if not isinstance(producer, Producer):
             raise SetupError("evaluation needs an engine, but data.admission=FromTape runs without one")
         evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
@@ -403,7 +397,7 @@ class RolloutSource:
             ProbeWanted: call `take_probe` of the engine, then this again; likewise.
             ProducerError, StalledError: the failure is not the engine's, or it was restarted too often.
         """
-        producer = self._started()
+        producer = self.producer
         streamed = self._streamed
         if not self._taken and (streamed is None or streamed.is_done):
             producer.begin_step()
@@ -474,7 +468,7 @@ class RolloutSource:
         Everything received from the old engine is kept. If the new one fails to start, the next `next_batches` raises
         its error.
         """
-        producer = self._started()
+        producer = self.producer
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
         if not isinstance(producer, Producer) or error is None:
             raise InvariantError("only a failed engine can be restarted, and this one has not failed")

@@ -145,9 +145,12 @@ class EngineSpans:
         """`poll` has returned; it was called at `began`."""
         if not self._is_silent or not self._recorder.is_started:
             return
-        before = self._busy_s, self._num_tokens
-        self._busy_s, self._num_tokens = engine.busy_s, engine.num_tokens  # read once: they grow meanwhile
-        busy_s, num_tokens = self._busy_s - before[0], self._num_tokens - before[1]
+        busy_before = self._busy_s
+        tokens_before = self._num_tokens
+        self._busy_s = engine.busy_s  # read once, as is the other: they grow meanwhile
+        self._num_tokens = engine.num_tokens
+        busy_s = self._busy_s - busy_before
+        num_tokens = self._num_tokens - tokens_before
         if busy_s > 0:
             ended = time.monotonic()
             # Time passes between the counter and the clock, by another amount in each poll: spans must not overlap.
