@@ -523,7 +523,6 @@ class StepFeed:
 
     def __init__(self, data: SFTDataModule) -> None:
         self._data = data
-        self._left: list[RolloutBatch] = []
 
     def __len__(self) -> int:
         """Micro-batches of the whole run, also after a resume, see `RolloutFeed`."""
@@ -531,12 +530,8 @@ class StepFeed:
         return max_steps * self._data.micro_batches_per_step if max_steps > 0 else MAX_LENGTH
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        return self
-
-    def __next__(self) -> RolloutBatch:
-        if not self._left:
-            self._left = self._data.step(self._data._used_trainer.global_step)
-        return self._left.pop(0)
+        while True:
+            yield from self._data.step(self._data._used_trainer.global_step)
 
 
 class HeldOutFeed:
