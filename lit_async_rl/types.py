@@ -444,8 +444,7 @@ class Completion(TokenRow):
     @property
     def num_trained_tokens(self) -> int:
         """Number of tokens that train, in all rows of the sample."""
-        own = len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
-        return own + sum(sum(branch.loss_mask) for branch in self.branches)
+        return sum(row.num_own_tokens for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
@@ -517,7 +516,7 @@ class Rollout(Completion):
     reward: float = field()  # without the default that it has in a completion
 
     def __post_init__(self) -> None:
-        for row in (self, *self.branches):
+        for row in self.rows:
             lengths = {len(row.token_ids), len(row.logprobs), len(row.versions)}
             if row.loss_mask is not None:
                 lengths.add(len(row.loss_mask))
@@ -576,7 +575,7 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         """Number of completion tokens of all rollouts."""
-        return sum(len(row.token_ids) for one in self.rollouts for row in (one, *one.branches))
+        return sum(rollout.num_tokens for rollout in self.rollouts)
 
 
 class RolloutBatch:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lit_async_rl import rules
 from lit_async_rl.callbacks.parts import callbacks_of, policy_module, rollout_data
-from lit_async_rl.data.module import RolloutDataModule, saved_state
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
 from lit_async_rl.runtime.spans import TRAINER, recorder
@@ -167,7 +167,7 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
     """Restores the data module's state from a checkpoint that was saved under another class name.
 
     Raises:
-        ValueError: see `saved_state`.
+        ValueError: see `RolloutDataModule.saved_state`.
     """
-    if type(data).__qualname__ not in checkpoint and (state := saved_state(data, checkpoint)) is not None:
+    if type(data).__qualname__ not in checkpoint and (state := data.saved_state(checkpoint)) is not None:
         data.load_state_dict(state)  # else Lightning has restored it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import logging
@@ -31,6 +30,7 @@ from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils.checks import check_objects, check_range, meant
+from lit_async_rl.utils.object_config import with_members
 
 OF_THE_DEVICE = ("accelerator", "devices", "precision", "strategy", "num_nodes", "plugins")
 TRAINER_SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
@@ -200,11 +200,7 @@ def build(spec: Mapping[str, Any]) -> Any:
     Members of an enum are given by their names where the argument's default is a member.
     """
     kind = pkgutil.resolve_name(full_path(spec["class_path"]))
-    arguments = dict(spec.get("init_args", {}))
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if isinstance(parameter.default, enum.Enum) and isinstance(arguments.get(name), str):
-            arguments[name] = type(parameter.default)[arguments[name]]
-    return kind(**arguments)
+    return kind(**with_members(kind, spec.get("init_args", {})))
 
 
 def full_path(name: str) -> str:

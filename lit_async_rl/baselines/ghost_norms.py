@@ -472,11 +472,6 @@ def _is_known(module: nn.Module) -> bool:
 # Bu et al. 2023, arXiv:2210.00038, for differentially private training), and no second backward pass.
 
 
-def can_keep_books(tape: GhostTape) -> bool:
-    """Whether the tape yields parameter gradients: parameters are not sharded, and the head ran in a single chunk."""
-    return not has_sharded_parameters(tape.policy) and tape.is_complete
-
-
 def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """Scalar with the given `value` and the gradient of sum_i a_i sum_t c_it log pi(y_it), a = `row_weights`.
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_async_rl.baselines.ghost_norms import GhostTape, can_keep_books, has_sharded_parameters
+from lit_async_rl.baselines.ghost_norms import GhostTape, has_sharded_parameters
 from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
 from lit_async_rl.types import RolloutBatch, Support, known_support
@@ -156,9 +156,12 @@ class OptimalBaseline:
         """Context manager that the forward pass must run in."""
         return GhostTape(policy, self.last_blocks) if self.norms is Norms.GHOST else nullcontext()
 
-    def can_keep_books(self, tape: GhostTape | None) -> bool:
-        """Whether the tape's gradients can be reused for the update, which saves the second backward pass."""
-        return tape is not None and self.flavour is not Flavour.PAPER and can_keep_books(tape)
+    def can_keep_books(self, tape: GhostTape) -> bool:
+        """Whether the tape's gradients can be reused for the update, which saves the second backward pass.
+
+        That is so if parameters are not sharded, and the head ran in a single chunk.
+        """
+        return self.flavour is not Flavour.PAPER and tape.is_complete and not has_sharded_parameters(tape.policy)
 
     def advantages(
         self,

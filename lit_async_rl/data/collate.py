@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -115,27 +115,29 @@ def collate_step(
                     f"of a rollout and its branches: a rollout has {rollout.num_tokens} tokens, but {len(values)} "
                     "advantages were returned"
                 )
-    groups_of_rows = [
+    units = [  # the rows of each rollout of each group
         [
-            _Row(
-                group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
-                row,
-                reward=rollout.reward if row is rollout else math.nan,
-                num_policy_tokens=length,
-                advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
-                token_weight=token_weight,
-                group_index=group.index,
-                rollout_index=(group.index, number),
-                max_staleness=group.max_staleness,
-            )
+            [
+                _Row(
+                    group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
+                    row,
+                    reward=rollout.reward if row is rollout else math.nan,
+                    num_policy_tokens=length,
+                    advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
+                    token_weight=token_weight,
+                    group_index=group.index,
+                    rollout_index=(group.index, number),
+                    max_staleness=group.max_staleness,
+                )
+                for row in rollout.rows
+            ]
             for number, (rollout, values, token_weight, length) in enumerate(
                 zip(group.rollouts, map(iter, rows), weights, num_policy_tokens, strict=False)
             )
-            for row in (rollout, *rollout.branches)
         ]
         for group, rows in zip(groups, advantages, strict=True)
     ]
-    rollouts = [row for group in groups for rollout in group.rollouts for row in (rollout, *rollout.branches)]
+    rollouts = [row.rollout for group in units for rows in group for row in rows]
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
     if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
@@ -151,9 +153,9 @@ def collate_step(
         head_width=head_width,
         experts_shape=experts_shape,
     )
-    units = [_by_rollout(rows) for rows in groups_of_rows]
+    whole_groups = [list(chain.from_iterable(group)) for group in units]
     parts: Sequence[list[_Row]] = split_units(
-        groups_of_rows if keep_groups_whole else [unit for group in units for unit in group], num_micro_batches
+        whole_groups if keep_groups_whole else list(chain.from_iterable(units)), num_micro_batches
     )
     reason = ""
     if shares_prefixes or tree_costs is not None:
@@ -188,11 +190,6 @@ def _with_sources(
         batch.replace(source=torch.tensor([sources.get(index, 0) for index in batch.group_index.tolist()]))
         for batch in batches
     ]
-
-
-def _by_rollout(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Rows of each rollout of a group."""
-    return [list(members) for _, members in groupby(rows, key=lambda row: row.rollout_index)]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:

@@ -356,8 +356,25 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.validation.source is not None
 
     def saved_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The state of a run in a checkpoint, see the function of this name."""
-        return saved_state(self, checkpoint)
+        """The state of a run in a checkpoint, also under the name of another class; None if this run needs none.
+
+        Raises:
+            ValueError: there is no such state, or several.
+        """
+        if self.tape is not None:
+            return None
+        own: dict[str, Any] | None = checkpoint.get(type(self).__qualname__)
+        if own is not None:
+            return own
+        found: list[dict[str, Any]] = [value for value in checkpoint.values() if is_producer_state(value)]
+        if not found and checkpoint["global_step"] == 0:  # saved before anything was sampled
+            return None
+        if len(found) != 1:
+            raise ValueError(
+                f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the "
+                f"position in data.prompts would be lost. {START_ANEW}"
+            )
+        return found[0]
 
     def note_progress(self) -> None:
         """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
@@ -688,25 +705,3 @@ class PromptFeed:
             begin = min(index * self._batch_size, len(self._source))
             end = min(begin + self._batch_size, len(self._source))
             yield PromptBatch([self._source[k] for k in range(begin, end)], index)
-
-
-def saved_state(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of a data module in a checkpoint, also under the name of another class; None if it needs none.
-
-    Raises:
-        ValueError: there is no such state, or several.
-    """
-    if data.tape is not None:
-        return None
-    own: dict[str, Any] | None = checkpoint.get(type(data).__qualname__)
-    if own is not None:
-        return own
-    found: list[dict[str, Any]] = [value for value in checkpoint.values() if is_producer_state(value)]
-    if not found and checkpoint["global_step"] == 0:  # saved before anything was sampled
-        return None
-    if len(found) != 1:
-        raise ValueError(
-            f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the position "
-            "in data.prompts would be lost. " + START_ANEW
-        )
-    return found[0]

@@ -59,7 +59,7 @@ class RolloutFeed:
     def __init__(self, source: RolloutSource, micro_batches_per_step: int) -> None:
         self.source = source
         self.ranks: StepScatter | OneProcess = OneProcess()
-        self.trainer: AnyTrainer | None = None
+        self.trainer: AnyTrainer = None
         self.num_restarts = 0
         self._micro_batches_per_step = micro_batches_per_step
         self._micro_batches: list[RolloutBatch] = []  # received, and not yielded yet
@@ -74,7 +74,7 @@ class RolloutFeed:
         Without a length Lightning prefetches a batch, which would break the staleness bound and deadlock a synchronous
         run.
         """
-        max_steps = self._used_trainer.max_steps
+        max_steps = self.trainer.max_steps
         return max_steps * self._micro_batches_per_step if max_steps > 0 else MAX_LENGTH
 
     def __iter__(self) -> Iterator[RolloutBatch]:
@@ -89,7 +89,7 @@ class RolloutFeed:
         """
         if not self._micro_batches:
             began = monotonic()
-            trainer = self._used_trainer
+            trainer = self.trainer
             ranks = self.ranks
             while True:
                 made: Exchanged = None
@@ -128,12 +128,6 @@ class RolloutFeed:
                 raise StopIteration
             self._micro_batches = received
         return self._micro_batches.pop(0)
-
-    @property
-    def _used_trainer(self) -> AnyTrainer:
-        if self.trainer is None:
-            raise SetupError("a RolloutDataModule was used without a Trainer: call `trainer.fit(..., datamodule=data)`")
-        return self.trainer
 
     def _reload(self) -> None:
         """Gives the weights of all ranks to an engine that replaces the one that failed."""
@@ -182,7 +176,7 @@ class RolloutFeed:
     def advance(self, version: int) -> None:
         """Ends a round of admission: the slots of the groups trained on are returned."""
         if self.ranks.leads:
-            self.source.advance(version)
+            self.source.producer.advance(version)
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound of groups admitted from now on."""
@@ -194,7 +188,7 @@ class RolloutFeed:
     def take_rewards(self) -> list[float]:
         """Mean rewards that have arrived, see `RolloutDataModule.take_rewards`. A collective."""
         with self.ranks.progress.own_limit("waiting for rewards"):
-            taken = self.source.take_rewards() if self.ranks.leads else []
+            taken = self.source.producer.take_rewards() if self.ranks.leads else []
         return self.ranks.share(taken)
 
     def discard_after(self, version: int) -> None:
@@ -346,7 +340,9 @@ class RolloutSource:
         """Closes what the engines of all fits and validations share, such as an environment. Safe to call twice."""
         self._holder.end()
 
-    def _started(self) -> Producer | Replay:
+    @property
+    def producer(self) -> Producer | Replay:
+        """The producer, or the tape in its place, once sampling has started."""
         if self._producer is None:
             raise SetupError("sampling does not start without the WeightSync callback: add it to trainer.callbacks")
         return self._producer
@@ -361,10 +357,6 @@ class RolloutSource:
         else:
             self._holder.calls.load_weights(version, weights)
 
-    def advance(self, version: int) -> None:
-        """Ends a round of admission: the engine has the weights of `version`."""
-        self._started().advance(version)
-
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound of groups admitted from now on; those of a checkpoint are kept, whatever their bound."""
         if self._producer is None:
@@ -372,19 +364,15 @@ class RolloutSource:
         else:
             self._producer.set_max_staleness(max_staleness)
 
-    def take_rewards(self) -> list[float]:
-        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once."""
-        return self._started().take_rewards()
-
     def discard_after(self, version: int) -> None:
         """Discards what later versions have sampled: stored completions now, groups at the next publication."""
-        self._started().discard_after(version)
+        self.producer.discard_after(version)
         if self.replay is not None:
             self.replay.discard_after(version)
 
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
         """Starts sampling held-out prompts concurrently with the rollouts."""
-        producer = self._started()
+        producer = self.producer
         if not isinstance(producer, Producer):
             raise SetupError("evaluation needs an engine, but data.admission=FromTape runs without one")
         evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
@@ -409,7 +397,7 @@ class RolloutSource:
             ProbeWanted: call `take_probe` of the engine, then this again; likewise.
             ProducerError, StalledError: the failure is not the engine's, or it was restarted too often.
         """
-        producer = self._started()
+        producer = self.producer
         streamed = self._streamed
         if not self._taken and (streamed is None or streamed.is_done):
             producer.begin_step()
@@ -480,7 +468,7 @@ class RolloutSource:
         Everything received from the old engine is kept. If the new one fails to start, the next `next_batches` raises
         its error.
         """
-        producer = self._started()
+        producer = self.producer
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
         if not isinstance(producer, Producer) or error is None:
             raise InvariantError("only a failed engine can be restarted, and this one has not failed")

@@ -118,11 +118,6 @@ class _Tree:
         return sorted(number for n in rollouts for number in self.numbers[n])
 
 
-def tree_size(rollouts: Sequence[Sequence[TokenSequence]]) -> int:
-    """Number of tokens that are computed for the rollouts of a group, from the rows of each."""
-    return _tree(rollouts).size
-
-
 def _tree(rollouts: Sequence[Sequence[TokenSequence]]) -> _Tree:
     rows = sorted((row.tokens, n) for n, rollout in enumerate(rollouts) for row in rollout)
     numbers: dict[int, list[int]] = {}
@@ -144,9 +139,9 @@ def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_
     """
     trees = sorted((_tree(group) for group in groups if group), key=lambda tree: tree.size)
     sizes = [tree.size for tree in trees]
-    low = max((tree.size if keep_whole else _largest(tree) for tree in trees), default=0)
+    uncut = sizes if keep_whole else [tree.of_part([n]) for tree in trees for n in range(len(tree.rollouts))]
     high = sum(sizes)
-    low = max(low, -(-high // num_parts))
+    low = max([-(-high // num_parts), *uncut])
     while low < high:
         middle = (low + high) // 2
         if len(_fill(trees, sizes, middle, keep_whole=keep_whole)) <= num_parts:
@@ -159,10 +154,6 @@ def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_
         members = [(tree, [n for _, n in pieces]) for tree, pieces in groupby(part, key=lambda piece: piece[0])]
         found.append(TreePart(rows, [tree.work(rollouts) for tree, rollouts in members]))
     return found + [TreePart([], []) for _ in range(num_parts - len(found))]
-
-
-def _largest(tree: _Tree) -> int:
-    return max(tree.of_part([n]) for n in range(len(tree.rollouts)))
 
 
 def _fill(

@@ -34,7 +34,7 @@ from lit_async_rl.runtime.files import (
     replacing,
     tolerate_full_disk,
 )
-from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
+from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, TokenRow, Turn
 from lit_async_rl.utils.plain import plain
 
 # -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------
@@ -140,14 +140,12 @@ def _read_manifest(folder: Path) -> list[TapeFile] | None:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             entry = json.loads(line)
-            file = tape_file(folder / entry["file"])
-            rows = entry["rows"]
+            file = tape_file(folder / entry["file"], entry["rows"])
         except (ValueError, KeyError, TypeError, RecursionError):
             file = None
-            rows = None
-        if file is None or not (rows is None or isinstance(rows, int)) or file.path.parent != folder:
+        if file is None or not isinstance(file.rows, int | None) or file.path.parent != folder:
             raise ValueError(f"{path}, line {number} is damaged: {line[:80]!r}")
-        files.append(TapeFile(file.path, file.first, file.last, checksum=file.checksum, rows=rows))
+        files.append(file)
     return sorted(files, key=lambda file: file.first)
 
 
@@ -240,18 +238,13 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "metadata": json.dumps(dict(group.prompt.metadata), default=str),
         "prompt_ids": group.prompt_ids,
-        "completion_ids": rollout.token_ids,
-        "behavior_logprobs": rollout.logprobs,
-        "versions": rollout.versions,
-        "loss_mask": rollout.loss_mask,
         "finish_reason": rollout.finish_reason,
         "text": rollout.text,
         "reward": rollout.reward,
         "reward_parts": None if rollout.reward_parts is None else json.dumps(dict(rollout.reward_parts)),
         "generation_s": group.generation_s,
         "queue_s": group.queue_s,
-        "turns": _turn_rows(rollout),
-        **_recorded_columns(rollout),
+        **_token_columns(rollout),
         "own_prompt_ids": rollout.prompt_ids,
         "credit": None if rollout.credit == 1 else rollout.credit,  # empty for all that are no agents
         "branches": [_branch_columns(branch) for branch in rollout.branches] or None,
@@ -259,29 +252,15 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
 
 
 def _branch_columns(branch: Branch) -> dict[str, Any]:
-    return {
-        "prompt_ids": branch.prompt_ids,
-        "completion_ids": branch.token_ids,
-        "behavior_logprobs": branch.logprobs,
-        "versions": branch.versions,
-        "loss_mask": branch.loss_mask,
-        "credit": branch.credit,
-        "turns": _turn_rows(branch),
-        **_recorded_columns(branch),
-    }
+    return {"prompt_ids": branch.prompt_ids, "credit": branch.credit, **_token_columns(branch)}
 
 
 def _branch(row: dict[str, Any]) -> Branch:
     return Branch(
         prompt_ids=tuple(row["prompt_ids"]),
-        token_ids=tuple(row["completion_ids"]),
-        logprobs=tuple(row["behavior_logprobs"]),
-        versions=tuple(row["versions"]),
         loss_mask=tuple(row["loss_mask"]),
         credit=row["credit"],
-        turns=_turns(row.get("turns")),
-        head=_head(row),
-        experts=_experts(row),
+        **_token_fields(row),
     )
 
 
@@ -296,20 +275,15 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
             Rollout(
                 request_id=row["group"],
                 sample_index=row["sample"],
-                token_ids=tuple(row["completion_ids"]),
-                logprobs=tuple(row["behavior_logprobs"]),
-                versions=tuple(row["versions"]),
                 finish_reason=row["finish_reason"],
                 text=row["text"],
                 reward=row["reward"],
                 reward_parts=json.loads(parts) if (parts := row.get("reward_parts")) is not None else None,
                 loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
-                turns=_turns(row.get("turns")),  # older tapes have no such column
-                head=_head(row),
-                experts=_experts(row),
                 prompt_ids=None if (own := row.get("own_prompt_ids")) is None else tuple(own),
                 credit=1.0 if (credit := row.get("credit")) is None else credit,
                 branches=tuple(map(_branch, row.get("branches") or ())),
+                **_token_fields(row),
             )
             for row in rows
         ),
@@ -319,11 +293,30 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
     )
 
 
-def _recorded_columns(row: Rollout | Branch) -> dict[str, Any]:
-    """Recorded distributions and experts of a row of tokens."""
-    return _head_columns(row.head) | {
+def _token_columns(row: TokenRow) -> dict[str, Any]:
+    """Columns of a row of tokens and of what was recorded of them."""
+    return {
+        "completion_ids": row.token_ids,
+        "behavior_logprobs": row.logprobs,
+        "versions": row.versions,
+        "loss_mask": row.loss_mask,
+        "turns": None if row.turns is None else [vars(turn) for turn in row.turns],
         "expert_shape": None if row.experts is None else row.experts.shape,
         "experts": None if row.experts is None else row.experts.experts.flatten().numpy(),
+        **_head_columns(row.head),
+    }
+
+
+def _token_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of `_token_columns`, but for the mask, which only branches must have."""
+    turns = row.get("turns")  # older tapes have no such column
+    return {
+        "token_ids": tuple(row["completion_ids"]),
+        "logprobs": tuple(row["behavior_logprobs"]),
+        "versions": tuple(row["versions"]),
+        "turns": None if turns is None else tuple(Turn(**turn) for turn in turns),
+        "head": _head(row),
+        "experts": _experts(row),
     }
 
 
@@ -359,14 +352,6 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     if messages is None:
         return Prompt(text=row["prompt"], answer=row["answer"], metadata=metadata)
     return Prompt(messages=json.loads(messages), answer=row["answer"], metadata=metadata)
-
-
-def _turn_rows(row: Rollout | Branch) -> list[dict[str, Any]] | None:
-    return None if row.turns is None else [vars(turn) for turn in row.turns]
-
-
-def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
-    return None if rows is None else tuple(Turn(**row) for row in rows)
 
 
 @dataclass(frozen=True)

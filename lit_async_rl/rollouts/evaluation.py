@@ -147,8 +147,7 @@ class EvaluationRun:
             )
         self.version = plan.version
         self.num_samples = plan.num_samples
-        self._stop = plan.sampling.stop
-        self._stop_token_ids = plan.sampling.stop_token_ids
+        self._sampling = plan.sampling
         self._listener = listener
         self._engine = listener.engine
         self._scorer = scorer
@@ -218,7 +217,7 @@ class EvaluationRun:
             return
         self._scorer.submit(
             item.question.prompt,
-            self._codec.decode(completion.token_ids, self._stop, self._stop_token_ids),
+            self._codec.decode(completion.token_ids, self._sampling.stop, self._sampling.stop_token_ids),
             done=partial(self._file_reward, item),
             give_up=partial(self._file_reward, item, None),
             is_wanted=lambda: not self._is_abandoned,

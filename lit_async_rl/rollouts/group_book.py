@@ -152,7 +152,8 @@ class GroupBook:
 
     def group_of(self, request_id: int) -> GroupEntry | None:
         """The unfinished group that a request belongs to; None if it is gone."""
-        group = self.groups.get(self.requests.index_of(request_id))
+        index, _ = self.requests.place_of(request_id)
+        group = self.groups.get(index)
         return group if group is not None and group.is_open else None
 
     # -- the life of a group, in this order ---------------------------------------------------------------------------
@@ -391,13 +392,8 @@ class SampleRequests:
             self._parts[request.id] = [part]
         return requests
 
-    def index_of(self, request_id: int) -> int:
-        """The group that a request is for."""
-        parts = self._parts.get(request_id)
-        return parts[0].index if parts else request_id
-
-    def place_of(self, request_id: int, sample: int) -> tuple[int, int]:
-        """The group that a sample of a request is for, and its number there."""
+    def place_of(self, request_id: int, sample: int = 0) -> tuple[int, int]:
+        """The group that a sample of a request is for, and its number there; all samples are for the same group."""
         parts = self._parts.get(request_id)
         return (parts[sample].index, parts[sample].sample) if parts else (request_id, sample)
 
@@ -520,9 +516,7 @@ def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt])
                 turns=turns.get(number),
                 head=heads[number],
                 experts=experts[number],
-                prompt_ids=own[number].prompt_ids,
-                credit=own[number].credit,
-                branches=own[number].branches,
+                **own[number],
             )
             completions[sample] = completion if math.isnan(reward) else completion.scored(reward)
             number += 1

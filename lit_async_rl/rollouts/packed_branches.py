@@ -6,7 +6,7 @@ R completions, K branches of all of them, N tokens of all branches, P tokens tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,6 @@ from lit_async_rl.types import (
 )
 
 PREFIX = "branch_"
-
-
-@dataclass(frozen=True)
-class RowFields:
-    """The fields of a completion that `pack_branches` saves."""
-
-    prompt_ids: tuple[int, ...] | None = None
-    credit: float = 1.0
-    branches: tuple[Branch, ...] = ()
 
 
 def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
@@ -63,10 +54,10 @@ def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
     }
 
 
-def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
-    """Inverse of `pack_branches`, for `number` completions."""
+def unpack_branches(packed: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
+    """Inverse of `pack_branches`: the fields of each of `number` completions that it saves; none where none has any."""
     if "branch_own" not in packed:
-        return [RowFields()] * number
+        return [{}] * number
     recorded = {name.removeprefix(PREFIX): values for name, values in packed.items() if name.startswith(PREFIX)}
     own = packed["branch_own"].tolist()
     rows = packed["branch_rows"].tolist()
@@ -93,11 +84,7 @@ def unpack_branches(packed: dict[str, Tensor], number: int) -> list[RowFields]:
         )
         branches[completion].append(branch)
     return [
-        RowFields(
-            prompt_ids=None if length < 0 else prompts[n],
-            credit=credit,
-            branches=tuple(branches[n]),
-        )
+        {"prompt_ids": None if length < 0 else prompts[n], "credit": credit, "branches": tuple(branches[n])}
         for n, (length, credit) in enumerate(zip(own, packed["branch_own_credit"].tolist(), strict=True))
     ]
 

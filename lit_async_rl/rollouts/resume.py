@@ -211,8 +211,7 @@ def _file(producer: Producer, groups: list[GroupEntry]) -> None:
             continue
         for sample in list(group.rollouts):
             producer.score(group, sample)
-    if requests:
-        producer.listener.submit(requests)
+    producer.listener.submit(requests)
 
 
 _IDENTITIES = REWARD, ENVIRONMENT, FILTERS

@@ -38,8 +38,7 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
         StalenessError: a token is older than the `max_staleness` of its group.
     """
     for group in groups:
-        rows = [row for rollout in group.rollouts for row in (rollout, *rollout.branches)]
-        oldest = min((v for row in rows for v in row.versions), default=version)
+        oldest = min((v for rollout in group.rollouts for v in rollout.all_versions), default=version)
         if group.max_staleness is not None and version - oldest > group.max_staleness:
             raise StalenessError(
                 f"group {group.index} has a token that policy version {oldest} sampled, but policy version {version} "
@@ -397,11 +396,9 @@ class ExpiringAdmission(Admission):
         """Number of groups whose sampling may start now; a taken group returns its slot at once."""
         return max(0, math.floor((1 + self.ahead) * self.groups_per_round + 1e-9) - len(self._deadlines))
 
-    def choose(self) -> int | None:
-        """The oldest finished group."""
-        while self._finished and self._finished[0] not in self._deadlines:
-            heapq.heappop(self._finished)
-        return self._finished[0] if self._finished and self.num_left_in_round > 0 else None
+    def _is_safe(self, index: int) -> bool:
+        """True: the oldest finished group is taken, whatever the others miss."""
+        return True
 
     def lose(self) -> list[int]:
         """Drops the groups whose last round is over."""

@@ -118,9 +118,9 @@ def predict(
         group_size=cost.group_size,
     )
     # data are as old as they get only after max_staleness steps
-    before = _totals(run, num_rounds=WARMUP_STEPS + max_staleness)
+    before = run.totals(WARMUP_STEPS + max_staleness)
     num_trained = len(run.trace.trained)
-    steps = _totals(run, num_rounds=num_steps) - before
+    steps = run.totals(num_steps) - before
     ages = [now - admitted for _, admitted, now in run.trace.trained[num_trained:]]
     return Prediction(
         trainer_devices=trainer_devices,
@@ -130,12 +130,6 @@ def predict(
         num_steps=num_steps,
         staleness=sum(ages) / len(ages),
     )
-
-
-def _totals(run: VirtualRun, num_rounds: int) -> Intervals:
-    trace = run.run(num_rounds)
-    busy_s = trace.slots_busy_s / run.num_slots
-    return Intervals(wall_s=trace.wall_s, wait_s=trace.wait_s, sync_s=0.0, engine_busy_s=busy_s)
 
 
 def splits(cost: StepCost, *, devices: int, replica_devices: int = 1, max_staleness: int) -> list[Prediction]:

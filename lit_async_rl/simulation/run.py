@@ -25,6 +25,7 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.bottleneck import Intervals
 from lit_async_rl.simulation.latency import Latency
+from lit_async_rl.simulation.virtual import VirtualRun
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_range
@@ -278,42 +279,17 @@ class SimulatedRun:
         return now - began
 
     def ideal(self) -> Intervals:
-        """Wall time with the same latencies and no overhead: the optimum within the bound, without `streams`.
-
-        Block k, the groups that train in round k, is admitted when round k - max_staleness begins. Round k begins when
-        round k - 1 is over and all samples of blocks 0 ... k are finished.
-        """
-        rng = random.Random(self.seed)
-        free_at = [0.0] * self.num_slots
-        work: list[tuple[float, float]] = []  # begin and end of every sample
-        back_at: list[float] = []  # time at which all samples of blocks 0 ... k are finished
-
-        def admit(now: float) -> None:
-            back = back_at[-1] if back_at else 0.0
-            for _ in range(self.groups_per_step * self.group_size):
-                begin = max(now, free_at[0])
-                end = begin + self.latency.draw(rng)
-                heapq.heapreplace(free_at, end)
-                work.append((begin, end))
-                back = max(back, end)
-            back_at.append(back)
-
-        def totals(now: float, waited: float) -> Intervals:
-            busy = sum(max(0.0, min(now, end) - begin) for begin, end in work) / self.num_slots
-            return Intervals(wall_s=now, wait_s=waited, sync_s=0.0, engine_busy_s=busy)
-
-        for _ in range(self.max_staleness + 1):
-            admit(0.0)
-        now = waited = 0.0
-        began = totals(now, waited)
-        for step in range(self.num_steps):
-            begin = max(now, back_at[step])
-            waited += begin - now
-            now = begin + self.train_s
-            admit(now)
-            if step + 1 == self.warmup_steps:
-                began = totals(now, waited)
-        return totals(now, waited) - began
+        """Wall time with the same latencies and no overhead: the optimum within the bound, without `streams`."""
+        run = VirtualRun(
+            Admission(self.groups_per_step, self.max_staleness, in_order=True),
+            self.latency,
+            num_slots=self.num_slots,
+            train_s=self.train_s,
+            group_size=self.group_size,
+            seed=self.seed,
+        )
+        before = run.totals(self.warmup_steps)
+        return run.totals(self.num_steps - self.warmup_steps) - before
 
 
 def _totals(producer: Producer) -> Intervals:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
+from lit_async_rl.scheduling.bottleneck import Intervals
 from lit_async_rl.simulation.latency import Latency
 
 
@@ -96,6 +97,12 @@ class VirtualRun:
             self._run_round()
         self.trace.wall_s = self._now
         return self.trace
+
+    def totals(self, num_rounds: int) -> Intervals:
+        """Totals since the beginning, after this many further rounds; the engine's are the mean over its slots."""
+        trace = self.run(num_rounds)
+        busy_s = trace.slots_busy_s / self.num_slots
+        return Intervals(wall_s=trace.wall_s, wait_s=trace.wait_s, sync_s=0.0, engine_busy_s=busy_s)
 
     def _run_round(self) -> None:
         admission = self.admission

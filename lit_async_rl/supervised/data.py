@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,7 +67,7 @@ class Rows(PromptSource):
         self, source: PromptSource, encode: RowEncoder, max_tokens: int, *, limit: str, too_long: TooLong
     ) -> None:
         self._rows: list[Row] = []
-        self.left_out: dict[str, int] = {}
+        self.left_out: Counter[str] = Counter()
         num_cut = num_unknown = 0
         for number in range(len(source)):
             try:
@@ -82,12 +83,12 @@ class Rows(PromptSource):
                 text = str(error) if where in str(error) else f"{where}: {error}"
                 if source.on_bad_prompt == "error":
                     raise ValueError(text) from error
-                self._leave_out("on_bad_prompt=skip")
+                self.left_out["on_bad_prompt=skip"] += 1
                 continue
             if length > max_tokens:
                 row = row.cut(max_tokens)
                 if too_long == "drop" or not row.trains.any():
-                    self._leave_out(f"longer than {max_tokens} tokens, data.too_long={too_long}")
+                    self.left_out[f"longer than {max_tokens} tokens, data.too_long={too_long}"] += 1
                     continue
                 num_cut += 1
             num_unknown += bool((row.ids[row.trains] == encode.unknown_id).any())
@@ -107,9 +108,6 @@ class Rows(PromptSource):
         if not self._rows:
             reasons = ", ".join(self.left_out)
             raise ValueError(f"all records were left out; the first is {source.where(0)}. Reasons: {reasons}")
-
-    def _leave_out(self, why: str) -> None:
-        self.left_out[why] = self.left_out.get(why, 0) + 1
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -525,7 +523,6 @@ class StepFeed:
 
     def __init__(self, data: SFTDataModule) -> None:
         self._data = data
-        self._left: list[RolloutBatch] = []
 
     def __len__(self) -> int:
         """Micro-batches of the whole run, also after a resume, see `RolloutFeed`."""
@@ -533,12 +530,8 @@ class StepFeed:
         return max_steps * self._data.micro_batches_per_step if max_steps > 0 else MAX_LENGTH
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        return self
-
-    def __next__(self) -> RolloutBatch:
-        if not self._left:
-            self._left = self._data.step(self._data._used_trainer.global_step)
-        return self._left.pop(0)
+        while True:
+            yield from self._data.step(self._data._used_trainer.global_step)
 
 
 class HeldOutFeed:

@@ -127,7 +127,9 @@ def _sft(
     defaults = dict.fromkeys(LEFT_OUT) | dict(of_trainer.pop("defaults", None) or {})
     with contextlib.ExitStack() as stack:
         if tokenizer is not None or isinstance(model, PreTrainedModel):
-            model = stack.enter_context(_in_temporary_folder(model, tokenizer))
+            # a folder that goes at the end: what is trained is written to the run's
+            no_run = Trainer(max_steps=0, logger=False, devices=1, accelerator="cpu")
+            model = stack.enter_context(in_folder(model, tokenizer, no_run))
         model = str(model)
         data = SFTDataModule(model, **of_data)
         data.read_records()
@@ -151,11 +153,6 @@ def _sft(
             print(f"resume with: sft(..., ckpt_path={stopped_at!r})")
         check_last_is_saved(trainer)
     return trainer
-
-
-def _in_temporary_folder(model: Any, tokenizer: Any) -> Any:
-    """A folder of a model in memory, which goes at the end: what is trained is written to the run's."""
-    return in_folder(model, tokenizer, Trainer(max_steps=0, logger=False, devices=1, accelerator="cpu"))
 
 
 def train(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule, ckpt_path: str | None) -> str | None:

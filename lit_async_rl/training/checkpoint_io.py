@@ -58,6 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         replaces_files: a new checkpoint of the same name is a new file, so that a hard link keeps the old one.
         unwritten: the last checkpoint, if it could not be written to a full disk; None otherwise.
         newest: the newest checkpoint that was written and not removed since; None before.
+        last_is_missing: whether the last checkpoint was not written, for any reason.
     """
 
     replaces_files = True
@@ -65,18 +66,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         self.unwritten: Written | None = None
         self.newest: Written | None = None
-        self._has_failed = False  # the last checkpoint is missing, for any reason
+        self.last_is_missing = False
         self._is_readability_checked = False
 
     @property
     def disk_is_full(self) -> bool:
         """Whether the last checkpoint was not written because the disk is full."""
         return self.unwritten is not None
-
-    @property
-    def last_is_missing(self) -> bool:
-        """Whether the last checkpoint was not written, for any reason."""
-        return self._has_failed
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; Lightning writes those at URLs such as `s3://`."""
@@ -85,7 +81,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = absolute(path)
         written = Written(path=Path(path), step=int(checkpoint.get("global_step", 0)))
-        self._has_failed = True  # until the file is complete: an error below may be raised to the caller
+        self.last_is_missing = True  # until the file is complete: an error below may be raised to the caller
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_stale_parts(target.parent)
@@ -101,7 +97,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         self.unwritten = None
         self.newest = written
-        self._has_failed = False
+        self.last_is_missing = False
         if not self._is_readability_checked:
             self._is_readability_checked = True
             _warn_if_unreadable(target)
@@ -114,7 +110,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, unless its successor could not be written."""
-        if self._has_failed:
+        if self.last_is_missing:
             return
         super().remove_checkpoint(path if "://" in str(path) else absolute(path))
         if self.newest is not None and self.newest.path == Path(path):
@@ -234,7 +230,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._finish_copying())
 
         def write() -> None:
-            self._has_failed = True
+            self.last_is_missing = True
             copying.result()  # done already, as one thread runs the tasks in order: raises its error
             super(BackgroundCheckpointIO, self).save_checkpoint(copied, path, storage_options)
 

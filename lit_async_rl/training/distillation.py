@@ -352,23 +352,13 @@ class SourceTeachers(Teacher):
                 "SourceTeachers.teachers must have a teacher for each source, and no teacher may be a SourceTeachers; "
                 f"got {self.teachers}"
             )
+        for ability in ("sees_all", "gives_likeliest", "any_temperature"):  # of all of them
+            object.__setattr__(self, ability, all(getattr(teacher, ability) for teacher in self.all))
 
     @property
     def all(self) -> list[Teacher]:
         """The teachers in their order."""
         return [as_teacher(teacher) for teacher in self.teachers.values()]
-
-    @property
-    def sees_all(self) -> bool:  # type: ignore[override]
-        return all(teacher.sees_all for teacher in self.all)
-
-    @property
-    def gives_likeliest(self) -> bool:  # type: ignore[override]
-        return all(teacher.gives_likeliest for teacher in self.all)
-
-    @property
-    def any_temperature(self) -> bool:  # type: ignore[override]
-        return all(teacher.any_temperature for teacher in self.all)
 
     def number_of(self, prompt: Prompt) -> int:
         """Number of the teacher for a prompt.

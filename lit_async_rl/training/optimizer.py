@@ -455,12 +455,9 @@ def bind_scheduler(
         ValueError: optimizer or scheduler have another rate or length than the run.
     """
     rules.refuse(rules.of_rate(optimizer, learning_rate))
-    if isinstance(scheduler, RateSchedule):
-        rules.refuse(rules.of_schedule(scheduler, optimizer, learning_rate, max_steps=max_steps))
-        return BoundSchedule(optimizer, scheduler, max_steps)
-    made = scheduler(optimizer)
+    made = scheduler if isinstance(scheduler, RateSchedule) else scheduler(optimizer)
     rules.refuse(rules.of_schedule(made, optimizer, learning_rate, max_steps=max_steps))
-    return made
+    return BoundSchedule(optimizer, made, max_steps) if isinstance(made, RateSchedule) else made
 
 
 def check_resumable(scheduler: Any, checkpoint: Mapping[str, Any], max_steps: int) -> None:

@@ -63,9 +63,7 @@ class Validator(torch.nn.Module):
         self.half_widths: dict[str, float] = {}  # 95 %, of its averages over prompts
         self.samples: list[Sample] = []
         self.num_samples = 1
-        self._is_checked = (
-            False  # whether the self-check has run; once suffices, as each copy has the same architecture
-        )
+        self._is_checked = False  # by the self-check: once suffices, as each copy has the same architecture
         self._whole_models: list[PreTrainedModel] = []  # in a list, so that torch does not register it as a submodule
 
     def begin(self, module: Any) -> None:

@@ -42,14 +42,13 @@ def label_run(logger: WandbLogger, name: str, settings: Mapping[str, Any], tags:
     """
     group_settings = json.dumps(_without_ungrouped(settings), sort_keys=True, default=str)
     fingerprint = hashlib.sha256(group_settings.encode()).hexdigest()[:6]
-    labels: dict[str, Any] = {
-        "group": f"{name[: MAX_GROUP_CHARS - 7]}-{fingerprint}",
-        "job_type": "train",
-        "tags": [tag[:64] for tag in tags],
+    labels: dict[str, tuple[str, Any]] = {
+        "group": ("WANDB_RUN_GROUP", f"{name[: MAX_GROUP_CHARS - 7]}-{fingerprint}"),
+        "job_type": ("WANDB_JOB_TYPE", "train"),
+        "tags": ("WANDB_TAGS", [tag[:64] for tag in tags]),
     }
-    variables = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE", "tags": "WANDB_TAGS"}
-    for key, value in labels.items():
-        if logger._wandb_init.get(key) is None and not os.environ.get(variables[key]):
+    for key, (variable, value) in labels.items():
+        if logger._wandb_init.get(key) is None and not os.environ.get(variable):
             logger._wandb_init[key] = value
 
 

@@ -59,22 +59,21 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+def to_device(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     """The values as a tensor on `device`; does not wait for work that is queued there.
 
     `torch.tensor(values, device="cuda")` copies from pageable memory, and waits for the stream.
 
     Args:
-        values: numbers, or a tensor, which keeps its dtype.
+        values: integers, or a tensor, which keeps its dtype.
         device: target.
-        dtype: of the tensor made of numbers.
     """
     if isinstance(values, Tensor):
         is_far = has_streams(device) and values.device.type == "cpu"
         return values.pin_memory().to(device, non_blocking=True) if is_far else values.to(device)
     if not has_streams(device):
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.long, device=device)
+    return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
 
 
 def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -313,7 +313,7 @@ class _Walk:
         self.add_named(parts, "")
         self.unknown = named
 
-    def add_code(self, code: CodeType, function: FunctionType | None, path: str = "") -> None:
+    def add_code(self, code: CodeType, function: FunctionType | None) -> None:
         """Adds instructions with their constants and names, and the globals of `function` that they read."""
         count = code.co_argcount + code.co_kwonlyargcount
         self._put(repr((code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)))

@@ -155,12 +155,9 @@ def _class_path(value: Any) -> dict[str, Any]:
 
 def _public_class(value: Any) -> type:
     """The class of an object, or its first base where that class is private."""
-    for kind in type(value).__mro__:
+    for kind in type(value).__mro__[:2]:
         if kind.__module__.startswith(PACKAGE_PREFIX) and not kind.__name__.startswith("_"):
-            _dotted_path(kind)
             return kind
-        if kind is not type(value).__mro__[0]:
-            break
     raise _NotPlainError
 
 
@@ -198,12 +195,18 @@ def _as_object(value: Any, name: str) -> Any:
     if "class_path" not in value:
         return as_objects(value)
     kind = _class(str(value["class_path"]), name)
-    arguments = as_objects(value.get("init_args") or {})
-    for argument, parameter in inspect.signature(kind).parameters.items():
-        if isinstance(parameter.default, enum.Enum) and isinstance(arguments.get(argument), str):
-            arguments[argument] = type(parameter.default)[arguments[argument]]
+    arguments = with_members(kind, as_objects(value.get("init_args") or {}))
     is_torchs = kind.__module__.startswith("torch.")
     return partial(kind, **arguments) if is_torchs else kind(**arguments)
+
+
+def with_members(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a class, with the member of an enum for its name where the default is a member."""
+    found = dict(arguments)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if isinstance(parameter.default, enum.Enum) and isinstance(found.get(name), str):
+            found[name] = type(parameter.default)[found[name]]
+    return found
 
 
 def _class(path: str, name: str) -> type:

@@ -14,13 +14,13 @@ import pytest
 from failing_engines import failing
 from flow import fit, make_data, make_module
 from quick_engines import Quick
+from trace_intervals import MICRO, intervals
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
 from lit_async_rl.callbacks.monitors import bottleneck_verdict, timeline
 from lit_async_rl.rollouts.engine_listener import EngineSpans
 from lit_async_rl.runtime import spans
 from lit_async_rl.runtime.spans import merge_traces, read_trace, trace_files
-from lit_async_rl.scheduling.bottleneck import MICRO, intervals
 from lit_async_rl.simulation import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.training.trackers import CSVLog

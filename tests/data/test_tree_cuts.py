@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.callbacks import RunSummary, ThroughputMonitor
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.tree_cuts import split_trees, tree_size
+from lit_async_rl.data.tree_cuts import TreeSizes, split_trees
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
@@ -54,7 +54,9 @@ def slow_size(rows):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tree_has_as_many_tokens_as_prefixes(seed):
     for rollouts in random_groups(seed):
-        assert tree_size(rollouts) == slow_size([row for rollout in rollouts for row in rollout])
+        rows = [row for rollout in rollouts for row in rollout]
+        sizes = TreeSizes.of(sorted(row.tokens for row in rows))
+        assert sizes.of_part(range(len(rows))) == slow_size(rows)
 
 
 @pytest.mark.parametrize("seed", range(20))

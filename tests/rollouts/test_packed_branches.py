@@ -21,8 +21,8 @@ def test_each_field_is_kept_alone(changes):
     packed = pack_branches([PLAIN, changed])
     plain, found = unpack_branches(packed, 2)
     for name in ("prompt_ids", "credit", "branches"):
-        assert getattr(found, name) == getattr(changed, name)
-        assert getattr(plain, name) == getattr(PLAIN, name)
+        assert found[name] == getattr(changed, name)
+        assert plain[name] == getattr(PLAIN, name)
 
 
 def test_nothing_is_kept_of_completions_without_any():
