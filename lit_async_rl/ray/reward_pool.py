@@ -339,7 +339,7 @@ class RayReward(RemoteProxy):
             for call in calls:
                 call.fail(_as_error(error, process.where))
             return
-        values = [Score(one["value"], one["parts"]) if _is_score(one) else one for one in answer["values"]]
+        values = [Score(**one) if isinstance(one, dict) and "value" in one else one for one in answer["values"]]
         if calls[0].is_group:
             calls[0].succeed(values)
             return
@@ -389,17 +389,18 @@ class RayReward(RemoteProxy):
         self._home = None
 
 
-def in_pool(reward: Any, make_pool: Callable[[Mapping[str, Any]], RewardPool]) -> Any:
+def in_pool(reward: Any, settings: PoolSettings, **limits: Any) -> Any:
     """A reward whose parts are called in a pool, and combined here.
 
     Args:
         reward: `data.reward`.
-        make_pool: makes the pool of the rewards of single completions, by name.
+        settings: of the pool.
+        limits: other arguments of the `RewardPool`.
     """
     if not isinstance(reward, CombinedReward):
-        return make_pool({ONLY: reward}).parts[ONLY]
+        return RewardPool(settings, {ONLY: reward}, **limits).parts[ONLY]
     return CombinedReward(
-        make_pool(reward.rewards).parts,
+        RewardPool(settings, reward.rewards, **limits).parts,
         weights=reward.weights,
         combine=reward.combine,  # type: ignore[arg-type]
         gates=reward.gates,
@@ -412,10 +413,6 @@ def _as_error(error: Mapping[str, Any], where: str) -> RewardError:
     kind = RewardSetupError if error["ends_run"] else FinalRewardError if error["is_final"] else RewardError
     message = error["message"] if error["is_ours"] else f"raised {error['type']}: {error['message']}"
     return kind(f"{message} ({', '.join(part for part in (error['at'], where) if part)})")
-
-
-def _is_score(value: Any) -> bool:
-    return isinstance(value, dict) and "value" in value
 
 
 def _find_fault(answer: Mapping[str, Any], number: int) -> str:

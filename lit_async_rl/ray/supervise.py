@@ -38,8 +38,6 @@ FINAL_STATUS = 79  # of `rank.py`: starting again would not help; no status of s
 # without the working folder in front of the path, where a file of any name would hide a module
 PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from lit_async_rl.ray.rank import main; main()"
 RUN_ID = "LIT_ASYNC_RL_RAY_RUN"
-ADDRESS = "LIT_ASYNC_RL_RAY_ADDRESS"
-NAMESPACE_NAME = "LIT_ASYNC_RL_RAY_NAMESPACE"
 RESUME = "LIT_ASYNC_RL_RAY_RESUME"
 
 
@@ -125,7 +123,7 @@ class RankActor:
 
         self._rank = int(variables["RANK"])
         address = ray.get_runtime_context().gcs_address
-        environment = {**os.environ, **variables, ADDRESS: address, "RAY_ADDRESS": address}
+        environment = {**os.environ, **variables, "RAY_ADDRESS": address}
         if is_loopback(self._ip):
             environment[CLUSTERS] = "0"  # or the rank would look for its node at another address
         environment.pop("RAY_JOB_ID", None)  # the rank's is a job of its own
