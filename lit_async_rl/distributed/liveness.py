@@ -136,7 +136,6 @@ class Progress:
     def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
         """Iterates over items produced by a collective; each is a milestone. The caller's phase resumes in between."""
         iterator = iter(items)
-        outside = self._phase
         while True:
             outside = self._phase
             self.reach(phase)

@@ -251,8 +251,6 @@ class RayReward(RemoteProxy):
         """Gives waiting calls to processes, as many as there is room for."""
         while self._waiting and (process := self._find()) is not None:
             size = self.original.max_batch_size if isinstance(self.original, BatchedReward) else 1
-            if self._waiting[0].is_group:
-                size = 1
             calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             if self._has_state and self._home is not process:
                 self._home = process
@@ -290,14 +288,14 @@ class RayReward(RemoteProxy):
 
     async def _ask(self, process: Process, calls: Sequence[Call], start: Mapping[str, Any] | None) -> None:
         first = calls[0]
-        completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
+        completions = [text for call in calls for text in call.completions]
         begun = new_future() if wants(self.original, "begun") else None  # the reward has a queue of its own
         asking = self.pool.ask(
             process,
             "call" if begun is None else "call_in_turn",
             self._name,
             [pack_prompt(call.prompt) for call in calls],
-            list(completions),
+            completions,
             list(first.token_ids),
             first.is_group,
             start,
@@ -340,11 +338,8 @@ class RayReward(RemoteProxy):
                 call.fail(_as_error(error, process.where))
             return
         values = [Score(**one) if isinstance(one, dict) and "value" in one else one for one in answer["values"]]
-        if calls[0].is_group:
-            calls[0].succeed(values)
-            return
-        for call, value in zip(calls, values, strict=True):
-            call.succeed([value])
+        for call in calls:
+            call.succeed([values.pop(0) for _ in call.completions])
 
     def on_lost(self, process: Process) -> None:
         """Keeps the metrics of a process that is lost; another one goes on from the state."""

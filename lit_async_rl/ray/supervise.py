@@ -85,6 +85,7 @@ class RankActor:
     def __init__(self) -> None:
         import ray
 
+        self._context = ray.get_runtime_context()
         self._ip = str(ray.util.get_node_ip_address())
         self._rank = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -99,13 +100,10 @@ class RankActor:
             cwd: folder of the command.
             folder: of the run's checkpoints; None before training began.
         """
-        import ray
-
-        context = ray.get_runtime_context()
         return Spot(
-            node=context.get_node_id(),
+            node=self._context.get_node_id(),
             ip=self._ip,
-            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+            gpus=tuple(self._context.get_accelerator_ids().get("GPU", ())),
             port=free_port(""),
             checkpoint=newest_checkpoint(folder),
             problem=misplaced(self._ip, cwd),
@@ -119,10 +117,8 @@ class RankActor:
             cwd: folder of the command.
             argv: of the command.
         """
-        import ray
-
         self._rank = int(variables["RANK"])
-        address = ray.get_runtime_context().gcs_address
+        address = self._context.gcs_address
         environment = {**os.environ, **variables, "RAY_ADDRESS": address}
         if is_loopback(self._ip):
             environment[CLUSTERS] = "0"  # or the rank would look for its node at another address
