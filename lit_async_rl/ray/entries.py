@@ -282,7 +282,7 @@ class ReplicaEntry(ReplicaProcess):
             if position in one.part.unwanted or (is_partial and position in one.received):
                 continue
             num_tokens = 0 if is_partial else self._receive(one, position)
-            found.append(Sample(one, position, one.whole(completion), num_tokens))
+            found.append(Sample(one, position, one.whole(completion), num_tokens=num_tokens))
         return found, ""
 
     def _receive(self, one: Assignment, position: int) -> int:

@@ -65,6 +65,7 @@ class RewardWorker(PoolWorker):
         token_ids: Sequence[int],
         is_group: bool,
         start: Mapping[str, Any] | None,
+        *,
         begun: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Rewards of completions, as plain data.
