@@ -4,7 +4,7 @@
 any engine. It places requests, publishes weights, and brings replicas back that were lost. The life of a replica:
 
     STARTING   its process builds the engine; nothing else may be asked of it
-        |  `start` has answered: same model, and where it runs; one that an earlier trainer has left says what it has
+        |  it has said where it runs, and its model is the same; one that an earlier trainer has left says what it has
         v
     LOADING    it reads the newest weights unless it has them, samples a token, and computes log-probabilities of a
         |      fixed sequence
