@@ -158,7 +158,7 @@ class RayCluster(ClusterSettings, Cluster):
             return engine.with_engine(self.replicate(engine.engine))
         from lit_async_rl.ray.engine import RayEngine
 
-        needs = dict(self.engines.needs.amounts)
+        needs = {name: float(amount) for name, amount in self.engines.needs.amounts.items()}
         return RayEngine(
             engine,
             self.engines.replicas,

@@ -369,7 +369,7 @@ class RayReward(RemoteProxy):
         names = found.keys() | base.keys()
         totals = {name: base.get(name, 0.0) + sum(found.get(name, [])) for name in names if not name.endswith("_s")}
         means = {name: sum(values) / len(values) for name, values in found.items() if name.endswith("_s")}
-        return {name: base[name] for name in names if name.endswith("_s") and name in base} | means | totals
+        return base | means | totals
 
     def _use_folder(self, folder: Path) -> None:
         self.pool.use_folder(folder)
