@@ -13,7 +13,6 @@ import heapq
 import random
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -60,8 +59,9 @@ def cost(num_groups: int, num_replicas: int, group_size: int, max_staleness: int
         now, number, index = heapq.heappop(running)
         packed, _ = pack_completions([sampled(index, n) for n in range(group_size)])
         answer = {"completions": packed, "assignments": [index] * group_size, "tensors": {}}
-        freed = partial(placement.finish, number)
-        found, problem = entries[number].unpack(answer, vocab_size=64, max_model_len=64, freed=freed)
+        found, problem = entries[number].unpack(answer, vocab_size=64, max_model_len=64)
+        for sample in found:
+            placement.finish(number, sample.num_tokens)
         if problem or len(found) != group_size:
             raise RuntimeError(f"group {index}: {problem or found}")
         admission.finish(index)

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -136,7 +136,6 @@ class Progress:
     def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
         """Iterates over items produced by a collective; each is a milestone. The caller's phase resumes in between."""
         iterator = iter(items)
-        outside = self._phase
         while True:
             outside = self._phase
             self.reach(phase)
@@ -334,7 +333,8 @@ class RankWatch:
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(STORE_TIMEOUT.total_seconds())
-        self._set(str(self.rank), "closed")
+        with suppress(RuntimeError):  # the store's host has exited, so that no rank can read this
+            self._store.set(str(self.rank), "closed")
         if not self.failure:
             atexit.unregister(self._exits)
 
@@ -410,12 +410,6 @@ class RankWatch:
             print(f"rank {self.rank} could not report a failure to the other ranks: {error}", file=sys.stderr)
             return self.failure or failure
         return told.decode() if isinstance(told, bytes) else told
-
-    def _set(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError:  # the store's host has exited, so that no rank can read this
-            return
 
     def _abandon(self) -> None:
         """Ends the process, because its main thread hangs where no exception can be raised."""

@@ -20,30 +20,31 @@ LOG_S = 10.0  # to read the log of a process on another node, where Ray starts o
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Resources:
-    """Resources that Ray reserves for each replica.
+    """Resources that Ray reserves for each actor.
 
     Attributes:
-        num_cpus, num_gpus: counted, not reserved; a replica sees only its own GPUs.
-        others: by name.
+        amounts: by the name that Ray gives them; an actor sees only its own `GPU`.
         spread: on different nodes where possible.
     """
 
-    num_cpus: float
-    num_gpus: float
-    others: dict[str, float] | None
-    spread: bool
+    amounts: Mapping[str, float]
+    spread: bool = True
+
+    @property
+    def num_cpus(self) -> float:
+        """Processors, which are counted, not reserved."""
+        return self.amounts.get("CPU", 0.0)
 
     @property
     def options(self) -> dict[str, Any]:
-        """As Ray takes them: memory apart from the others."""
-        others = dict(self.others or {})
-        memory = others.pop("memory", None)
+        """As Ray takes them: processors, GPUs and memory apart from the others."""
+        others = dict(self.amounts)
         return {
-            "num_cpus": self.num_cpus,
-            "num_gpus": self.num_gpus,
-            "memory": memory,
+            "num_cpus": others.pop("CPU", 0.0),
+            "num_gpus": others.pop("GPU", 0.0),
+            "memory": others.pop("memory", None),
             "resources": others or None,
             "scheduling_strategy": "SPREAD" if self.spread else "DEFAULT",
         }
@@ -58,13 +59,12 @@ class Resources:
 
     @property
     def by_name(self) -> dict[str, float]:
-        """All that is more than nothing, by the name that Ray gives it."""
-        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.others or {})}
-        return {name: amount for name, amount in amounts.items() if amount}
+        """All that is more than nothing."""
+        return {name: amount for name, amount in self.amounts.items() if amount}
 
     def __str__(self) -> str:
-        parts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **(self.others or {})}
-        return ", ".join(f"{name}={number:g}" for name, number in parts.items() if number)
+        settings = {"CPU": "num_cpus", "GPU": "num_gpus"}
+        return ", ".join(f"{settings.get(name, name)}={amount:g}" for name, amount in self.by_name.items())
 
 
 def is_refused(ray: Any, error: Exception, called: float) -> bool:

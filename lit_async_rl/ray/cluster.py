@@ -158,13 +158,13 @@ class RayCluster(ClusterSettings, Cluster):
             return engine.with_engine(self.replicate(engine.engine))
         from lit_async_rl.ray.engine import RayEngine
 
-        needs = self.engines.needs
+        needs = {name: float(amount) for name, amount in self.engines.needs.amounts.items()}
         return RayEngine(
             engine,
             self.engines.replicas,
-            num_cpus=needs.num_cpus,
-            num_gpus=needs.num_gpus,
-            resources=needs.others,
+            num_cpus=needs.pop("CPU", 0.0),
+            num_gpus=needs.pop("GPU", 0.0),
+            resources=needs or None,
             address=self.address,
             min_replicas=self.engines.least,
             delta=self.engines.delta,
@@ -189,14 +189,10 @@ class RayCluster(ClusterSettings, Cluster):
                 "cluster.rewards is set, but data.reward is not, so the rewards come from the engine: leave "
                 "cluster.rewards out"
             )
-        from lit_async_rl.ray.reward_pool import RewardPool, in_pool
+        from lit_async_rl.ray.reward_pool import in_pool
 
         settings = self._pool("rewards", actors)
-
-        def pool(parts: Any) -> RewardPool:
-            return RewardPool(settings, parts, calls=actors.calls, workers=workers, timeout_s=timeout_s)
-
-        return in_pool(reward, pool)
+        return in_pool(reward, settings, calls=actors.calls, workers=workers, timeout_s=timeout_s)
 
     def with_environment_actors(self, engine: RolloutEngine) -> RolloutEngine:
         """An engine whose environment the actors of `environments` play, or as it is.

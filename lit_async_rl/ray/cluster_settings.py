@@ -24,8 +24,8 @@ class _Placed:
 
     @property
     def needs(self) -> Resources:
-        """Resources of each actor."""
-        return _as_needs(self.resources)
+        """Resources of each actor, half a CPU where none are given."""
+        return Resources({"CPU": DEFAULT_CPUS} if self.resources is None else self.resources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,6 @@ class ClusterSettings:
         Raises:
             SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
         """
-        self.check()
         num_ranks = self.trainer_ranks if self.places_ranks else 0
         num_cpus = num_ranks * self.needs_of_rank(has_gpus=False).num_cpus
         num_cpus += self.engines.most * self.engines.needs.num_cpus if self.has_replicas else 0.0
@@ -177,19 +176,7 @@ class ClusterSettings:
             has_gpus: whether the trainer may use GPUs, and the cluster has some.
         """
         given = {"CPU": DEFAULT_CPUS, "GPU": float(has_gpus)}
-        return _as_needs(given if self.trainer_resources is None else self.trainer_resources)
-
-
-def _as_needs(resources: Mapping[str, int | float] | None) -> Resources:
-    """Resources of an actor, half a CPU where none are given."""
-    given = {"CPU": DEFAULT_CPUS} if resources is None else resources
-    others = {name: float(amount) for name, amount in given.items() if name not in ("CPU", "GPU")}
-    return Resources(
-        num_cpus=float(given.get("CPU", 0.0)),
-        num_gpus=float(given.get("GPU", 0.0)),
-        others=others or None,
-        spread=True,
-    )
+        return Resources(given if self.trainer_resources is None else self.trainer_resources)
 
 
 def check_resources(setting: str, resources: Mapping[str, int | float] | None) -> None:

@@ -4,7 +4,7 @@
 any engine. It places requests, publishes weights, and brings replicas back that were lost. The life of a replica:
 
     STARTING   its process builds the engine; nothing else may be asked of it
-        |  `start` has answered: same model, and where it runs; one that an earlier trainer has left says what it has
+        |  it has said where it runs, and its model is the same; one that an earlier trainer has left says what it has
         v
     LOADING    it reads the newest weights unless it has them, samples a token, and computes log-probabilities of a
         |      fixed sequence
@@ -68,7 +68,7 @@ from lit_async_rl.ray.actors import (
     log_of,
     warn_with_log,
 )
-from lit_async_rl.ray.entries import Assignment, Call, Part, ReplicaEntry, Sample, State
+from lit_async_rl.ray.entries import Assignment, Part, ReplicaEntry, Sample, State
 from lit_async_rl.ray.identity import describe_model, find_other_arithmetic, find_other_model
 from lit_async_rl.ray.logs import read_place
 from lit_async_rl.ray.ownership import ReplicaActors
@@ -96,6 +96,7 @@ NUM_TOKENS_BEHIND = 5  # times the median time of a token
 FIRST_MOVED_ID = 2**62  # of requests that others continue; those of callers are smaller
 IDLE_S = 30.0  # the same without a token, which may be due to long prompts, or to large weights
 FROZEN_AFTER_S = 3.0
+Handler = Callable[[ReplicaEntry, Any], None]  # of the answer of a replica
 log = logging.getLogger(__name__)
 
 
@@ -147,7 +148,6 @@ class RayEngine(EngineWrapper):
     """
 
     takes_changes = True
-    num_threads = 0  # in this process: Ray counts the processors of replicas, perhaps on other machines
     records_spans = False
     held_s = 0.0
 
@@ -180,7 +180,7 @@ class RayEngine(EngineWrapper):
         self.in_flight_weight_updates = self.engine.in_flight_weight_updates
         self.uses_probe = self.has_model
         self.num_lost = 0
-        self._resources = Resources(num_cpus=num_cpus, num_gpus=num_gpus, others=resources, spread=spread)
+        self._resources = Resources({"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}, spread)
         self._ray: Any = None
         self._model = ""
         self._described: dict[str, Any] = {}  # the model
@@ -200,7 +200,7 @@ class RayEngine(EngineWrapper):
         self._lock = threading.RLock()  # guards all below
         self._entries: list[ReplicaEntry] = []
         self._placement = Placement(session_margin)
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, tuple[ReplicaEntry, Handler]] = {}  # without an answer, by its reference
         self._waiting: dict[int, Part] = {}  # requests that no replica samples, by request
         self._finished: deque[Completion] = deque()
         self._num_assignments = 0
@@ -340,13 +340,12 @@ class RayEngine(EngineWrapper):
             ValueError: names or shapes are not those of the engine's model, see `EmbeddedEngine`.
         """
         store = self._store
-        if store is None:
-            raise EngineError("the engine was used before its setup")
+        self._check()  # after that: `close` takes the store away
         self._await_acceptance("the weights before these", others_s=0.0)
         if self._is_asleep:
             free_cached_memory()  # of the trainer, where the replicas need it now
         is_first = self._version < 0
-        table = store.publish(version, weights)
+        table = set_up(store).publish(version, weights)
         self._check()
         with self._lock:
             if version != self._version:
@@ -396,7 +395,7 @@ class RayEngine(EngineWrapper):
         for entry, answer in zip(asked, self._ask_all("sleep", entries=asked), strict=True):
             with self._lock:
                 if "error" in answer and entry.state is State.READY:
-                    self._lose(entry, "did not free its memory, which the trainer needs", is_running=True)
+                    self._lose(entry, "did not free its memory, which the trainer needs")
 
     def _await_acceptance(self, what: str, others_s: float) -> None:
         """Waits until a replica has accepted what it was sent, and `others_s` for the others, which are behind then.
@@ -422,7 +421,7 @@ class RayEngine(EngineWrapper):
                 elif now - began > self._hang_s:
                     limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
                     for entry in late:
-                        self._lose(entry, f"did not accept {what} within {limit}", is_running=True)
+                        self._lose(entry, f"did not accept {what} within {limit}")
             turned = time.monotonic()
             self._turn(0.2)
             self._check()
@@ -508,19 +507,16 @@ class RayEngine(EngineWrapper):
     def partial_completions(self) -> list[Completion]:
         with self._lock:
             asked = [entry for entry in self._entries if entry.held and not entry.is_silent]
-            moved = [part.moved for part in self._waiting.values()]
-            moved += [one.part.moved for entry in self._entries for one in entry.held.values()]
-            known = [one.begun for one in moved if one is not None and one.begun is not None]
+            parts = [*self._waiting.values(), *(one.part for entry in self._entries for one in entry.held.values())]
+            known = [part.begun for part in parts if part.begun is not None]
             finished = list(self._finished)
         answers = self._ask_all("partial_completions", entries=asked, limit_s=ANSWER_S)
         for entry, answer in zip(asked, answers, strict=False):
             with self._lock:
-                samples, problem = entry.unpack(
-                    answer, vocab_size=self._vocab_size, max_model_len=self.max_model_len, is_partial=True
-                )
+                samples, problem = self._unpack(entry, answer, is_partial=True)
                 known += [sample.completion for sample in samples]
                 if problem:
-                    self._lose(entry, problem, is_running=True)
+                    self._lose(entry, problem)
         return list({(c.request_id, c.sample_index): c for c in (*known, *finished)}.values())
 
     # -- placement ----------------------------------------------------------------------------------------------------
@@ -538,7 +534,7 @@ class RayEngine(EngineWrapper):
             number = self._placement.place(request.session, new.num_tokens)
             by_replica.setdefault(number, []).append(new)
         for number, assignments in by_replica.items():
-            entry = self._entry(number)
+            entry = next(entry for entry in self._entries if entry.number == number)
             if not entry.held and not entry.is_stalled:
                 entry.heard = time.monotonic()
             entry.held |= {one.request.id: one for one in assignments}
@@ -546,16 +542,6 @@ class RayEngine(EngineWrapper):
             packed = pack_requests([one.as_sent for one in assignments])
             numbers = [one.number for one in assignments]
             self._call(entry, self._ignore, "submit", packed, numbers, self._version)
-
-    def _entry(self, number: int) -> ReplicaEntry:
-        if number < len(self._entries) and self._entries[number].number == number:  # unless one before it was ended
-            return self._entries[number]
-        return next(entry for entry in self._entries if entry.number == number)
-
-    def _assign_waiting(self) -> None:
-        waiting = list(self._waiting.values())
-        self._waiting = {}
-        self._assign(waiting)
 
     def _move_on(self, entry: ReplicaEntry, now: float) -> None:
         """Has others continue what a replica holds that is behind or silent, as far as they have room.
@@ -585,7 +571,7 @@ class RayEngine(EngineWrapper):
         busy = [sum(assignment.num_missing for assignment in one.held.values()) for one in others]
         room = sum(max(0, self.engine.num_slots - number) for number in busy)
         for one in entry.held.values():
-            if room > 0 and one.part.moved is None:
+            if room > 0 and one.part.origin is None:
                 chosen.append(one)
                 room -= one.num_missing
         if not chosen:
@@ -601,11 +587,9 @@ class RayEngine(EngineWrapper):
         entry.is_handing_back = False
         if not self._receive(entry, answer):
             return
-        samples, problem = entry.unpack(
-            answer["begun"], vocab_size=self._vocab_size, max_model_len=self.max_model_len, is_partial=True
-        )
+        samples, problem = self._unpack(entry, answer["begun"], is_partial=True)
         if problem:
-            self._lose(entry, problem, is_running=True)
+            self._lose(entry, problem)
             return
         begun: dict[int, dict[int, Completion]] = {}
         for sample in samples:
@@ -636,20 +620,20 @@ class RayEngine(EngineWrapper):
 
     # -- calls and their answers --------------------------------------------------------------------------------------
 
-    def _call(self, entry: ReplicaEntry, handle: Callable[[ReplicaEntry, Any], None], name: str, *args: Any) -> None:
+    def _call(self, entry: ReplicaEntry, handle: Handler, name: str, *args: Any) -> None:
         """Calls a replica; `handle` gets the answer, with the lock held. The lock is held."""
         try:
             ref = call_actor(entry.actor, name, self._actors.trainer, *args)
         except Exception as error:  # Ray itself is gone
             self._error = self._error or EngineError(f"Ray does not answer: {error}")
             return
-        self._calls[ref] = Call(entry, entry.num_starts, handle)
+        self._calls[ref] = entry, handle
 
     def _ignore(self, entry: ReplicaEntry, answer: Any) -> None:
         pass
 
     def _forget_calls(self, entry: ReplicaEntry) -> None:
-        self._calls = {ref: call for ref, call in self._calls.items() if call.replica is not entry}
+        self._calls = {ref: call for ref, call in self._calls.items() if call[0] is not entry}
 
     def _turn(self, timeout_s: float) -> None:
         """Handles the answers that are there; waits at most `timeout_s` for the first."""
@@ -663,13 +647,11 @@ class RayEngine(EngineWrapper):
         ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in ready:
             with self._lock:
-                call = self._calls.pop(ref, None)
-                if call is None or call.start != call.replica.num_starts or self._closed:
-                    continue  # another thread was first, or the replica has been started anew since
-                self._handle(call, ref)
+                if ref in self._calls:  # else another thread was first, or the replica has been started anew since
+                    self._handle(ref, *self._calls.pop(ref))
 
-    def _handle(self, call: Call, ref: Any) -> None:
-        entry = call.replica
+    def _handle(self, ref: Any, entry: ReplicaEntry, handle: Handler) -> None:
+        start = entry.num_starts
         try:
             answer = self._ray.get(ref, timeout=self._hang_s)
         except Exception as error:  # of many kinds: its process or node is gone, out of memory, not to be read
@@ -681,23 +663,23 @@ class RayEngine(EngineWrapper):
             self._lose(entry, f"has ended ({first_line(error)})", is_running=False)
             return
         if not isinstance(answer, dict):
-            self._lose(entry, f"answered with {type(answer).__name__}", is_running=True)
+            self._lose(entry, f"answered with {type(answer).__name__}")
             return
         try:
-            call.handle(entry, answer)
+            handle(entry, answer)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"answered what cannot be read: {type(error).__name__}: {show(error.args)}"
-            self._lose(entry, reason, is_running=True)
+            self._lose(entry, reason)
             return
         failure = answer.get("error")
         if isinstance(failure, dict) and failure.get("type") == TakenOver.__name__:
             self._is_taken_over = True  # nothing of it is ours to kill
             self._error = self._error or EngineError(f"another trainer has taken over {entry.where}")
             return
-        if failure is not None and call.start == entry.num_starts:
+        if failure is not None and start == entry.num_starts:
             if not isinstance(failure, dict) or {"type", "message", "traceback"} - failure.keys():
                 failure = _AS_ENGINE_ERROR | {"message": show(failure)}
-            self._lose(entry, f"has failed: {failure['type']}: {failure['message']}", is_running=True, failure=failure)
+            self._lose(entry, f"has failed: {failure['type']}: {failure['message']}", failure=failure)
 
     def _ask_all(
         self,
@@ -706,7 +688,7 @@ class RayEngine(EngineWrapper):
         entries: Sequence[ReplicaEntry] | None = None,
         limit_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Answers of the replicas that are ready, as far as they come without an error."""
+        """Answers of the replicas that are ready; `_NOTHING` with an `error` in place of one that does not come."""
         with self._lock:
             asked = [e for e in self._entries if e.state is State.READY] if entries is None else entries
             given = [()] * len(asked) if args is None else args
@@ -719,8 +701,8 @@ class RayEngine(EngineWrapper):
             except Exception as error:
                 log.warning("%s: a replica did not answer: %s", name, first_line(error))
                 answer = {"error": True}
-            answers.append(answer if "error" not in answer else _NOTHING | answer)
-        return [answer for answer in answers if args is None or "error" not in answer]
+            answers.append(_NOTHING | answer)
+        return answers
 
     # -- start and readmission ----------------------------------------------------------------------------------------
 
@@ -756,7 +738,7 @@ class RayEngine(EngineWrapper):
     def _started(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
             return
-        entry.place = read_place(answer) | {"dtype": str(answer["dtype"])}
+        entry.place |= {"dtype": str(answer["dtype"])}
         longest = int(answer["max_model_len"])
         problem = find_other_model(answer["model"], self._described)
         if not problem and self._has_been_ready and longest < self._max_model_len:
@@ -765,15 +747,13 @@ class RayEngine(EngineWrapper):
                 "machine has less memory, or another vLLM"
             )
         if problem:
-            self._lose(entry, problem, is_running=True, failure=_AS_ENGINE_ERROR)
+            self._lose(entry, problem, failure=_AS_ENGINE_ERROR)
             return
         entry.heard = entry.answered = time.monotonic()
         entry.state = State.LOADING
-        entry.weights = None
         if answer["weights"] is not None:
             version, sums = answer["weights"]
-            entry.weights = int(version), dict(sums)
-            entry.was_there = True
+            entry.left = int(version), dict(sums)
         self._max_model_len = min(longest, self._max_model_len or longest)
         self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
         if self._table is not None:
@@ -786,12 +766,11 @@ class RayEngine(EngineWrapper):
             entry.heard = time.monotonic()
         # weights that wait for requests must not overtake them: these calls run in different threads there
         after = 0 if self.in_flight_weight_updates else entry.latest
-        has_them = entry.weights is not None and entry.weights[0] == table.version
-        has_them = has_them and not find_difference(table.sums, (entry.weights or (0, {}))[1])
-        entry.weights = None
+        version, sums = entry.left or (-1, {})
+        has_them = is_first and version == table.version and not find_difference(table.sums, sums)
         buckets = {} if has_them else dict(table.buckets)
         self._call(entry, self._accepted, "load", table.version, [self._table_ref], buckets, after, has_them)
-        if entry.was_there and is_first:
+        if entry.left and is_first:
             what = f"the weights of version {table.version}" if has_them else "its process, and reads new weights"
             log.warning("%s was already running: it keeps %s", entry.where, what)
         if entry.may_prove and (self._probe is not None or not self._can_probe):
@@ -818,7 +797,7 @@ class RayEngine(EngineWrapper):
         if "error" in answer:
             return
         if problem := find_other_arithmetic(answer, version, probe):
-            self._lose(entry, problem, is_running=True, failure=_AS_ENGINE_ERROR)
+            self._lose(entry, problem, failure=_AS_ENGINE_ERROR)
             return
         entry.proved = version
         self._readmit(entry)
@@ -850,7 +829,9 @@ class RayEngine(EngineWrapper):
         """Lets requests go to a replica. The lock is held."""
         self._placement.add(entry.number, sum(one.num_tokens for one in entry.held.values()))
         self._none_since = None
-        self._assign_waiting()
+        waiting = list(self._waiting.values())
+        self._waiting = {}
+        self._assign(waiting)
 
     # -- answers with completions -------------------------------------------------------------------------------------
 
@@ -886,27 +867,31 @@ class RayEngine(EngineWrapper):
         for version, sums in answer["reports"]:
             if not self._verify(entry, version, sums):
                 return False
-        samples, problem = entry.unpack(
-            answer,
-            vocab_size=self._vocab_size,
-            max_model_len=self.max_model_len,
-            freed=partial(self._placement.finish, entry.number),
-        )
+        samples, problem = self._unpack(entry, answer)
+        for sample in samples:
+            self._placement.finish(entry.number, sample.num_tokens)
         self._file(entry, samples)  # those before one that is wrong are kept
         if problem:
-            self._lose(entry, problem, is_running=True)
+            self._lose(entry, problem)
         return not problem
+
+    def _unpack(
+        self, entry: ReplicaEntry, answer: Mapping[str, Any], is_partial: bool = False
+    ) -> tuple[list[Sample], str]:
+        return entry.unpack(
+            answer, vocab_size=self._vocab_size, max_model_len=self.max_model_len, is_partial=is_partial
+        )
 
     def _verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> bool:
         if version > self._version:
-            self._lose(entry, f"reports weights of version {version}, which were never sent", is_running=True)
+            self._lose(entry, f"reports weights of version {version}, which were never sent")
             return False
         entry.sums |= sums
         sent = self._sums.get(version)
         if sent is None:  # newer ones went out while it loaded these, and are compared as a whole
             return True
         if problem := find_difference(sent, entry.sums):
-            self._lose(entry, f"{problem} (version {version})", is_running=True)
+            self._lose(entry, f"{problem} (version {version})")
             return False
         entry.verified = max(entry.verified, version)
         self._readmit(entry)
@@ -988,13 +973,10 @@ class RayEngine(EngineWrapper):
                 self._placement.remove(entry.number)
             self._move_on(entry, now)
             if entry.is_asked and now - entry.heard > self._hang_s:
-                self._lose(
-                    entry,
-                    f"gave no token and no answer within data.engine.engine.update_timeout_s={self._hang_s:g}",
-                    is_running=True,
-                )
-        is_lacking = self._none_since is not None and not len(self._placement)
-        if is_lacking and now - (self._none_since or now) > self.startup_timeout_s:
+                limit = f"data.engine.engine.update_timeout_s={self._hang_s:g}"
+                self._lose(entry, f"gave no token and no answer within {limit}")
+        since = self._none_since
+        if since is not None and not len(self._placement) and now - since > self.startup_timeout_s:
             limit = f"startup_timeout_s={self.startup_timeout_s:g}"
             reasons = "; ".join(f"{e.where} {e.why or 'has not started'}" for e in self._entries)
             self._error = self._error or StalledError(f"no replica was ready within {limit}: {reasons}")
@@ -1017,7 +999,7 @@ class RayEngine(EngineWrapper):
             )
 
     def _lose(
-        self, entry: ReplicaEntry, reason: str, is_running: bool, failure: Mapping[str, str] | None = None
+        self, entry: ReplicaEntry, reason: str, *, is_running: bool = True, failure: Mapping[str, str] | None = None
     ) -> None:
         """Takes a replica out; others sample what it has not finished, and Ray starts it again. The lock is held.
 
@@ -1028,7 +1010,7 @@ class RayEngine(EngineWrapper):
             failure: error of its engine, as plain data.
         """
         was_in = entry.state in (State.READY, State.LOADING)
-        is_new = not entry.was_there  # else its failure says nothing about a new process
+        is_new = entry.left is None  # else its failure says nothing about a new process
         held = dict(entry.held)
         for sample in entry.unverified:  # of weights that were never proved right
             sample.assignment.received.discard(sample.position)

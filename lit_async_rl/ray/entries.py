@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,19 +25,6 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Origin of samples that were cancelled on one replica and are continued on another, under an id of their own.
-
-    Args:
-        request_id: of the request as it was submitted.
-        begun: the sample's tokens so far, as of that request; None if it starts over.
-    """
-
-    request_id: int
-    begun: Completion | None = None
-
-
-@dataclass(frozen=True)
 class Part:
     """Samples of a request that are to be assigned.
 
@@ -46,19 +33,22 @@ class Part:
         samples: which of the request's samples.
         unwanted: positions among them: those that came before, sampled once more.
         num_lost: replicas in a row that were lost while they had it, without a sample of it in between.
-        moved: origin, if another replica has begun them.
+        origin: id of the request as it was submitted, if they were cancelled on one replica and are continued on
+            another, under an id of their own.
+        begun: tokens of the only sample so far, as of that request; None if it starts over.
     """
 
     request: GenerationRequest
     samples: tuple[int, ...]
     unwanted: frozenset[int] = frozenset()
     num_lost: int = 0
-    moved: Moved | None = None
+    origin: int | None = None
+    begun: Completion | None = None
 
     @property
     def submitted_id(self) -> int:
         """Id of the request that was submitted."""
-        return self.request.id if self.moved is None else self.moved.request_id
+        return self.request.id if self.origin is None else self.origin
 
     def without(self, positions: Set[int]) -> Part:
         """The rest of it when the samples at these positions have come.
@@ -150,16 +140,16 @@ class Assignment:
         """
         if self.request.seed is not None:
             begun = {}
+        origin = self.part.submitted_id
         parts = []
         for position, completion in begun.items():
             rest = self.request.rest(next(ids), completion.token_ids)
-            moved = Moved(self.part.submitted_id, completion)
-            parts.append(replace(self.part, request=rest, samples=(self.part.samples[position],), moved=moved))
+            samples = (self.part.samples[position],)
+            parts.append(replace(self.part, request=rest, samples=samples, origin=origin, begun=completion))
             self.received.add(position)
         if self.num_missing:
             request = replace(self.request, id=next(ids))
-            moved = Moved(self.part.submitted_id)
-            parts.append(replace(self.part.without(self.received), request=request, moved=moved))
+            parts.append(replace(self.part.without(self.received), request=request, origin=origin))
         self.received |= set(range(len(self.part.samples))) - self.part.unwanted
         return parts
 
@@ -168,16 +158,17 @@ class Assignment:
         part = self.part
         sample = part.samples[completion.sample_index]
         named = replace(completion, request_id=part.submitted_id, sample_index=sample)
-        return named if part.moved is None or part.moved.begun is None else named.continuing(part.moved.begun)
+        return named if part.begun is None else named.continuing(part.begun)
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A completion that has come, of number `position` of an assignment."""
+    """A completion that has come, of number `position` of an assignment; `num_tokens` is what that no longer costs."""
 
     assignment: Assignment
     position: int
     completion: Completion
+    num_tokens: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -203,8 +194,7 @@ class ReplicaProcess:
     busy_s: float = 0.0
     num_tokens: int = 0
     num_running: int = 0
-    weights: tuple[int, dict[str, int]] | None = None  # version and checksums of what an earlier trainer has left in it
-    was_there: bool = False  # its process and weights are those of an earlier trainer
+    left: tuple[int, dict[str, int]] | None = None  # version and checksums of weights that an earlier trainer has left
 
 
 @dataclass(eq=False)
@@ -214,7 +204,7 @@ class ReplicaEntry(ReplicaProcess):
     number: int
     actor: Any = None
     state: State = State.STARTING
-    place: Mapping[str, Any] = field(default_factory=dict)  # answer of `start`
+    place: dict[str, Any] = field(default_factory=dict)  # answer of `claim`, and `dtype` of that of `start`
     why: str = ""  # it was lost last
     began: float = 0.0  # of its latest start
     called: float = 0.0  # when `start` was called
@@ -255,13 +245,7 @@ class ReplicaEntry(ReplicaProcess):
         return self.state is State.READY
 
     def unpack(
-        self,
-        answer: Mapping[str, Any],
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        is_partial: bool = False,
-        freed: Callable[[int], None] = lambda num_tokens: None,
+        self, answer: Mapping[str, Any], *, vocab_size: int, max_model_len: int, is_partial: bool = False
     ) -> tuple[list[Sample], str]:
         """Validated completions of an answer up to the first that cannot be right, and what is wrong with that.
 
@@ -270,7 +254,6 @@ class ReplicaEntry(ReplicaProcess):
             vocab_size: of the policy.
             max_model_len: tokens of prompt and completion.
             is_partial: they are not finished.
-            freed: called with the tokens that each finished sample takes off the replica's load.
 
         Raises:
             KeyError, TypeError, ValueError: it is no such answer.
@@ -298,9 +281,8 @@ class ReplicaEntry(ReplicaProcess):
                 return found, f"returned a wrong completion: {which} {problem}"
             if position in one.part.unwanted or (is_partial and position in one.received):
                 continue
-            if not is_partial:
-                freed(self._receive(one, position))
-            found.append(Sample(one, position, one.whole(completion)))
+            num_tokens = 0 if is_partial else self._receive(one, position)
+            found.append(Sample(one, position, one.whole(completion), num_tokens=num_tokens))
         return found, ""
 
     def _receive(self, one: Assignment, position: int) -> int:
@@ -310,12 +292,3 @@ class ReplicaEntry(ReplicaProcess):
             return before - one.num_tokens
         del self.held[one.request.id]
         return before
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a replica that has not answered."""
-
-    replica: ReplicaEntry
-    start: int  # of the replica, by number: answers to calls of earlier ones are ignored
-    handle: Callable[[ReplicaEntry, Any], None]

@@ -47,7 +47,7 @@ class EnvironmentPool(ActorPool):
     def __init__(self, settings: PoolSettings, environment: Environment) -> None:
         super().__init__(settings)
         self._environment = environment
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()  # of episodes
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -68,10 +68,6 @@ class EnvironmentPool(ActorPool):
         while self._waiting:
             if not (one := self._waiting.popleft()).done():
                 one.set_exception(error)
-
-    def new_number(self) -> int:
-        """Number of an episode."""
-        return next(self._numbers)
 
     async def find(self) -> Process:
         """Waits for an actor; the one with the fewest episodes.
@@ -140,7 +136,7 @@ class RayEpisode(Episode):
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
-        self._number = pool.new_number()
+        self._number = next(pool.numbers)
         self._process: Any = None  # the `Process` that plays it
         self._turn = asyncio.Lock()  # of the pool's loop: a call waits until one that was cancelled has ended
 

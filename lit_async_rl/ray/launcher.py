@@ -29,7 +29,7 @@ from typing import Any
 
 from lit_async_rl.api.cluster import Outcome, Place
 from lit_async_rl.errors import RankError, SetupError, StalledError
-from lit_async_rl.ray.actors import Resources, kill_actor, last_line
+from lit_async_rl.ray.actors import Resources, first_line, kill_actor, last_line
 from lit_async_rl.ray.cluster_settings import ClusterSettings
 from lit_async_rl.ray.coordinator import Coordinator
 from lit_async_rl.ray.dry_run import connected_with_room
@@ -39,7 +39,6 @@ from lit_async_rl.ray.supervise import (
     ANSWER_S,
     FINAL_S,
     FINAL_STATUS,
-    NAMESPACE_NAME,
     PAUSE_S,
     RESUME,
     RUN_ID,
@@ -91,8 +90,7 @@ def launch(cluster: ClusterSettings, job: Callable[[Place], None], *, uses_gpus:
         except _EndedAtOnce as end:
             return Outcome(128 + end.number, None, None)
         except ray.exceptions.RayError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RankError(f"the Ray cluster does not answer ({type(error).__name__}: {reason})") from error
+            raise RankError(f"the Ray cluster does not answer ({first_line(error)})") from error
 
 
 class _EndedAtOnce(Exception):
@@ -241,7 +239,6 @@ class _Run:
             **_variables(),
             "TORCHELASTIC_RUN_ID": self._name,
             RUN_ID: self._name,
-            NAMESPACE_NAME: NAMESPACE,
             RESUME: first.checkpoint or "",
         }
         starts = [actors[rank.actor].start.remote({**shared, **rank.variables}, cwd, sys.argv) for rank in ranks]
@@ -398,21 +395,12 @@ class Start:
 
     @property
     def cause(self) -> Ended | None:
-        """The end for which all ranks should start again; None if the run is over."""
-        if self._has_mistake:
+        """The end for which all ranks should start again; None if there is none, or if that would not help."""
+        if any(one.status != 0 and self._is_final(one) for one in self.ended.values()):
             return None
+        failed = [one for one in self.ended.values() if not self._is_final(one)]
         # a loss and a signal before what follows from it
-        return min(self._failed, key=lambda one: (one.status is not None, one.status), default=None)
-
-    @property
-    def _failed(self) -> list[Ended]:
-        """Ends after which another start may help."""
-        return [one for one in self.ended.values() if not self._is_final(one)]
-
-    @property
-    def _has_mistake(self) -> bool:
-        """Whether a rank ended for a reason that would come again."""
-        return any(one.status != 0 and self._is_final(one) for one in self.ended.values())
+        return min(failed, key=lambda one: (one.status is not None, one.status), default=None)
 
     def _is_final(self, ended: Ended) -> bool:
         """Whether a rank is done, made a mistake of its own, or was asked to stop."""
@@ -421,15 +409,12 @@ class Start:
 
     def _is_hopeless(self) -> bool:
         """Whether the ranks that have not ended need not be waited for."""
-        failed = self._failed
-        if not failed or self._has_mistake:
-            return False
-        if any(one.status is None for one in failed):
-            return True
+        cause = self.cause
+        if cause is None or cause.status is None:
+            return cause is not None
         if self._saves_until is not None:
             return time.time() >= self._saves_until
-        is_killed = any(one.status is not None and one.status < 0 for one in failed)
-        return is_killed or clock.now() - self._failed_at >= FINAL_S  # until then a mistake may explain it
+        return cause.status < 0 or clock.now() - self._failed_at >= FINAL_S  # until then a mistake may explain it
 
     def _call(self, rank: int) -> tuple[Any, tuple[int, float]]:
         actor, _ = self._placed[rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 
 NUM_SESSIONS = 65536  # remembered, the latest
@@ -25,7 +24,6 @@ class Placement:
     def __init__(self, session_margin: float) -> None:
         self.session_margin = session_margin
         self.load: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []  # (load, replica); those whose load has changed since are skipped
         self._sessions: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -34,7 +32,6 @@ class Placement:
     def add(self, replica: int, num_tokens: int = 0) -> None:
         """Lets requests go to a replica, which has so many tokens outstanding."""
         self.load[replica] = num_tokens
-        heapq.heappush(self._heap, (num_tokens, replica))
 
     def remove(self, replica: int) -> None:
         """Lets no more requests go to a replica; what was placed there is the caller's to place again."""
@@ -44,9 +41,9 @@ class Placement:
         """Chooses a replica for a request of at most `num_tokens`, and adds them to its load.
 
         Raises:
-            IndexError: no replica is in.
+            ValueError: no replica is in.
         """
-        least_load, replica = self._least()
+        least_load, replica = min((load, number) for number, load in self.load.items())
         if session is not None:
             known = self._sessions.pop(session, replica)
             excess = self.load.get(known, float("inf")) - least_load
@@ -54,22 +51,10 @@ class Placement:
             self._sessions[session] = replica
             if len(self._sessions) > NUM_SESSIONS:
                 self._sessions.popitem(last=False)
-        self._change(replica, num_tokens)
+        self.load[replica] += num_tokens
         return replica
 
     def finish(self, replica: int, num_tokens: int) -> None:
         """Takes tokens off a replica's load; ignored for one that is not in."""
         if replica in self.load:
-            self._change(replica, -num_tokens)
-
-    def _change(self, replica: int, num_tokens: int) -> None:
-        self.load[replica] += num_tokens
-        heapq.heappush(self._heap, (self.load[replica], replica))
-        if len(self._heap) > 8 * len(self.load) + 64:  # of entries that are out of date
-            self._heap = [(load, number) for number, load in self.load.items()]
-            heapq.heapify(self._heap)
-
-    def _least(self) -> tuple[int, int]:
-        while self.load.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0]
+            self.load[replica] -= num_tokens

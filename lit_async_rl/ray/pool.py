@@ -354,7 +354,8 @@ class ActorPool(ABC):
                 else:
                     return answer.result()
         except asyncio.CancelledError:
-            self._suspect(process)
+            if process.ping is None or process.ping.done():
+                process.ping = self.spawn(self._ping(process))
             while not answer.done() and not process.lost.done():
                 self._ray.cancel(sent)
                 await first_of(answer, process.lost, timeout_s=CANCEL_S)
@@ -368,12 +369,8 @@ class ActorPool(ABC):
         await asyncio.wait({process.reason})
         return LostProcess(process.reason.result())
 
-    def _suspect(self, process: Process) -> None:
-        """Asks a process whether a call that was cancelled blocks it; it is killed if it does not answer."""
-        if process.ping is None or process.ping.done():
-            process.ping = self.spawn(self._ping(process))
-
     async def _ping(self, process: Process) -> None:
+        """Asks a process whether a call that was cancelled blocks it; it is killed if it does not answer."""
         asked = self.spawn(self.ask(process, "ping"))
         await asyncio.wait({asked}, timeout=PING_S)
         if not asked.done():

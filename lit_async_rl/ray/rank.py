@@ -9,7 +9,8 @@ from typing import Any
 
 from lit_async_rl.api.cluster import Place
 from lit_async_rl.errors import EngineError, RankError, StalledError
-from lit_async_rl.ray.supervise import ADDRESS, ANSWER_S, FINAL_STATUS, NAMESPACE_NAME, RESUME, RUN_ID
+from lit_async_rl.ray.runtime import NAMESPACE, connect
+from lit_async_rl.ray.supervise import ANSWER_S, FINAL_STATUS, RESUME, RUN_ID
 from lit_async_rl.runtime.threads import start_thread
 
 PASSING_ERRORS = (RankError, StalledError, EngineError, ConnectionError)  # of other ranks and machines
@@ -29,11 +30,7 @@ def main() -> None:
         tell_folder=lambda folder: _coordinator("tell_folder", folder),
         give=lambda result: _coordinator("give", result),
     )
-    import ray
-
-    from lit_async_rl.ray.runtime import connect
-
-    connect(os.environ[ADDRESS], what="a trainer rank", asks_nodes=False)
+    ray = connect(what="a trainer rank", asks_nodes=False)
     (job,) = _coordinator("job")
     call = ray.get(job, timeout=ANSWER_S)
     sys.argv[0] = sys.argv.pop(1)  # of the command: messages name it
@@ -58,7 +55,7 @@ def _status(error: BaseException | None) -> int:
 def _coordinator(method: str, *args: Any) -> Any:
     import ray
 
-    actor = ray.get_actor(os.environ[RUN_ID], namespace=os.environ[NAMESPACE_NAME])
+    actor = ray.get_actor(os.environ[RUN_ID], namespace=NAMESPACE)
     return ray.get(getattr(actor, method).remote(*args), timeout=ANSWER_S)
 
 

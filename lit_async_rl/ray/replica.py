@@ -36,11 +36,11 @@ from torch import Tensor
 from lit_async_rl.engines.base import RolloutEngine, set_up
 from lit_async_rl.engines.embedded.own_process import as_json, pack_completions, unpack_requests
 from lit_async_rl.errors import StalledError
-from lit_async_rl.models.weights import LORA_A, LORA_B
+from lit_async_rl.models.weights import LORA_A
 from lit_async_rl.ray.identity import describe_model
 from lit_async_rl.ray.logs import where_it_is
 from lit_async_rl.ray.process import TakenOver
-from lit_async_rl.ray.weights import Place, WeightReader, checksum
+from lit_async_rl.ray.weights import Place, WeightReader, checksum, is_factor
 from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.runtime.waiting import FairLock
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
@@ -79,14 +79,11 @@ class Recipe:
 
     def make(self, number: int) -> RolloutEngine:
         """The engine of a replica: that of number 0 is as it was described, others draw other random numbers."""
-        settings = {name: part.make(number) if isinstance(part, Recipe) else part for name, part in self._of(number)}
+        given = self.settings.items()
+        settings = {name: part.make(number) if isinstance(part, Recipe) else part for name, part in given}
+        if (seed := inspect.signature(self.kind).parameters.get("seed")) is not None:
+            settings["seed"] = settings.get("seed", seed.default) + number
         return self.kind(**settings)
-
-    def _of(self, number: int) -> Iterable[tuple[str, Any]]:
-        seed = inspect.signature(self.kind).parameters.get("seed")
-        if seed is None:
-            return self.settings.items()
-        return (dict(self.settings) | {"seed": self.settings.get("seed", seed.default) + number}).items()
 
 
 def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -124,7 +121,7 @@ class Replica:
         self._trainer = ""  # the latest that has claimed it
         self._caller = threading.local()  # `trainer`: whose call this thread answers
         self._described: dict[str, Any] = {}  # answer of `start`
-        self._served = ""  # trainer that `start` was called by
+        self._served = ""  # trainer that `start` was called by; empty in a new process
         self._engine: RolloutEngine | None = None
         self._changed = threading.Condition()  # guards all below
         self._finished: list[tuple[int, Completion]] = []  # with the assignment that each belongs to
@@ -135,7 +132,6 @@ class Replica:
         self._proof: Completion | None = None
         self._is_stopped = False
         self._loaded = -1  # newest version that the engine has accepted
-        self._was_started = False
         self._limit_s = 600.0
         self._merged: set[str] = set()  # weights with adapters: the engine adds them, in its own arithmetic
         self._sent_dtypes: dict[str, torch.dtype] = {}
@@ -162,20 +158,18 @@ class Replica:
 
     @guarded
     def start(self, model: str) -> dict[str, Any]:
-        """Builds the engine, unless there is one of an earlier trainer, and says where and what it is.
+        """Builds the engine, unless there is one of an earlier trainer, and says what it is.
 
         Of an engine that is there already: which weights it has, by version and checksums.
         """
-        trainer = self._caller.trainer
-        is_next = self._served != trainer
-        self._served = trainer
-        if self._was_started:
+        before = self._served
+        self._served = self._caller.trainer
+        if before:
             # the trainer has lost this process, and may not know what still runs in it
-            if not is_next or not self._is_usable(model) or not self._hand_over():
+            if before == self._served or not self._is_usable(model) or not self._hand_over():
                 os._exit(1)
             needs_all = self.engine.needs_weights or not self._sums
             return self._described | {"weights": None if needs_all else (self._version, dict(self._sums))}
-        self._was_started = True
         engine = self._recipe.make(self._number)
         limit_s = self._limit_s = engine.update_timeout_s or self._limit_s
         self._turn = FairLock(limit_s, f"the engine's poll (update_timeout_s={limit_s:g})")
@@ -183,10 +177,8 @@ class Replica:
         self._is_watched = engine.watch_weights(self._report)
         self._reader = WeightReader(ray.get, engine.takes_changes)
         self._engine = engine
-        self._model = model
         start_thread(self._generate, name="generate")
         self._described = {
-            **where_it_is(ray),
             "model": describe_model(model),
             "max_model_len": int(self.engine.max_model_len),
             "dtype": str(self.engine.dtype),
@@ -194,10 +186,10 @@ class Replica:
         return self._described | {"weights": None}
 
     def _is_usable(self, model: str) -> bool:
-        """Whether the engine that is there works, and is of this model as it is now."""
+        """Whether the engine that is there works, and its model is as it was."""
         if self._engine is None or self._failure is not None or self._is_stopped:
             return False
-        return self._model == model and self._described["model"] == describe_model(model)
+        return bool(self._described["model"] == describe_model(model))
 
     def _hand_over(self) -> bool:
         """Ends what an earlier trainer has asked for; False if that takes too long, as of an engine that hangs.
@@ -286,8 +278,7 @@ class Replica:
     def partial_completions(self) -> dict[str, Any]:
         """Packed partial completions, with their assignments."""
         with self._turn.hold(), self._changed:
-            found = self.engine.partial_completions()
-            return _packed([(self._assignments.get(c.request_id, -1), c) for c in found])
+            return _packed(self._numbered(self.engine.partial_completions()))
 
     @guarded
     def random_state(self) -> dict[str, Any]:
@@ -365,27 +356,24 @@ class Replica:
         Args:
             token_ids: a sequence whose log-probabilities are computed; may be empty.
         """
+        engine = self.engine
         with self._updating:
             self._check_trainer()
-            return self._prove(token_ids)
-
-    def _prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        engine = self.engine
-        state = engine.random_state()
-        if self._first_random_state is None:  # here: with its first weights an engine checks itself
-            self._first_random_state = state
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        prompt = tuple(token_ids[:1]) or (0,)
-        engine.submit([GenerationRequest(id=PROOF, prompt_ids=prompt, num_samples=1, sampling=sampling)])
-        with self._changed:
-            self._wait(lambda: self._proof is not None)
-            proof = self._proof
-        if proof is None:
-            raise StalledError(f"no token was sampled within {self._limit_s:g} s")
-        logprobs = engine.prompt_logprobs(token_ids) if token_ids else None
-        if state is not None:
-            engine.set_random_state(state)
-        return {"versions": list(proof.versions), "logprobs": logprobs, "dtype": str(engine.dtype)}
+            state = engine.random_state()
+            if self._first_random_state is None:  # here: with its first weights an engine checks itself
+                self._first_random_state = state
+            sampling = SamplingParams(max_tokens=1, temperature=0.0)
+            prompt = tuple(token_ids[:1]) or (0,)
+            engine.submit([GenerationRequest(id=PROOF, prompt_ids=prompt, num_samples=1, sampling=sampling)])
+            with self._changed:
+                self._wait(lambda: self._proof is not None)
+                proof = self._proof
+            if proof is None:
+                raise StalledError(f"no token was sampled within {self._limit_s:g} s")
+            logprobs = engine.prompt_logprobs(token_ids) if token_ids else None
+            if state is not None:
+                engine.set_random_state(state)
+            return {"versions": list(proof.versions), "logprobs": logprobs, "dtype": str(engine.dtype)}
 
     def _report(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Called by the engine, in whatever thread has updated it, before the next token."""
@@ -399,7 +387,7 @@ class Replica:
                 # back to the dtype that was sent, which is exact where the engine's is wider
                 sums[name] = checksum(tensor.to(self._sent_dtypes.get(name, tensor.dtype)))
         for name, tensor in received.items():
-            if not self._is_watched or name in self._merged or name.endswith((LORA_A, LORA_B)):
+            if not self._is_watched or name in self._merged or is_factor(name):
                 sums[name] = checksum(tensor)
         with self._changed:
             self._reports.append((version, sums))
@@ -429,7 +417,7 @@ class Replica:
             self.engine.abort(request_ids)
             answer = self._take()
         with self._changed:
-            return answer | {"begun": _packed([(self._assignments.get(c.request_id, -1), c) for c in partial])}
+            return answer | {"begun": _packed(self._numbered(partial))}
 
     def _take(self) -> dict[str, Any]:
         """Results, reports and progress since the last call."""
@@ -465,8 +453,12 @@ class Replica:
             return
         with self._changed:
             self._proof = next((c for c in finished if c.request_id == PROOF), self._proof)
-            self._finished += [(self._assignments.get(c.request_id, -1), c) for c in finished if c.request_id != PROOF]
+            self._finished += self._numbered(c for c in finished if c.request_id != PROOF)
             self._changed.notify_all()
+
+    def _numbered(self, completions: Iterable[Completion]) -> list[tuple[int, Completion]]:
+        """Completions with the numbers of their assignments, with `_changed` held; -1 for a request that has ended."""
+        return [(self._assignments.get(c.request_id, -1), c) for c in completions]
 
     @guarded
     def sleep(self) -> dict[str, Any]:

@@ -251,8 +251,6 @@ class RayReward(RemoteProxy):
         """Gives waiting calls to processes, as many as there is room for."""
         while self._waiting and (process := self._find()) is not None:
             size = self.original.max_batch_size if isinstance(self.original, BatchedReward) else 1
-            if self._waiting[0].is_group:
-                size = 1
             calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             if self._has_state and self._home is not process:
                 self._home = process
@@ -290,14 +288,14 @@ class RayReward(RemoteProxy):
 
     async def _ask(self, process: Process, calls: Sequence[Call], start: Mapping[str, Any] | None) -> None:
         first = calls[0]
-        completions = first.completions if first.is_group else tuple(call.completions[0] for call in calls)
+        completions = [text for call in calls for text in call.completions]
         begun = new_future() if wants(self.original, "begun") else None  # the reward has a queue of its own
         asking = self.pool.ask(
             process,
             "call" if begun is None else "call_in_turn",
             self._name,
             [pack_prompt(call.prompt) for call in calls],
-            list(completions),
+            completions,
             list(first.token_ids),
             first.is_group,
             start,
@@ -339,12 +337,9 @@ class RayReward(RemoteProxy):
             for call in calls:
                 call.fail(_as_error(error, process.where))
             return
-        values = [Score(one["value"], one["parts"]) if _is_score(one) else one for one in answer["values"]]
-        if calls[0].is_group:
-            calls[0].succeed(values)
-            return
-        for call, value in zip(calls, values, strict=True):
-            call.succeed([value])
+        values = [Score(**one) if isinstance(one, dict) and "value" in one else one for one in answer["values"]]
+        for call in calls:
+            call.succeed([values.pop(0) for _ in call.completions])
 
     def on_lost(self, process: Process) -> None:
         """Keeps the metrics of a process that is lost; another one goes on from the state."""
@@ -374,7 +369,7 @@ class RayReward(RemoteProxy):
         names = found.keys() | base.keys()
         totals = {name: base.get(name, 0.0) + sum(found.get(name, [])) for name in names if not name.endswith("_s")}
         means = {name: sum(values) / len(values) for name, values in found.items() if name.endswith("_s")}
-        return {name: base[name] for name in names if name.endswith("_s") and name in base} | means | totals
+        return base | means | totals
 
     def _use_folder(self, folder: Path) -> None:
         self.pool.use_folder(folder)
@@ -389,17 +384,18 @@ class RayReward(RemoteProxy):
         self._home = None
 
 
-def in_pool(reward: Any, make_pool: Callable[[Mapping[str, Any]], RewardPool]) -> Any:
+def in_pool(reward: Any, settings: PoolSettings, **limits: Any) -> Any:
     """A reward whose parts are called in a pool, and combined here.
 
     Args:
         reward: `data.reward`.
-        make_pool: makes the pool of the rewards of single completions, by name.
+        settings: of the pool.
+        limits: other arguments of the `RewardPool`.
     """
     if not isinstance(reward, CombinedReward):
-        return make_pool({ONLY: reward}).parts[ONLY]
+        return RewardPool(settings, {ONLY: reward}, **limits).parts[ONLY]
     return CombinedReward(
-        make_pool(reward.rewards).parts,
+        RewardPool(settings, reward.rewards, **limits).parts,
         weights=reward.weights,
         combine=reward.combine,  # type: ignore[arg-type]
         gates=reward.gates,
@@ -412,10 +408,6 @@ def _as_error(error: Mapping[str, Any], where: str) -> RewardError:
     kind = RewardSetupError if error["ends_run"] else FinalRewardError if error["is_final"] else RewardError
     message = error["message"] if error["is_ours"] else f"raised {error['type']}: {error['message']}"
     return kind(f"{message} ({', '.join(part for part in (error['at'], where) if part)})")
-
-
-def _is_score(value: Any) -> bool:
-    return isinstance(value, dict) and "value" in value
 
 
 def _find_fault(answer: Mapping[str, Any], number: int) -> str:

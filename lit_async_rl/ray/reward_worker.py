@@ -49,36 +49,28 @@ class RewardWorker(PoolWorker):
     async def prepare(self, folder: str | None) -> None:
         """Tells the rewards the run's folder, if there is one."""
         if folder is not None:
-            self._use(folder)
+            await self.use_folder(folder)
 
     async def use_folder(self, folder: str) -> dict[str, Any]:
-        """Tells the rewards the folder of the next run."""
-        self._use(folder)
+        """Tells the rewards the folder of this or the next run."""
+        for part in self._parts.values():
+            hooks.use_folder(part, Path(folder))
         return {}
 
-    def _use(self, folder: str) -> None:
-        for part in self._parts.values():
-            if (use := getattr(hooks.owner_of(part), "use_folder", None)) is not None:
-                use(Path(folder))
-
-    async def call(self, *args: Any) -> dict[str, Any]:
-        """Rewards of completions, as plain data; arguments as of `_call` after the first."""
-        return await self._call(None, *args)
-
-    async def _call(
+    async def call(
         self,
-        begun: Callable[[], None] | None,
         name: str,
         prompts: Sequence[Mapping[str, Any]],
         completions: Sequence[str],
         token_ids: Sequence[int],
         is_group: bool,
         start: Mapping[str, Any] | None,
+        *,
+        begun: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Rewards of completions, as plain data.
 
         Args:
-            begun: passed to a part that says when it begins.
             name: of the part.
             prompts: packed; one for each completion, or one for a group.
             completions: one, a batch, or those of a group.
@@ -86,6 +78,7 @@ class RewardWorker(PoolWorker):
             is_group: whether they are to be scored together.
             start: `state` that the part is to go on from, and its `number`: the first call that has it restores it,
                 before it scores. None changes nothing.
+            begun: passed to a part that says when it begins.
         """
         part = self._parts[name]
         owner = hooks.owner_of(part)
@@ -122,7 +115,7 @@ class RewardWorker(PoolWorker):
         def begin() -> None:
             loop.call_soon_threadsafe(begun.set)
 
-        call = loop.create_task(self._call(begin, *args))
+        call = loop.create_task(self.call(*args, begun=begin))
         waiting = loop.create_task(begun.wait())
         try:
             await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,23 +135,18 @@ class RewardWorker(PoolWorker):
         is_group: bool,
         begun: Callable[[], None] | None,
     ) -> list[Any]:
-        if isinstance(part, BatchedReward):
-            return await self._in_thread(partial(part.values, list(prompts), list(completions)))
-        call: Callable[[], Any]
         tells = {"begun": begun} if begun is not None and wants(part.score_group if is_group else part, "begun") else {}
-        if is_group:
+        call: Callable[[], Any]
+        if isinstance(part, BatchedReward):
+            call = partial(part.values, list(prompts), list(completions))
+        elif is_group:
             call = partial(part.score_group, prompts[0], tuple(completions), **tells)
-            found = call() if is_async(part) else await self._in_thread(call)
-            return list(await found if inspect.isawaitable(found) else found)
-        ids = {"token_ids": tuple(token_ids)} if wants_token_ids(part) else {}
-        call = partial(part, prompts[0], completions[0], **ids, **tells)
-        if is_async(part):
-            return [await call()]
-        value = await self._in_thread(call)
-        return [await value if inspect.isawaitable(value) else value]
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        return await in_thread(self._threads, call)
+        else:
+            ids = {"token_ids": tuple(token_ids)} if wants_token_ids(part) else {}
+            call = partial(part, prompts[0], completions[0], **ids, **tells)
+        found = call() if is_async(part) else await in_thread(self._threads, call)
+        found = await found if inspect.isawaitable(found) else found
+        return list(found) if is_group or isinstance(part, BatchedReward) else [found]
 
     async def stop(self) -> dict[str, Any]:
         """Closes the rewards; then the actor may be killed."""

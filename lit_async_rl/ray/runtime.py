@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lit_async_rl.errors import SetupError
+from lit_async_rl.ray.actors import first_line
 from lit_async_rl.ray.security import check_access, follow, is_loopback, use_token
 from lit_async_rl.runtime.ports import reach
 from lit_async_rl.runtime.waiting import announced
@@ -133,11 +133,12 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
             with announced(f"Ray {where}"), _sigterm_kept(), _on_loopback(is_loopback_only):
                 ray.init(**settings)
             _connection.is_ours = address is None
-            _warn_if_reachable(ray, is_ours=address is None)
+            if _connection.is_ours:
+                _warn_if_reachable(ray)
             return
         except Exception as error:  # of many kinds: its own, ConnectionError, RuntimeError, ValueError
             ray.shutdown()
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            reason = first_line(error)
             if attempt == 2:
                 raise SetupError(
                     f"Ray {where} did not answer in two tries ({reason}). "
@@ -148,10 +149,10 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
             time.sleep(RETRY_S)
 
 
-def _warn_if_reachable(ray: Any, is_ours: bool) -> None:
+def _warn_if_reachable(ray: Any) -> None:
     """Warns if a Ray that was started here listens where other machines reach it."""
-    for node in ray.nodes() if is_ours else []:
-        if not ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback:
+    for node in ray.nodes():
+        if not is_loopback(node["NodeManagerAddress"]):
             log.warning(
                 "Ray listens on %s: anyone who has its token and can reach its ports can run code under your account",
                 node["NodeManagerAddress"],

@@ -76,7 +76,7 @@ def follow(address: str) -> None:
     if mode is None:
         is_on = has_token() if asks is None else asks
         _set_mode("token" if is_on else "disabled")
-    elif mode is not None and asks is not None and (mode.lower() == "token") != asks:
+    elif asks is not None and (mode.lower() == "token") != asks:
         raise SetupError(
             f"cluster: {AUTH_MODE}={mode} here, but the Ray cluster at {address} requires {'a' if asks else 'no'} "
             f"token: set {AUTH_MODE}={'token' if asks else 'disabled'} here, or start the cluster with "

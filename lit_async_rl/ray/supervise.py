@@ -38,8 +38,6 @@ FINAL_STATUS = 79  # of `rank.py`: starting again would not help; no status of s
 # without the working folder in front of the path, where a file of any name would hide a module
 PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from lit_async_rl.ray.rank import main; main()"
 RUN_ID = "LIT_ASYNC_RL_RAY_RUN"
-ADDRESS = "LIT_ASYNC_RL_RAY_ADDRESS"
-NAMESPACE_NAME = "LIT_ASYNC_RL_RAY_NAMESPACE"
 RESUME = "LIT_ASYNC_RL_RAY_RESUME"
 
 
@@ -87,6 +85,7 @@ class RankActor:
     def __init__(self) -> None:
         import ray
 
+        self._context = ray.get_runtime_context()
         self._ip = str(ray.util.get_node_ip_address())
         self._rank = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -101,13 +100,10 @@ class RankActor:
             cwd: folder of the command.
             folder: of the run's checkpoints; None before training began.
         """
-        import ray
-
-        context = ray.get_runtime_context()
         return Spot(
-            node=context.get_node_id(),
+            node=self._context.get_node_id(),
             ip=self._ip,
-            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+            gpus=tuple(self._context.get_accelerator_ids().get("GPU", ())),
             port=free_port(""),
             checkpoint=newest_checkpoint(folder),
             problem=misplaced(self._ip, cwd),
@@ -121,11 +117,9 @@ class RankActor:
             cwd: folder of the command.
             argv: of the command.
         """
-        import ray
-
         self._rank = int(variables["RANK"])
-        address = ray.get_runtime_context().gcs_address
-        environment = {**os.environ, **variables, ADDRESS: address, "RAY_ADDRESS": address}
+        address = self._context.gcs_address
+        environment = {**os.environ, **variables, "RAY_ADDRESS": address}
         if is_loopback(self._ip):
             environment[CLUSTERS] = "0"  # or the rank would look for its node at another address
         environment.pop("RAY_JOB_ID", None)  # the rank's is a job of its own

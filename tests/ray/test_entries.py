@@ -45,11 +45,10 @@ def unpacked(entry, given, **settings):
 
 def test_samples_are_numbered_as_they_were_asked_for_and_take_their_tokens_off_the_load():
     entry = entry_with(samples=(1, 3))
-    freed = []
-    found, problem = unpacked(entry, answer(completion(1), completion(0)), freed=freed.append)
+    found, problem = unpacked(entry, answer(completion(1), completion(0)))
     assert problem == ""
     assert [sample.completion.sample_index for sample in found] == [3, 1]
-    assert freed == [5, 7]  # the prompt with the last one
+    assert [sample.num_tokens for sample in found] == [5, 7]  # the prompt with the last one
     assert not entry.held
 
 

@@ -24,7 +24,7 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.ray.coordinator import Coordinator
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.ray.runtime import NAMESPACE
-from lit_async_rl.ray.supervise import ADDRESS, RUN_ID
+from lit_async_rl.ray.supervise import RUN_ID
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 engines = []  # of the test that runs
@@ -198,7 +198,7 @@ def rank_of(cluster):
     for process in psutil.process_iter():
         try:
             is_rank = any("lit_async_rl.ray.rank" in word for word in process.cmdline())
-            if is_rank and process.environ().get(ADDRESS) == cluster.address:
+            if is_rank and process.environ().get("RAY_ADDRESS") == cluster.address:
                 return process.pid
         except psutil.Error:
             continue

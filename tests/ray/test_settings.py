@@ -77,7 +77,7 @@ def test_two_engines_of_one_process_never_share_replicas_and_a_name_is_free_afte
     from lit_async_rl.ray.ownership import ReplicaActors
 
     monkeypatch.delenv("LIT_ASYNC_RL_RAY_RUN", raising=False)
-    needs = Resources(num_cpus=1.0, num_gpus=0.0, others=None, spread=True)
+    needs = Resources({"CPU": 1.0})
 
     def replicas():
         return ReplicaActors(None, EmbeddedEngine(), model="m", resources=needs)

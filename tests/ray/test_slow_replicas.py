@@ -16,7 +16,7 @@ from tiny_models import save, tiny_llama
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.ray import engine as ray_engine
-from lit_async_rl.ray.entries import Assignment, Moved, Part, State
+from lit_async_rl.ray.entries import Assignment, Part, State
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")]
 WEIGHTS = [("weight", torch.zeros(2))]
@@ -446,12 +446,12 @@ def test_what_is_continued_has_ids_of_its_own_and_comes_whole_under_those_that_w
     one = Assignment(1, Part(request, (0, 1, 2, 3), num_lost=3), oldest=2, received={1})
     fresh, rest = one.move({2: begun(2, 2, 3, 3)}, itertools.count(100))
     assert one.num_missing == 0
-    assert fresh == Part(fresh.request, (2,), num_lost=3, moved=Moved(7, begun(2, 2, 3, 3)))
+    assert fresh == Part(fresh.request, (2,), num_lost=3, origin=7, begun=begun(2, 2, 3, 3))
     assert fresh.request.id == 100
     assert fresh.request.prompt_ids == (*request.prompt_ids, 5, 5, 5)
     assert (fresh.request.num_samples, fresh.request.sampling.max_tokens, fresh.request.num_resumed) == (1, 6, 3)
     assert fresh.request.resumed_ids == (5, 5, 5)
-    assert rest == Part(replace(request, id=101), (0, 3), num_lost=3, moved=Moved(7))
+    assert rest == Part(replace(request, id=101), (0, 3), num_lost=3, origin=7)
     again = Assignment(2, fresh, oldest=4)
     whole = again.whole(replace(begun(0, 4, 5), request_id=100, finish_reason="stop"))
     assert key(whole) == (7, 2)
@@ -469,7 +469,7 @@ def test_samples_with_seeds_are_continued_as_a_whole_under_the_same_numbers():
     request = replace(request, seed=11)
     one = Assignment(1, Part(request, (0, 1, 2)), oldest=2, received={1})
     (part,) = one.move({2: begun(2, 2, 3)}, itertools.count(100))
-    assert part == Part(replace(request, id=100), (0, 1, 2), frozenset({1}), moved=Moved(7))
+    assert part == Part(replace(request, id=100), (0, 1, 2), frozenset({1}), origin=7)
 
 
 def test_a_sample_whose_weights_were_wrong_is_sampled_again_alone_though_the_others_went_on_elsewhere():
