@@ -106,17 +106,6 @@ class Conversation(GrowingRow, PlayedSample):
     state: int = 0  # hash of the environment's last state
     episode: Episode | None = None
 
-    @classmethod
-    def of(cls, request: GenerationRequest) -> list[Conversation]:
-        """Conversations of a request, one per sample.
-
-        Raises:
-            InvariantError: the request has no prompt.
-        """
-        if request.prompt is None:
-            raise InvariantError(NO_PROMPT)
-        return [cls(request, n) for n in range(request.num_samples)]
-
     @property
     def prompt(self) -> Prompt:
         """The prompt for the environment."""
@@ -308,8 +297,11 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
 
     def _begin(self, opened: OpenRequest[Conversation]) -> list[GenerationRequest]:
         """One request for the first turns of all samples, which share its prompt."""
-        opened.samples = Conversation.of(opened.request)
-        return [self._register(opened.request, dict(enumerate(opened.samples)))]
+        request = opened.request
+        if request.prompt is None:
+            raise InvariantError(NO_PROMPT)
+        opened.samples = [Conversation(request, n) for n in range(request.num_samples)]
+        return [self._register(request, dict(enumerate(opened.samples)))]
 
     def _begin_again(self, failed: Conversation, pause_s: float) -> None:
         request = failed.request
