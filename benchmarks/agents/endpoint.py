@@ -133,7 +133,7 @@ def answered_cpu_s(
 ) -> float:
     """Processor time of the same calls of a client that needs no connection, on the endpoint's side, in seconds."""
     content = json.dumps({"model": "policy", "max_tokens": 12} | body).encode()
-    call = ApiRequest(path=CHAT, body=content, authorization=f"Bearer {client.api_key}")
+    call = ApiRequest(path=CHAT, body=content, headers={"authorization": f"Bearer {client.api_key}"})
 
     async def answer() -> None:
         response = await clients.respond(call)

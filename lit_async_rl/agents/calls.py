@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -171,3 +172,17 @@ def result_of(returned: Any) -> AgentResult:
         as_reward(returned.reward)
         return returned
     return AgentResult(reward=as_reward(returned))
+
+
+def stated_result(value: Any) -> AgentResult | None:
+    """Result that JSON of another process states: a number, or an object with `reward` and perhaps `parts`.
+
+    None if it states none.
+    """
+    stated = value if isinstance(value, dict) else {"reward": value}
+    reward = stated.get("reward")
+    parts = stated.get("parts", {})
+    numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):  # True and False are 1 and 0
+        return None
+    return AgentResult(reward=float(reward or 0.0), parts={name: float(x) for name, x in parts.items()})

@@ -8,9 +8,9 @@ however long an agent takes. What waits then is the trainer, at most `timeout_s`
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import logging
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from lit_async_rl.agents.rows import trained_turns
 from lit_async_rl.agents.template_parser import AutoParser
 from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.base import RolloutEngine, set_up
 from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest
 from lit_async_rl.errors import EngineError, EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
@@ -245,8 +245,6 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     def _start(
         self, opened: OpenRequest[AgentEpisode], sample: int, *, num_failed: int = 0, pause_s: float = 0.0
     ) -> None:
-        if self._rules is None:
-            raise SetupError("AgentEngine was used before it was set up")
         session = TokenSession(
             opened.request,
             sample,
@@ -255,7 +253,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         )
         episode = AgentEpisode(
             session,
-            self._rules,
+            set_up(self._rules),
             self._lock,
             abort=self._abort_calls,
             fail=self._break,
@@ -270,13 +268,9 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         try:
             self.engine.submit([inner])
         except Exception as error:  # the engine's, which `poll` raises: another engine may replace it
-            self._error = self._error or error
+            self._break(error)
             raise AgentCallError("the engine has failed", "engine_failed", status=503) from error
         return inner.id
-
-    def _break(self, error: Exception) -> None:
-        """Has `poll` raise an error; without the lock, which a thread that hangs in the inner engine may hold."""
-        self._error = self._error or error
 
     def _abort_calls(self, numbers: Sequence[int]) -> None:
         with self._lock:
@@ -357,17 +351,13 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
 
     async def _call_agent(self, episode: AgentEpisode) -> AgentResult:
         try:
-            return await self._with_client(episode)
+            client = await self.clients.open(episode)
+            try:
+                return result_of(await self.agent(episode.prompt, client))
+            finally:
+                await self._close_client(client, episode)
         except SystemExit as error:  # one agent that exits must not end the loop of all
             raise EnvironmentFailure(f"it called sys.exit({error.code!r})") from error
-
-    async def _with_client(self, episode: AgentEpisode) -> AgentResult:
-        client = await self.clients.open(episode)
-        try:
-            result = await self.agent(episode.prompt, client)
-        finally:
-            await self._close_client(client, episode)
-        return result_of(result)
 
     async def _close_client(self, client: Any, episode: AgentEpisode) -> None:
         try:
@@ -429,9 +419,8 @@ def load_agent(agent: Agent | str, setting: str = "data.engine.agent") -> Agent:
     """
     found: Any = agent
     if isinstance(agent, str):
-        module, _, name = agent.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module), name)
+            found = pkgutil.resolve_name(agent)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{setting}={agent!r} cannot be imported: {error}") from error
     if inspect.isclass(found):

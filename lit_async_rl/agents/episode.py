@@ -83,26 +83,27 @@ class EpisodeRules:
 class _Call:
     """A call under way, or one that was answered."""
 
-    number: int
-    request_id: int  # of the inner engine
-    prompt_ids: tuple[int, ...]
-    num_samples: int
-    parent: SampledTurn | None
-    given_ids: tuple[int, ...]
-    given_text: str
     sampling: CallSampling
-    stop: tuple[str, ...]
-    is_side: bool
-    is_repeatable: bool  # it has an id, under which it may be asked for again
+    num_samples: int
+    id: str | None  # under which it may be asked for again
     messages: Messages = ()
     tools: Messages = ()
-    match: Match | None = None
-    completions: dict[int, Completion] = field(default_factory=dict)  # those that have come, by sample
-    turns: list[SampledTurn] = field(default_factory=list)
-    replies: Future[list[Reply]] = field(default_factory=Future)
-    num_waiting: int = 0  # for the first try and all that follow it
     parses_tools: bool = True
-    again: _Call | None = None  # the next try: samples in place of those that were discarded
+    # set before it is sampled
+    match: Match | None = None
+    parent: SampledTurn | None = None
+    given_ids: tuple[int, ...] = ()
+    given_text: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    is_side: bool = False
+    # of one try
+    number: int = field(default=-1, init=False)
+    request_id: int = field(default=-1, init=False)  # of the inner engine
+    completions: dict[int, Completion] = field(default_factory=dict, init=False)  # those that have come, by sample
+    turns: list[SampledTurn] = field(default_factory=list, init=False)
+    replies: Future[list[Reply]] = field(default_factory=Future, init=False)
+    num_waiting: int = field(default=0, init=False)  # for the first try and all that follow it
+    again: _Call | None = field(default=None, init=False)  # next try: samples in place of those that were discarded
 
     @property
     def tries(self) -> list[_Call]:
@@ -111,6 +112,11 @@ class _Call:
         while (again := calls[-1].again) is not None:
             calls.append(again)
         return calls
+
+    @property
+    def all_turns(self) -> list[SampledTurn]:
+        """Turns of all tries."""
+        return [turn for one in self.tries for turn in one.turns]
 
 
 class AgentEpisode(PlayedSample):
@@ -223,12 +229,16 @@ class AgentEpisode(PlayedSample):
         """
 
         def begin() -> _Call:
-            checked = checked_call_messages(messages)
-            given = _checked_tools(tools)
-            options = dict(chat_template_kwargs or {})
-            return self._begin_chat(
-                checked, given, options, sampling=sampling, n=n, call_id=call_id, parses_tools=parses_tools
+            call = _Call(
+                sampling=sampling or CallSampling(),
+                num_samples=n,
+                id=call_id,
+                messages=checked_call_messages(messages),
+                tools=_checked_tools(tools),
+                parses_tools=parses_tools,
             )
+            self._continue_chat(call, dict(chat_template_kwargs or {}))
+            return call
 
         return await self._answer(call_id, begin, check)
 
@@ -249,7 +259,13 @@ class AgentEpisode(PlayedSample):
         Raises:
             AgentCallError: the call cannot be answered.
         """
-        return await self._answer(call_id, lambda: self._begin_text(prompt, sampling, n=n, call_id=call_id))
+
+        def begin() -> _Call:
+            call = _Call(sampling=sampling or CallSampling(), num_samples=n, id=call_id)
+            self._continue_text(call, prompt)
+            return call
+
+        return await self._answer(call_id, begin)
 
     async def _answer(
         self, call_id: str | None, begin: Callable[[], _Call], check: ReplyCheck | None = None
@@ -260,7 +276,9 @@ class AgentEpisode(PlayedSample):
                 call = self._by_id.get(call_id) if call_id is not None else None
                 if call is None:
                     self._check_num_calls()
-            call = call or begin()
+            if call is None:
+                call = begin()
+                self._submit(call)
             with self._lock:
                 call.num_waiting += 1
         try:
@@ -313,28 +331,25 @@ class AgentEpisode(PlayedSample):
             if call.again is None:
                 self._check_open()
                 self._check_num_calls()
-                request_id = self._session.sample(
-                    call.prompt_ids, call.sampling, num_samples=num_samples, num_tries=num_tries
-                )
-                call.again = replace(
-                    call,
-                    number=len(self._calls),
-                    request_id=request_id,
-                    num_samples=num_samples,
-                    completions={},
-                    turns=[],
-                    replies=Future(),
-                    num_waiting=0,
-                )
-                self._calls.append(call.again)
+                again = replace(call, num_samples=num_samples)
+                self._sample(again, num_tries)
+                call.again = again
             return call.again
+
+    def _sample(self, call: _Call, num_tries: int) -> None:
+        """Asks the inner engine for the replies of a call, with the lock held."""
+        call.request_id = self._session.sample(
+            call.prompt_ids, call.sampling, num_samples=call.num_samples, num_tries=num_tries
+        )
+        call.number = len(self._calls)
+        self._calls.append(call)
 
     def _leave(self, call: _Call) -> None:
         """A caller does not wait any more. A call that nobody can ask for again is aborted."""
         with self._lock:
             call.num_waiting -= 1
             last = call.tries[-1]
-            is_abandoned = not call.num_waiting and not call.is_repeatable and not last.replies.done()
+            is_abandoned = not call.num_waiting and call.id is None and not last.replies.done()
             if is_abandoned:
                 last.replies.set_exception(AgentCallError("the call was cancelled", "cancelled", status=499))
         if is_abandoned:
@@ -345,13 +360,13 @@ class AgentEpisode(PlayedSample):
         with self._lock:
             call = self._by_id.get(call_id)
             if call is not None and not call.num_waiting:
-                for turn in _turns(call):
+                for turn in call.all_turns:
                     turn.is_kept = False
 
     def discard(self, call_ids: Collection[str]) -> None:
         """The agent begins anew: these calls train nothing, and no later one continues them."""
         with self._lock:
-            turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in _turns(call)]
+            turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in call.all_turns]
             for turn in turns:
                 turn.is_kept = False
             self.graph.discard(turns)
@@ -370,85 +385,57 @@ class AgentEpisode(PlayedSample):
 
     # -- beginning of a call, one after the other ---------------------------------------------------------------------
 
-    def _begin_chat(
-        self,
-        messages: tuple[dict[str, Any], ...],
-        tools: Messages,
-        options: Mapping[str, Any],
-        *,
-        sampling: CallSampling | None,
-        n: int,
-        call_id: str | None,
-        parses_tools: bool,
-    ) -> _Call:
+    def _continue_chat(self, call: _Call, options: Mapping[str, Any]) -> None:
+        """Finds the turn that the messages of a call continue, and what is new in them."""
         with self._lock:
-            match = self.graph.match(kind_of(tools, options), messages)
+            match = self.graph.match(kind_of(call.tools, options), call.messages)
+        call.match = match
         renderer = self._rules.renderer
         drift = self.graph.drift
         drift.other += match.is_edited
         parent = match.last
-        text = self._continuation(match, messages, tools, options=options) if parent is not None else None
+        text = None if parent is None else self._continuation(call, match, options)
         if parent is not None and text is not None:
             drift.healed += match.num_healed
-            given_ids = renderer.encode_after(parent.completion.token_ids, text)
+            call.parent = parent
+            call.given_ids = renderer.encode_after(parent.completion.token_ids, text)
         else:
             drift.template += parent is not None
-            parent = None
-            (text,) = renderer.segments(messages, tools, options)
-            given_ids = renderer.encode(text)
-        if self._first is None:
-            self._first = (messages, tools)
-        return self._submit(
-            parent,
-            given_ids,
-            sampling,
-            n=n,
-            call_id=call_id,
-            given_text=text,
-            messages=messages,
-            tools=tools,
-            match=match,
-            parses_tools=parses_tools,
-        )
+            (text,) = renderer.segments(call.messages, call.tools, options)
+            call.given_ids = renderer.encode(text)
+        call.given_text = text
 
-    def _continuation(
-        self, match: Match, messages: Messages, tools: Messages, *, options: Mapping[str, Any]
-    ) -> str | None:
+    def _continuation(self, call: _Call, match: Match, options: Mapping[str, Any]) -> str | None:
         """Text after the last turn that a call continues; None if the template renders earlier turns differently.
 
         Raises:
             AgentCallError: the template refuses the messages.
         """
         renderer = self._rules.renderer
+        sampled = [place for place, _ in match.turns]
         try:
-            segments = renderer.segments(messages, tools, options, sampled=[place for place, _ in match.turns])
+            segments = renderer.segments(call.messages, call.tools, options, sampled=sampled)
         except AgentCallError as error:
             if error.code != UNSTABLE:
                 raise
             return None
         before = [turn.given_text for _, turn in match.turns]
-        roles = [messages[place - 1]["role"] for place, _ in match.turns]
-        is_continued = renderer.is_continued(before, segments[:-1], roles=roles, tools=tools, options=options)
+        roles = [call.messages[place - 1]["role"] for place, _ in match.turns]
+        is_continued = renderer.is_continued(before, segments[:-1], roles=roles, tools=call.tools, options=options)
         return segments[-1] if is_continued else None
 
-    def _begin_text(
-        self, prompt: str | Sequence[int], sampling: CallSampling | None, *, n: int, call_id: str | None
-    ) -> _Call:
+    def _continue_text(self, call: _Call, prompt: str | Sequence[int]) -> None:
+        """Finds the turn that a text or token ids continue, and what is new in them."""
         codec = self._rules.renderer.codec
         if isinstance(prompt, str):
-            parent, rest = self._continued_text(prompt)
-            if parent is None:
-                given_ids = codec.encode(Prompt(text=prompt)) if prompt else ()
+            call.given_text = prompt
+            call.parent, rest = self._continued_text(prompt)
+            if call.parent is None:
+                call.given_ids = codec.encode(Prompt(text=prompt)) if prompt else ()
             else:
-                given_ids = codec.encode_continuation(rest)
-            text = prompt
+                call.given_ids = codec.encode_continuation(rest)
         else:
-            ids = _checked_ids(prompt, codec.vocab_size)
-            parent, given_ids = self._continued_ids(ids)
-            text = ""
-        if self._first is None:
-            self._first = ((), ())
-        return self._submit(parent, given_ids, sampling, n=n, call_id=call_id, given_text=text)
+            call.parent, call.given_ids = self._continued_ids(_checked_ids(prompt, codec.vocab_size))
 
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it.
@@ -498,50 +485,25 @@ class AgentEpisode(PlayedSample):
     def _spelled(self, ids: tuple[int, ...]) -> str:
         return str(self._rules.renderer.codec.tokenizer.decode(list(ids)))
 
-    def _submit(
-        self,
-        parent: SampledTurn | None,
-        given_ids: tuple[int, ...],
-        sampling: CallSampling | None,
-        *,
-        n: int,
-        call_id: str | None,
-        given_text: str,
-        messages: Messages = (),
-        tools: Messages = (),
-        match: Match | None = None,
-        parses_tools: bool = True,
-    ) -> _Call:
+    def _submit(self, call: _Call) -> None:
+        """Has a call sampled after the turn that it continues.
+
+        Raises:
+            AgentCallError: it asks for too many samples, does not fit into the context, or the episode has ended.
+        """
+        n = call.num_samples
+        if self._first is None:
+            self._first = (call.messages, call.tools)
         if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
             raise AgentCallError(f"n must be an integer from 1 to {MAX_SAMPLES}, got {n!r}", "invalid_n", param="n")
-        sampling = sampling or CallSampling()
-        self._warn_of(sampling)
-        prompt_ids = given_ids if parent is None else parent.ids + given_ids
-        is_side = parent.is_side if parent is not None else self._is_side(messages, tools)
+        self._warn_of(call.sampling)
+        call.prompt_ids = call.given_ids if call.parent is None else call.parent.ids + call.given_ids
+        call.is_side = call.parent.is_side if call.parent is not None else self._is_side(call)
         with self._lock:
             self._check_open()  # it may have ended meanwhile
-            request_id = self._session.sample(prompt_ids, sampling, num_samples=n)
-            call = _Call(
-                number=len(self._calls),
-                request_id=request_id,
-                prompt_ids=prompt_ids,
-                num_samples=n,
-                parent=parent,
-                given_ids=given_ids,
-                given_text=given_text,
-                sampling=sampling,
-                stop=(*self.request.sampling.stop, *sampling.stop),
-                is_side=is_side,
-                is_repeatable=call_id is not None,
-                messages=messages,
-                tools=tools,
-                match=match,
-                parses_tools=parses_tools,
-            )
-            self._calls.append(call)
-            if call_id is not None:
-                self._by_id[call_id] = call
-        return call
+            self._sample(call, num_tries=0)
+            if call.id is not None:
+                self._by_id[call.id] = call
 
     def _warn_of(self, sampling: CallSampling) -> None:
         own = self.request.sampling.distribution
@@ -556,12 +518,14 @@ class AgentEpisode(PlayedSample):
                     own[name],
                 )
 
-    def _is_side(self, messages: Messages, tools: Messages) -> bool:
-        """Whether a new conversation does not train."""
+    def _is_side(self, call: _Call) -> bool:
+        """Whether the new conversation of a call does not train."""
         if not self._calls or self._first is None:
             return False
         first_messages, first_tools = self._first
-        info = AgentCallInfo(messages=messages, tools=tools, first_messages=first_messages, first_tools=first_tools)
+        info = AgentCallInfo(
+            messages=call.messages, tools=call.tools, first_messages=first_messages, first_tools=first_tools
+        )
         return info.is_side_call and not self._rules.trains_side_call(info)
 
     # -- end of a call and of the episode, with the lock held ---------------------------------------------------------
@@ -577,7 +541,9 @@ class AgentEpisode(PlayedSample):
 
     def _reply(self, call: _Call, completion: Completion) -> Reply:
         codec = self._rules.renderer.codec
-        text = codec.decode(completion.token_ids, call.stop, self.request.sampling.stop_token_ids)
+        run = self.request.sampling
+        stop = (*run.stop, *call.sampling.stop)
+        text = codec.decode(completion.token_ids, stop, run.stop_token_ids)
         turn = SampledTurn(
             parent=call.parent,
             given_ids=call.given_ids,
@@ -590,10 +556,10 @@ class AgentEpisode(PlayedSample):
         call.turns.append(turn)
         if call.match is None:
             message = ReplyMessage(content=text)
-            self.graph.record(turn)
+            self.graph.turns.append(turn)
             if call.given_text:
-                whole = codec.decode(completion.token_ids, (), self.request.sampling.stop_token_ids)
-                self._texts[turn] = (call.given_text + text, whole[len(text) :] if call.stop else "")
+                whole = codec.decode(completion.token_ids, (), run.stop_token_ids)
+                self._texts[turn] = (call.given_text + text, whole[len(text) :] if stop else "")
         else:
             message = self._rules.parser.parse(text, call.tools if call.parses_tools else (), self._new_tool_id)
             (recorded,) = checked_call_messages([message.as_message()])
@@ -628,11 +594,6 @@ class AgentEpisode(PlayedSample):
             EnvironmentFailure: nothing was sampled that trains.
         """
         return completion_of(self.request, self.sample_index, self.graph.turns, credit=self._rules.credit)
-
-
-def _turns(call: _Call) -> list[SampledTurn]:
-    """Turns of all tries of a call."""
-    return [turn for one in call.tries for turn in one.turns]
 
 
 def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Messages:

@@ -154,7 +154,7 @@ class MessageGraph:
     """Messages and turns of one episode. Not thread-safe.
 
     Attributes:
-        turns: all turns of the policy, in the order in which they came.
+        turns: all turns of the policy, in the order in which they came, also those that follow no messages but tokens.
         drift: see the module.
     """
 
@@ -190,7 +190,7 @@ class MessageGraph:
         for message in messages[match.length :]:
             node = node.child(message)
         node.child(reply, turn)
-        self.record(turn)
+        self.turns.append(turn)
 
     def discard(self, turns: Collection[SampledTurn]) -> None:
         """No later call continues these turns, whatever its messages say."""
@@ -202,10 +202,6 @@ class MessageGraph:
             for said, same in node.children.items():
                 node.children[said] = [child for child in same if child.turn not in turns]
                 nodes += node.children[said]
-
-    def record(self, turn: SampledTurn) -> None:
-        """Adds a turn that follows no messages, but tokens."""
-        self.turns.append(turn)
 
 
 def _newest(nodes: Sequence[MessageNode]) -> MessageNode:

@@ -74,7 +74,6 @@ class McpTools:
         self.environment = list(environment)
         self.timeout_s = timeout_s
         self.schemas: list[dict[str, Any]] = []
-        self._names: set[str] = set()
         self._client: Any = None
         self._stderr: Any = None
         self._exits = AsyncExitStack()
@@ -113,7 +112,6 @@ class McpTools:
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        self._names = {schema["function"]["name"] for schema in self.schemas}
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -141,7 +139,7 @@ class McpTools:
         Raises:
             McpServerError: the server has ended, or does not answer in time.
         """
-        if name not in self._names:
+        if all(schema["function"]["name"] != name for schema in self.schemas):
             return f"error: unknown tool {name!r}"
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)

@@ -90,12 +90,20 @@ def _json_call(text: str, new_id: NewId) -> ToolCall | None:
     """The call `{"name": ..., "arguments": {...}}`; None if it is none. Arguments may be an object's JSON."""
     try:
         call = json.loads(text)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"].strip():
-            return None
-        arguments = call.get("arguments", call.get("parameters", {}))
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(json.loads(written), dict):
-            return None
+        if isinstance(call, dict) and str(call.get("name", "")).strip():
+            return read_call(call["name"], call.get("arguments", call.get("parameters", {})), new_id)
     except (ValueError, RecursionError):
-        return None
-    return ToolCall(id=new_id(), name=call["name"], arguments=written)
+        pass
+    return None
+
+
+def read_call(name: Any, arguments: Any, new_id: NewId) -> ToolCall:
+    """The call of a name with arguments: an object, or its JSON.
+
+    Raises:
+        ValueError: they are none.
+    """
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(json.loads(written), dict) or not isinstance(name, str):
+        raise ValueError(f"arguments of a tool call are not a JSON object: {written[:100]}")
+    return ToolCall(id=new_id(), name=name, arguments=written)

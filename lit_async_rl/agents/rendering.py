@@ -13,7 +13,6 @@ import functools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -266,12 +265,12 @@ class ChatRenderer:
                     "token: completions do not end there",
                     UNSTABLE,
                 )
-        return text[:end] + self._end_at(text, end)
+        return text[:end] + max((token for token in self._ends if text.startswith(token, end)), key=len)
 
-    def _end_at(self, text: str, place: int) -> str:
-        """The longest end token that a text has at a place."""
-        ends = [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
-        return max((end for end in ends if text.startswith(end, place)), key=len)
+    @functools.cached_property
+    def _ends(self) -> list[str]:
+        """Texts of the tokens that end a turn."""
+        return [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
 
     def _find_form_of_calls(self, kind: str) -> Literal["text", "call", "unclear", "lost"]:
         """How a turn with tool calls is marked: by a `text` in its place, or in its `call`; `lost` if its answers are.
@@ -337,8 +336,7 @@ class ChatRenderer:
 
     def _end_of_turn(self, text: str, begin: int) -> int | None:
         """Where the first end token stands in the text; None if there is none."""
-        ends = [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
-        return min((place for end in ends if (place := text.find(end, begin)) >= 0), default=None)
+        return min((place for end in self._ends if (place := text.find(end, begin)) >= 0), default=None)
 
     def _render(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> str:
         continues = messages[-1]["role"] == "assistant" and bool(options.get("continue_final_message"))
@@ -395,7 +393,7 @@ class ChatRenderer:
         before: Sequence[str],
         now: Sequence[str],
         *,
-        roles: Sequence[str] = (),
+        roles: Sequence[str],
         tools: Messages = (),
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> bool:
@@ -407,13 +405,13 @@ class ChatRenderer:
         Args:
             before: segments as they were rendered when the turns behind them were asked for.
             now: the same segments in a rendering of the longer conversation.
-            roles: role of the last message in each segment; empty if all are of the user.
+            roles: role of the last message in each segment.
             tools: JSON schemas of the tools.
             options: further arguments of the template.
         """
         return all(
             self._goes_on(old, new, role, tools=tools, options=options)
-            for old, new, role in zip(before, now, roles or repeat("user", len(before)), strict=True)
+            for old, new, role in zip(before, now, roles, strict=True)
         )
 
     def _goes_on(self, old: str, new: str, role: str, *, tools: Messages, options: Mapping[str, Any]) -> bool:

@@ -13,19 +13,9 @@ from dataclasses import dataclass, replace
 
 from lit_async_rl.agents.credit import BranchCredit, BranchInfo
 from lit_async_rl.agents.graph import SampledTurn
-from lit_async_rl.environments.episode_engine import hash63
+from lit_async_rl.environments.episode_engine import GrowingRow, hash63
 from lit_async_rl.errors import EnvironmentFailure
-from lit_async_rl.types import (
-    Branch,
-    Completion,
-    ExpertChoices,
-    FinishReason,
-    GenerationRequest,
-    SamplerHead,
-    Turn,
-    blank_head,
-    join_heads,
-)
+from lit_async_rl.types import Branch, Completion, GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -35,12 +25,15 @@ class Row:
     Attributes:
         tokens: the row.
         own: turns that train in it.
-        leaf: its last turn.
     """
 
     tokens: Branch
     own: tuple[SampledTurn, ...]
-    leaf: SampledTurn
+
+    @property
+    def leaf(self) -> SampledTurn:
+        """Its last turn."""
+        return self.own[-1]
 
 
 def trained_turns(turns: Sequence[SampledTurn]) -> list[SampledTurn]:
@@ -76,47 +69,17 @@ def _row(leaf: SampledTurn, taken: set[int]) -> Row:
     """The row of a conversation, of which the turns `taken` train elsewhere."""
     path = leaf.path
     begin = next(n for n, turn in enumerate(path) if id(turn) not in taken)
-    prompt = path[begin].parent
-    prompt_ids = (() if prompt is None else prompt.ids) + path[begin].given_ids
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    loss_mask: list[bool] = []
-    heads: list[SamplerHead] = []
-    turns: list[Turn] = []
-    for n, turn in enumerate(path[begin:]):
-        sampled = turn.completion
-        num_given = len(turn.given_ids) if n else 0
-        token_ids += (*turn.given_ids[:num_given], *sampled.token_ids)
-        logprobs += (*[0.0] * num_given, *sampled.logprobs)
-        versions += (*versions[-1:] * num_given, *sampled.versions)
-        loss_mask += (*[False] * num_given, *[True] * len(sampled.token_ids))
-        if sampled.head is not None:
-            heads += (blank_head(num_given, sampled.head.width), sampled.head)
-        turns.append(Turn(len(token_ids), 0.0, hash63(turn.given_text), call=turn.call))
-    return Row(
-        tokens=Branch(
-            prompt_ids=prompt_ids,
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
-            versions=tuple(versions),
-            loss_mask=tuple(loss_mask),
-            head=join_heads(heads) if heads else None,
-            experts=_experts(path, len(prompt_ids) + len(token_ids) - 1),
-            turns=tuple(turns),
-        ),
-        own=tuple(path[begin:]),
-        leaf=leaf,
-    )
-
-
-def _experts(path: Sequence[SampledTurn], num_read: int) -> ExpertChoices | None:
-    """Experts of a row: the first recording of each token."""
-    known: ExpertChoices | None = None
-    for turn in path:
-        if turn.completion.experts is not None:
-            known = turn.completion.experts if known is None else known.continued(turn.completion.experts)
-    return None if known is None else known.padded(num_read)
+    own = path[begin:]
+    before = () if begin == 0 else path[begin - 1].ids
+    prompt_ids = before + own[0].given_ids
+    row = GrowingRow()
+    for turn in path[:begin]:
+        row.add_experts(turn.completion)
+    for turn in own:
+        if row.turns:
+            row.add_given(turn.given_ids)
+        row.add_sampled(turn.completion, hash63(turn.given_text), call=turn.call)
+    return Row(Branch(prompt_ids=prompt_ids, **row.fields(len(prompt_ids))), own=tuple(own))
 
 
 def completion_of(
@@ -137,22 +100,13 @@ def completion_of(
     credits = [float(value) for value in credit(tuple(_info(row, number) for number, row in enumerate(rows)))]
     if len(credits) != len(rows) or not all(map(math.isfinite, credits)):
         raise ValueError(f"{type(credit).__name__} must return {len(rows)} finite numbers, got {credits}")
-    main = rows[0].tokens
-    reason: FinishReason = "length" if rows[0].leaf.completion.finish_reason == "length" else "stop"
+    main, *others = (replace(row.tokens, credit=value) for row, value in zip(rows, credits, strict=True))
     return Completion(
+        **(vars(main) | {"prompt_ids": None if main.prompt_ids == request.prompt_ids else main.prompt_ids}),
         request_id=request.id,
         sample_index=sample_index,
-        token_ids=main.token_ids,
-        logprobs=main.logprobs,
-        versions=main.versions,
-        finish_reason=reason,
-        loss_mask=main.loss_mask,
-        turns=main.turns,
-        head=main.head,
-        experts=main.experts,
-        prompt_ids=None if main.prompt_ids == request.prompt_ids else main.prompt_ids,
-        credit=credits[0],
-        branches=tuple(_with_credit(row.tokens, value) for row, value in zip(rows[1:], credits[1:], strict=True)),
+        finish_reason="length" if rows[0].leaf.completion.finish_reason == "length" else "stop",
+        branches=tuple(others),
     )
 
 
@@ -164,8 +118,3 @@ def _info(row: Row, number: int) -> BranchInfo:
         num_tokens=row.tokens.num_own_tokens,
         system=row.leaf.system,
     )
-
-
-def _with_credit(branch: Branch, credit: float) -> Branch:
-
-    return replace(branch, credit=credit)

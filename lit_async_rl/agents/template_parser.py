@@ -11,13 +11,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lit_async_rl.agents.calls import REASONING_KEYS, ReplyMessage, ToolCall
-from lit_async_rl.agents.parsing import NewId, ReplyParser, TaggedParser
+from lit_async_rl.agents.calls import REASONING_KEYS, ReplyMessage
+from lit_async_rl.agents.parsing import NewId, ReplyParser, TaggedParser, read_call
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import LimitedLog
 
@@ -120,14 +119,8 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
     Raises:
         ValueError, KeyError, TypeError: it has another form.
     """
-    calls = []
-    for call in found.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function["arguments"]
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(json.loads(written), dict) or not isinstance(function["name"], str):
-            raise ValueError(f"arguments of a tool call are not a JSON object: {written[:100]}")
-        calls.append(ToolCall(id=new_id(), name=function["name"], arguments=written))
+    functions = [call["function"] for call in found.get("tool_calls") or ()]
+    calls = [read_call(function["name"], function["arguments"], new_id) for function in functions]
     content = found.get("content") or ""
     if not isinstance(content, str):
         raise TypeError(f"the content is no text: {str(content)[:100]}")

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -62,7 +62,7 @@ class VerifiersPrompts(PromptSource):
         loaded = loaders.load_taskset(loaders.resolve_env_config({"taskset": self.taskset}).taskset)
         if size is None and not loaded.bounded:
             raise ValueError(f"VerifiersPrompts.size must be set: the taskset {loaded.config.id!r} is infinite")
-        self._prompts = [_prompt(index, task) for index, task in _numbered(loaded, first, last)]
+        self._prompts = [_prompt(index, task) for index, task in itertools.islice(enumerate(loaded), first, last)]
         if len(self._prompts) < (size or 1):
             raise ValueError(
                 f"VerifiersPrompts with first={first} and size={size} needs {first + (size or 1)} tasks: the taskset "
@@ -76,10 +76,6 @@ class VerifiersPrompts(PromptSource):
         if not 0 <= index < len(self._prompts):
             raise IndexError(index)
         return self._prompts[index]
-
-
-def _numbered(taskset: Any, first: int, last: int | None) -> Iterator[tuple[int, Any]]:
-    return itertools.islice(enumerate(taskset), first, last)
 
 
 def _prompt(index: int, task: Any) -> Prompt:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.base import RolloutEngine, set_up
 from lit_async_rl.environments.base import Environment, Episode, Observation, close_one
 from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest, PlayedSample
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
@@ -44,30 +42,69 @@ NO_PROMPT = "an environment needs the prompt, not only its tokens"
 
 
 @dataclass(eq=False)
-class Conversation(PlayedSample):
-    """A multi-turn rollout so far; lists have one entry per token after the prompt."""
+class GrowingRow:
+    """Turns of the policy, and tokens given between them; lists have one entry per token after the prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
-    heads: list[SamplerHead] = field(default_factory=list)  # one per turn or observation
+    heads: list[SamplerHead] = field(default_factory=list)  # one per turn, and one for the tokens between two
     experts: ExpertChoices | None = None  # including the prompt's
-    reward: float = 0.0
     turns: list[Turn] = field(default_factory=list)
+
+    def add_sampled(self, sampled: Completion, state: int, call: int | None = None) -> None:
+        """Appends a turn of the policy, without a reward.
+
+        Args:
+            sampled: the turn.
+            state: see `Turn`; likewise `call`.
+            call: number of an agent's call.
+        """
+        self.token_ids += sampled.token_ids
+        self.logprobs += sampled.logprobs
+        self.versions += sampled.versions
+        self.loss_mask += [True] * len(sampled.token_ids)
+        if sampled.head is not None:
+            self.heads.append(sampled.head)
+        self.add_experts(sampled)
+        self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=state, call=call))
+
+    def add_experts(self, sampled: Completion) -> None:
+        """Adds the experts of a turn and of all tokens before it: the first recording of each token counts."""
+        if sampled.experts is not None:
+            self.experts = sampled.experts if self.experts is None else self.experts.continued(sampled.experts)
+
+    def add_given(self, token_ids: tuple[int, ...]) -> None:
+        """Appends tokens that the policy did not sample."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += [self.versions[-1]] * len(token_ids)
+        self.loss_mask += [False] * len(token_ids)
+        if self.heads:
+            self.heads.append(blank_head(len(token_ids), self.heads[0].width))
+
+    def fields(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """Fields of a `TokenRow` that follows so many tokens."""
+        num_read = num_prompt_tokens + len(self.token_ids) - 1  # the model has not read the last token
+        return dict(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            loss_mask=tuple(self.loss_mask),
+            head=join_heads(self.heads) if self.heads else None,
+            experts=None if self.experts is None else self.experts.padded(num_read),
+            turns=tuple(self.turns),
+        )
+
+
+@dataclass(eq=False)
+class Conversation(GrowingRow, PlayedSample):
+    """A multi-turn rollout so far."""
+
+    reward: float = 0.0
     state: int = 0  # hash of the environment's last state
     episode: Episode | None = None
-
-    @classmethod
-    def of(cls, request: GenerationRequest) -> list[Conversation]:
-        """Conversations of a request, one per sample.
-
-        Raises:
-            InvariantError: the request has no prompt.
-        """
-        if request.prompt is None:
-            raise InvariantError(NO_PROMPT)
-        return [cls(request, n) for n in range(request.num_samples)]
 
     @property
     def prompt(self) -> Prompt:
@@ -76,32 +113,11 @@ class Conversation(PlayedSample):
             raise InvariantError(NO_PROMPT)
         return self.request.prompt
 
-    def add_turn(self, turn: Completion) -> None:
-        """Appends a turn of the policy; `set_result` adds its reward."""
-        self.token_ids += turn.token_ids
-        self.logprobs += turn.logprobs
-        self.versions += turn.versions
-        self.loss_mask += [True] * len(turn.token_ids)
-        if turn.head is not None:
-            self.heads.append(turn.head)
-        if turn.experts is not None:  # these include the prompt's, which is the whole conversation
-            self.experts = turn.experts if self.experts is None else self.experts.continued(turn.experts)
-        self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
-
     def set_result(self, observation: Observation) -> None:
         """Sets the reward of the last turn and the initial state of the next."""
         self.reward += observation.reward
         self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
         self.state = hash63(observation.text if observation.state is None else observation.state)
-
-    def add_observation(self, token_ids: tuple[int, ...]) -> None:
-        """Appends tokens of the environment."""
-        self.token_ids += token_ids
-        self.logprobs += [0.0] * len(token_ids)
-        self.versions += [self.versions[-1]] * len(token_ids)
-        self.loss_mask += [False] * len(token_ids)
-        if self.heads:
-            self.heads.append(blank_head(len(token_ids), self.heads[0].width))
 
     def next_request(self) -> GenerationRequest:
         """The request of the next turn."""
@@ -129,19 +145,12 @@ class Conversation(PlayedSample):
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The rollout as a completion."""
-        num_read = len(self.request.prompt_ids) + len(self.token_ids) - 1  # the model has not read the last token
         return Completion(
             request_id=self.request.id,
             sample_index=self.sample_index,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
             finish_reason=finish_reason,
-            loss_mask=tuple(self.loss_mask),
             reward=self.reward,
-            turns=tuple(self.turns),
-            head=join_heads(self.heads) if self.heads else None,
-            experts=None if self.experts is None else self.experts.padded(num_read),
+            **self.fields(len(self.request.prompt_ids)),
         )
 
 
@@ -288,8 +297,11 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
 
     def _begin(self, opened: OpenRequest[Conversation]) -> list[GenerationRequest]:
         """One request for the first turns of all samples, which share its prompt."""
-        opened.samples = Conversation.of(opened.request)
-        return [self._register(opened.request, dict(enumerate(opened.samples)))]
+        request = opened.request
+        if request.prompt is None:
+            raise InvariantError(NO_PROMPT)
+        opened.samples = [Conversation(request, n) for n in range(request.num_samples)]
+        return [self._register(request, dict(enumerate(opened.samples)))]
 
     def _begin_again(self, failed: Conversation, pause_s: float) -> None:
         request = failed.request
@@ -311,17 +323,13 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
         """Starts closing the episode of a conversation, if there is one."""
         episode = conversation.episode
         conversation.episode = None
-        if episode is None or episode is self.environment:  # an environment that is its own episode is closed in `end`
-            return
-        if (close := getattr(episode, "close", None)) is not None:
-            self._tasks.finish(self._close(close))
+        if episode is not None and episode is not self.environment:  # which `end` closes
+            self._tasks.finish(self._close(episode))
 
-    async def _close(self, close: Callable[[], Any]) -> None:
-        """Calls `close` of an episode or environment, which may be a plain function; only logs errors."""
+    async def _close(self, owner: Episode | Environment) -> None:
+        """Calls `close` of an episode or environment; only logs errors."""
         try:
-            ended = close()
-            if inspect.isawaitable(ended):
-                await asyncio.wait_for(ended, self.step_timeout_s)
+            await asyncio.wait_for(close_one(owner), self.step_timeout_s)
         except asyncio.TimeoutError:
             self._warn_of_close(f"did not return within {self.policy.limit}")
         except (Exception, asyncio.CancelledError) as error:
@@ -335,25 +343,38 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
         super().end()
         close: Any = getattr(self.environment, "close", None)
         if close is not None and getattr(close, "__func__", None) is not Environment.close:
-            self._tasks.shared.end(lambda: self._close(close))
+            self._tasks.shared.end(lambda: self._close(self.environment))
 
     def _receive(self, conversation: Conversation, completion: Completion) -> None:
         """Adds a finished turn to its conversation, and passes it to the environment unless the episode is over."""
-        conversation.add_turn(completion)
+        conversation.add_sampled(completion, conversation.state)
         is_cut = completion.finish_reason != "stop"
         if is_cut and not self.step_cut_turns:
             self._finish(conversation, conversation.completion(completion.finish_reason))
             return
         sampling = conversation.request.sampling
-        text = self._tokenizer.decode(completion.token_ids, sampling.stop, sampling.stop_token_ids)
+        text = set_up(self._codec).decode(completion.token_ids, sampling.stop, sampling.stop_token_ids)
         self._play(conversation, lambda: self._continue_with_environment(conversation, text, is_cut))
 
     async def _continue_with_environment(self, conversation: Conversation, text: str, is_cut: bool) -> None:
-        """Continues an episode with the environment's response."""
+        """Ends the episode, or submits the policy's next turn, with the environment's response."""
         ids = await self._response_tokens(conversation, text, is_cut)
         with self._lock:
-            if not conversation.is_over:
-                self._continue(conversation, ids, is_cut)
+            if conversation.is_over:
+                return
+            if is_cut or (ids is not None and not self._has_room(conversation, len(ids))):
+                self._finish(conversation, conversation.completion("length"))
+            elif ids is None:
+                self._finish(conversation, conversation.completion("stop"))
+            else:
+                conversation.add_given(ids)
+                self._submit_turn(conversation)
+
+    def _has_room(self, conversation: Conversation, num_given: int) -> bool:
+        """Whether the policy may take another turn after so many tokens of the environment."""
+        request = conversation.request
+        length = len(request.prompt_ids) + len(conversation.token_ids) + num_given + request.sampling.max_tokens
+        return len(conversation.turns) < self.max_turns and length <= self.max_model_len
 
     async def _response_tokens(self, conversation: Conversation, text: str, is_cut: bool) -> tuple[int, ...] | None:
         """Tokens of the environment's response; None if the episode ends. All errors are `EnvironmentFailure`."""
@@ -374,26 +395,13 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
             observation: Observation = await (step_cut if is_cut else conversation.episode.step)(text)
             as_reward(observation.reward)
             conversation.set_result(observation)
-            return None if observation.done else self._tokenizer.encode_continuation(observation.text)
+            return None if observation.done else set_up(self._codec).encode_continuation(observation.text)
         except EnvironmentFailure as error:  # of an episode in another process
             raise conversation.failure(self.environment, text, str(error), cause=error) from error
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # its own TimeoutError, too, which is not our limit; sys.exit would end the loop
             raise conversation.failure(self.environment, text, f"raised {type(error).__name__}: {error}") from error
-
-    def _continue(self, conversation: Conversation, ids: tuple[int, ...] | None, is_cut: bool) -> None:
-        """Ends the episode, or submits the policy's next turn after the observation `ids`. Errors are the engine's."""
-        if ids is None or is_cut:
-            self._finish(conversation, conversation.completion("length" if is_cut else "stop"))
-            return
-        request = conversation.request
-        length = len(request.prompt_ids) + len(conversation.token_ids) + len(ids) + request.sampling.max_tokens
-        if len(conversation.turns) == self.max_turns or length > self.max_model_len:
-            self._finish(conversation, conversation.completion("length"))
-            return
-        conversation.add_observation(ids)
-        self._submit_turn(conversation)
 
     def _submit_turn(self, conversation: Conversation) -> None:
         """Submits the next turn of a conversation."""

@@ -24,10 +24,10 @@ class GymnasiumEpisode(Episode):
 
     Args:
         env: environment of this episode only, already reset.
-        threads: executor of the calls; None is the event loop's own, with a few more threads than cores.
+        threads: executor of the calls.
     """
 
-    def __init__(self, env: Any, threads: Executor | None = None) -> None:
+    def __init__(self, env: Any, threads: Executor) -> None:
         self.env = env
         self._threads = threads
         self._call_lock = threading.Lock()  # a cancelled call continues in its thread, and must end before the next

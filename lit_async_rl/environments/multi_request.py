@@ -34,9 +34,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import EngineWrapper, RolloutEngine
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, set_up
 from lit_async_rl.engines.completion_check import RequestLedger
-from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.runtime.loop import LoopTasks, SharedLoop
@@ -136,9 +136,11 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         self._is_successor = False  # replaces an engine that has logged its warnings
         self._trains = True  # not if its samples are of a validation
 
-    def _share_loop(self, other: MultiRequestEngine[S]) -> None:
-        """Makes another engine use the event loop of this one."""
+    def _with_engine_in_loop(self, engine: RolloutEngine) -> MultiRequestEngine[S]:
+        """This environment or agent around another engine, in the same event loop."""
+        other = self.with_engine(engine)
         other._tasks = LoopTasks(self._tasks.shared)
+        return other
 
     def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
         """Prepares for turns of an engine that is set up."""
@@ -147,18 +149,16 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
         """This environment or agent around another engine, in the same event loop and without training."""
-        other = self.with_engine(engine)
+        other = self._with_engine_in_loop(engine)
         other._trains = False
         other._use(engine, codec)
-        self._share_loop(other)
         return other
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """See `RolloutEngine`; environment or agent stay the same object, in the same event loop."""
-        other = self.with_engine(self.engine.fresh(out_of_memory))
+        other = self._with_engine_in_loop(self.engine.fresh(out_of_memory))
         other.special_tokens = self.special_tokens
         other._is_successor = True
-        self._share_loop(other)
         return other
 
     def setup(self, model: str) -> None:
@@ -176,15 +176,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
 
     @property
     def _open_ledger(self) -> RequestLedger:
-        if self._ledger is None:
-            raise SetupError(f"{type(self).__name__} was used before it was set up")
-        return self._ledger
-
-    @property
-    def _tokenizer(self) -> TextCodec:
-        if self._codec is None:
-            raise SetupError(f"{type(self).__name__} was used before it was set up")
-        return self._codec
+        return set_up(self._ledger)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         deadline = time.monotonic() + timeout_s
@@ -325,7 +317,11 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         except Exception as error:
             with self._lock:
                 if not sample.is_over:
-                    self._error = self._error or error
+                    self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Has `poll` raise an error; without the lock, which a thread that hangs in the inner engine may hold."""
+        self._error = self._error or error
 
     def _after_play(self, sample: S) -> None:
         with self._lock:
@@ -350,7 +346,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
                     sample.request.prompt, sample.num_failed, failure, keeps_prompt=self._keeps_prompt(sample)
                 )
             except EnvironmentFailure as error:
-                self._error = self._error or error
+                self._break(error)
                 return
             if is_tried_again:
                 self._begin_again(sample, self.policy.pause_s(sample.num_failed))

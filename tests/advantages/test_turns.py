@@ -124,11 +124,11 @@ def test_a_conversation_keeps_rewards_and_states_of_its_turns():
 
     def says(*ids):
         fields = dict(token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(0,) * len(ids))
-        talk.add_turn(Completion(request_id=0, sample_index=0, finish_reason="stop", **fields))
+        talk.add_sampled(Completion(request_id=0, sample_index=0, finish_reason="stop", **fields), talk.state)
 
     says(5, 6)
     talk.set_result(Observation(text="seen", reward=0.25))
-    talk.add_observation((7, 7, 7))
+    talk.add_given((7, 7, 7))
     says(8)
     talk.set_result(Observation(text="other", reward=1.0, state="seen"))
     says(9)

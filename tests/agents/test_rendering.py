@@ -47,7 +47,7 @@ def test_a_conversation_is_continued_whatever_the_template_does(codecs, name):
     asked = renderer.segments([user(QUESTION)])
     assert renderer.encode(asked[0]) == codec.encode(Prompt(messages=[user(QUESTION)]))
     segments = renderer.segments(talk_of(), sampled=(1,))
-    assert renderer.is_continued(asked, segments[:-1])
+    assert renderer.is_continued(asked, segments[:-1], roles=["user"])
     turn = turn_of(codec, ANSWER)
     assert SECOND in codec.tokenizer.decode(renderer.encode_after(turn, segments[-1]))
 
@@ -77,7 +77,7 @@ def test_reasoning_that_the_template_strips_later_stays(codecs, name):
     reasoned = turn_of(codec, f"<think>two and two</think>{ANSWER}")
     talk = [user(QUESTION), {"role": "assistant", "content": f"<think>two and two</think>{ANSWER}"}, user(SECOND)]
     segments = renderer.segments(talk, sampled=(1,))
-    assert renderer.is_continued([asked], segments[:-1])
+    assert renderer.is_continued([asked], segments[:-1], roles=["user"])
     whole = (*renderer.encode(asked), *reasoned, *renderer.encode_after(reasoned, segments[-1]))
     assert "two and two" in codec.tokenizer.decode(whole)
     again = codec.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
@@ -132,7 +132,7 @@ def test_a_template_that_wants_calls_before_answers_of_tools():
     grown = []
     for length, sampled in ((1, ()), (3, (1,)), (5, (1, 3)), (7, (1, 3, 5))):
         segments = renderer.segments(talk[:length], sampled=sampled)
-        assert renderer.is_continued(grown, segments[:-1])
+        assert renderer.is_continued(grown, segments[:-1], roles=["user"] * len(grown))
         grown = segments
     assert grown == ["[17+25=]", "<eos>(42)", "<eos>(42)", "<eos>[1]"]
 

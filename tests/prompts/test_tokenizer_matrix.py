@@ -137,14 +137,16 @@ def test_turns_are_the_rendering_and_only_answers_train(name: str) -> None:
     end = next(n for n in range(len(prompt_ids), len(whole.ids)) if whole.ids[n] in ends)
     turn = tuple(whole.ids[len(prompt_ids) : end + 1])
     request = GenerationRequest(id=0, prompt_ids=prompt_ids, num_samples=1, sampling=SamplingParams(), prompt=prompt)
-    talk = Conversation.of(request)[0]
+    talk = Conversation(request, 0)
     zeros = dict(logprobs=(0.0,) * len(turn), versions=(0,) * len(turn))
-    talk.add_turn(Completion(request_id=0, sample_index=0, token_ids=turn, finish_reason="stop", **zeros))
+    talk.add_sampled(
+        Completion(request_id=0, sample_index=0, token_ids=turn, finish_reason="stop", **zeros), talk.state
+    )
     assert codec.decode(turn).strip() == f"{family_history(name)}{ANSWER}"
     answer_end = whole_text.index(ANSWER) + len(ANSWER)
     end_text = codec.tokenizer.convert_ids_to_tokens(whole.ids[end])
     observed = whole_text[whole_text.index(end_text, answer_end) + len(end_text) :]
-    talk.add_observation(codec.encode_continuation(observed))
+    talk.add_given(codec.encode_continuation(observed))
     following = talk.next_request()
     assert following.prompt_ids == tuple(whole.ids)
     mask = [False] * len(prompt_ids) + talk.loss_mask

@@ -7,6 +7,7 @@ joined are the text of the same call without a stream, since a character of seve
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,23 +148,26 @@ class Answer:
     def _logprobs(self, reply: Reply, begin: int, *, end: int) -> dict[str, Any]:
         """Log-probabilities of the tokens `begin` to `end`."""
         ids = reply.token_ids[begin:end]
-        values = [max(float(value), MIN_LOGPROB) for value in reply.logprobs[begin:end]]
-        shown = [self._shown(token) for token in ids]
+        entries = [
+            self._entry(token, float(value)) for token, value in zip(ids, reply.logprobs[begin:end], strict=True)
+        ]
         tops = [self._top(reply, number) for number in range(begin, begin + len(ids))]
         if self._is_chat:
-            entries = [
-                {"token": text, "logprob": value, "bytes": list(self._texts.bytes_of(token)), "top_logprobs": top}
-                for token, text, value, top in zip(ids, shown, values, tops, strict=True)
-            ]
-            return {"content": entries, "refusal": None}
-        before = len("".join(self._texts.of(reply.token_ids[:begin])))
-        offsets = []
-        for text in self._texts.of(ids):
-            offsets.append(before)
-            before += len(text)
+            content = [entry | {"top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
+            return {"content": content, "refusal": None}
+        num_before = len("".join(self._texts.of(reply.token_ids[:begin])))
+        *offsets, _ = itertools.accumulate(map(len, self._texts.of(ids)), initial=num_before)
         named = [{entry["token"]: entry["logprob"] for entry in top} for top in tops]
-        found: dict[str, Any] = {"tokens": shown, "token_logprobs": values, "text_offset": offsets}
-        return found | {"top_logprobs": named if self._call.top_logprobs else None}
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "text_offset": offsets,
+            "top_logprobs": named if self._call.top_logprobs else None,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = list(self._texts.bytes_of(token))
+        return {"token": self._shown(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
 
     def _shown(self, token: int) -> str:
         data = self._texts.bytes_of(token)
@@ -178,14 +182,7 @@ class Answer:
             return []
         likeliest = reply.head.ids[number, : self._call.top_logprobs].tolist()
         values = reply.head.logprobs[number, : self._call.top_logprobs].tolist()
-        return [
-            {
-                "token": self._shown(token),
-                "logprob": max(value, MIN_LOGPROB),
-                "bytes": list(self._texts.bytes_of(token)),
-            }
-            for token, value in zip(likeliest, values, strict=True)
-        ]
+        return [self._entry(token, value) for token, value in zip(likeliest, values, strict=True)]
 
     # -- streams -------------------------------------------------------------------------------------------------------
 

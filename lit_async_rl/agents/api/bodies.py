@@ -15,7 +15,16 @@ from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.agents.api.formats import content_check, refuse_constant
-from lit_async_rl.agents.api.shapes import MAX_CHOICES, Body, ChatBody, ChatMessage, Shape, TextBody, shaped
+from lit_async_rl.agents.api.shapes import (
+    MAX_CHOICES,
+    Body,
+    ChatBody,
+    ChatMessage,
+    ContentFormat,
+    Shape,
+    TextBody,
+    shaped,
+)
 from lit_async_rl.agents.calls import REASONING_KEYS
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
 from lit_async_rl.types import SamplingParams
@@ -223,13 +232,13 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     tools = tuple(kept["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
     lengths = [length for length in (chat.max_tokens, chat.max_completion_tokens) if length is not None]
-    choice = tool_choice(chat.tool_choice, [tool.function.name for tool in chat.tools or ()])
+    functions = forced_functions(chat.tool_choice, [tool.function.name for tool in chat.tools or ()])
     return Call(
         model=chat.model,
         messages=tuple(_message(message, f"messages[{number}]") for number, message in enumerate(chat.messages)),
         tools=tools,
-        calls_tools=choice.calls_tools,
-        rule=reply_rule(choice, is_parallel=chat.parallel_tool_calls, content=_chat_content(chat)),
+        calls_tools=chat.tool_choice != "none",
+        rule=reply_rule(functions, is_parallel=chat.parallel_tool_calls, content=_chat_content(chat)),
         chat_template_kwargs=chat.chat_template_kwargs,
         n=chat.n,
         max_tokens=min(lengths, default=None),
@@ -354,14 +363,12 @@ def _includes_usage(body: Body) -> bool:
 def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
     """Prompts of a completion: a text, token ids, or a list of either."""
     prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-    if not isinstance(prompts, list) or not prompts:
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
         raise invalid("prompt", f"prompt must be a string, token ids, or a list of either, got {quoted(prompt)}")
     if len(prompts) > MAX_PROMPTS:
         raise invalid(
             "prompt", f"prompt must be at most {MAX_PROMPTS}, got {len(prompts)}", code="array_above_max_length"
         )
-    if any(not isinstance(one, str) and not _is_ids(one) for one in prompts):
-        raise invalid("prompt", f"prompt must be a string, token ids, or a list of either, got {quoted(prompt)}")
     return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
 
 
@@ -405,29 +412,16 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _chat_content(chat: ChatBody) -> ContentCheck | None:
-    wanted = chat.response_format
-    if wanted is None or wanted.type != "json_schema":
-        return None if wanted is None else content_check(wanted.type)
+    wanted = chat.response_format or ContentFormat()
+    if wanted.type != "json_schema":
+        return content_check(wanted.type)
     if wanted.json_schema is None:
         raise invalid("response_format.json_schema", "response_format.json_schema is needed for the type json_schema")
     return content_check(wanted.type, wanted.json_schema.schema_, param="response_format.json_schema.schema")
 
 
-@dataclass(frozen=True)
-class ToolChoice:
-    """Choice of tools.
-
-    Attributes:
-        calls_tools: whether calls are parsed.
-        functions: names of which at least one must be called; None leaves the choice to the policy.
-    """
-
-    calls_tools: bool = True
-    functions: frozenset[str] | None = None
-
-
-def tool_choice(choice: Any, names: Sequence[str]) -> ToolChoice:
-    """The choice that a call makes among its tools.
+def forced_functions(choice: Any, names: Sequence[str]) -> frozenset[str] | None:
+    """Names of tools of which a reply must call at least one; None leaves the choice to the policy.
 
     Args:
         choice: field `tool_choice` of a body.
@@ -436,16 +430,14 @@ def tool_choice(choice: Any, names: Sequence[str]) -> ToolChoice:
     Raises:
         ApiError: the choice is unknown, or needs tools that the call does not have.
     """
-    if choice == "none":
-        return ToolChoice(calls_tools=False)
-    if choice is None:
-        return ToolChoice()
+    if choice is None or choice == "none":
+        return None
     if not names:
         raise invalid("tool_choice", "tool_choice needs tools")
     if choice == "auto":
-        return ToolChoice()
+        return None
     if choice == "required":
-        return ToolChoice(functions=frozenset(names))
+        return frozenset(names)
     named = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = named.get("name") if isinstance(named, dict) else None
     if name is None or name not in names:
@@ -453,11 +445,13 @@ def tool_choice(choice: Any, names: Sequence[str]) -> ToolChoice:
             "tool_choice",
             f"tool_choice must be auto, none, required or a function of tools, got {quoted(choice)}",
         )
-    return ToolChoice(functions=frozenset((name,)))
+    return frozenset((name,))
 
 
-def reply_rule(choice: ToolChoice, *, is_parallel: bool, content: ContentCheck | None) -> ReplyRule | None:
+def reply_rule(
+    functions: frozenset[str] | None, *, is_parallel: bool, content: ContentCheck | None
+) -> ReplyRule | None:
     """The rule that replies must keep; None if every reply keeps it."""
-    if choice.functions is None and is_parallel and content is None:
+    if functions is None and is_parallel and content is None:
         return None
-    return ReplyRule(functions=choice.functions, max_tool_calls=None if is_parallel else 1, content=content)
+    return ReplyRule(functions=functions, max_tool_calls=None if is_parallel else 1, content=content)

@@ -41,16 +41,12 @@ class ApiError(Exception):
         self.kind = kind
 
     @property
-    def body(self) -> dict[str, Any]:
-        """The answer."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-    @property
     def response(self) -> ApiResponse:
         """The answer as it is sent."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return ApiResponse(
             status=self.status,
-            body=json.dumps(self.body, ensure_ascii=False).encode(errors="replace"),
+            body=json.dumps({"error": error}, ensure_ascii=False).encode(errors="replace"),
             # the official client tries 429 again, which would be refused again
             headers={"x-should-retry": "false"} if self.status == TOO_MANY else {},
         )

@@ -16,17 +16,13 @@ class ApiRequest:
     Attributes:
         path: of the URL.
         body: JSON.
-        authorization: header of this name; None without, likewise all others.
-        attempt: header `ATTEMPT`.
-        idempotency_key: header `IDEMPOTENCY_KEY`.
+        headers: by their names in lower case.
         method: of HTTP.
     """
 
     path: str
     body: bytes
-    authorization: str | None
-    attempt: str | None = None
-    idempotency_key: str | None = None
+    headers: Mapping[str, str]
     method: str = "POST"
 
 

@@ -105,10 +105,6 @@ def _client_class() -> Any:
             body = plain | dict(extra_body or {})
             return await super().create(messages=(), model=model, extra_body=body, **arguments)
 
-    class Completions(AsyncCompletions):
-        async def create(self, *, model: str = POLICY, **arguments: Any) -> Any:
-            return await super().create(model=model, **arguments)
-
     class Client(openai.AsyncOpenAI):
         @functools.cached_property
         def chat(self) -> AsyncChat:
@@ -118,11 +114,13 @@ def _client_class() -> Any:
 
         @functools.cached_property
         def completions(self) -> AsyncCompletions:
-            return Completions(self)
+            return _without_model(AsyncCompletions)(self)
 
         @functools.cached_property
-        def responses(self) -> Any:
-            return _responses_class()(self)
+        def responses(self) -> Any:  # imported by their first call, as in the official client
+            from openai.resources.responses import AsyncResponses
+
+            return _without_model(AsyncResponses)(self)
 
         def copy(self, **options: Any) -> Any:
             other: Any = super().copy(**options)
@@ -136,15 +134,14 @@ def _client_class() -> Any:
 
 
 @functools.cache
-def _responses_class() -> Any:
-    """The official client's responses, whose calls need no `model`; imported by their first call, as there."""
-    from openai.resources.responses import AsyncResponses
+def _without_model(kind: Any) -> Any:
+    """A kind of calls of the official client that need no `model`."""
 
-    class Responses(AsyncResponses):
+    class Calls(kind):  # type: ignore[misc]
         async def create(self, *, model: Any = POLICY, **arguments: Any) -> Any:
             return await super().create(model=model, **arguments)
 
-    return Responses
+    return Calls
 
 
 def _plain(value: Any) -> Any:

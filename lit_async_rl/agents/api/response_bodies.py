@@ -16,8 +16,8 @@ from lit_async_rl.agents.api.bodies import (
     check_number_of_messages,
     check_options,
     engine_seed,
+    forced_functions,
     reply_rule,
-    tool_choice,
     without_ignored,
 )
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
@@ -57,15 +57,15 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
     kept = without_ignored(body, limits.ignored_options)
     given = shaped(ResponseBody, kept)
     tools = [_chat_tool(tool) for tool in kept["tools"]] if given.tools else None
-    choice = tool_choice(given.tool_choice, [tool.name for tool in given.tools or ()])
+    functions = forced_functions(given.tool_choice, [tool.name for tool in given.tools or ()])
     content = _content(given.text or TextOptions(), limits.ignored_options)
     system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
     return Call(
         model=given.model,
         messages=(*system, *_messages(given.input)),
         tools=None if tools is None else tuple(tools),
-        calls_tools=choice.calls_tools,
-        rule=reply_rule(choice, is_parallel=given.parallel_tool_calls, content=content),
+        calls_tools=given.tool_choice != "none",
+        rule=reply_rule(functions, is_parallel=given.parallel_tool_calls, content=content),
         chat_template_kwargs=given.chat_template_kwargs,
         max_tokens=given.max_output_tokens,
         seed=engine_seed(given.seed),
@@ -116,7 +116,8 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "reasoning":
-            reasoning = text_of_reasoning(shaped(ReasoningItem, item, where))
+            parts = shaped(ReasoningItem, item, where).content or ()
+            reasoning = "".join(part.text for part in parts)
             is_open = False
         elif kind == "message":
             message = shaped(MessageItem, item, where)
@@ -140,8 +141,3 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         raise invalid("input", "input needs an item that is no reasoning")
     return messages
-
-
-def text_of_reasoning(item: ReasoningItem) -> str:
-    """Text of a reasoning; empty if there is none to read."""
-    return "".join(part.text for part in item.content or ())

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from lit_async_rl.agents.api.errors import ApiError
 
 MAX_KEY_CHARS = 256
-_PERSONS = {"/v1/chat/completions": b"chat", "/v1/completions": b"text", "/v1/responses": b"responses"}
 
 
 def digest_of(path: str, body: bytes) -> bytes:
     """Digest of a request, equal for its repetitions."""
-    return hashlib.blake2b(body, digest_size=16, person=_PERSONS.get(path, b"")).digest()
+    return hashlib.blake2b(body, digest_size=16, key=path.encode()).digest()
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from lit_async_rl.agents.api.answers import Answer, TokenTexts
 from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
 from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
-from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
+from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
 from lit_async_rl.agents.api.response_bodies import RESPONSES, response_call
 from lit_async_rl.agents.api.retries import MAX_KEY_CHARS, CallBook, RepeatableCall, digest_of
@@ -87,7 +87,7 @@ class CallService:
             ApiError: the path is none of the API, or the key is missing, unknown, or of an episode that has ended.
         """
         _check_path(request)
-        scheme, _, key = (request.authorization or "").partition(" ")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
             raise ApiError(
@@ -138,8 +138,8 @@ class CallService:
         check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
         known = session.book.join(
             digest_of(request.path, request.body),
-            attempt=_attempt(request.attempt),
-            idempotency_key=_idempotency_key(request.idempotency_key),
+            attempt=_attempt(request.headers.get(ATTEMPT, "")),
+            idempotency_key=_idempotency_key(request.headers.get(IDEMPOTENCY_KEY)),
         )
         try:
             replies = await _sample(session.episode, call, call_ids(call, known.id))
@@ -245,8 +245,8 @@ def _check_path(request: ApiRequest) -> None:
         )
 
 
-def _attempt(header: str | None) -> int:
-    return int(header) if header is not None and header.isdecimal() and len(header) < 6 else 0
+def _attempt(header: str) -> int:
+    return int(header) if header.isdecimal() and len(header) < 6 else 0
 
 
 def _idempotency_key(header: str | None) -> str | None:

@@ -49,7 +49,7 @@ class ContentPart(Shape):
     @property
     def said(self) -> str | None:
         """Its text; None if it has none."""
-        return self.text if self.type == "text" else self.refusal
+        return self.refusal if self.type == "refusal" else self.text
 
 
 def _check_said(part: ContentPart) -> ContentPart:
@@ -74,6 +74,11 @@ Content = Annotated[
     Field(min_length=1, fail_fast=True),
     BeforeValidator(_listed_content),
 ]
+
+
+def text_of(content: Sequence[ContentPart]) -> str:
+    """Texts of a content, joined."""
+    return "".join(part.said or "" for part in content)
 
 
 class CalledFunction(Shape):
@@ -114,7 +119,7 @@ class ChatMessage(Shape):
     @property
     def text(self) -> str | None:
         """Texts of the content, joined; None without one."""
-        return None if self.content is None else "".join(part.said or "" for part in self.content)
+        return None if self.content is None else text_of(self.content)
 
 
 def _check_properties(properties: dict[str, Any]) -> dict[str, Any]:
@@ -228,21 +233,12 @@ class ItemPart(ContentPart):
 
     type: Literal["text", "input_text", "output_text", "refusal"]  # type: ignore[assignment]
 
-    @property
-    def said(self) -> str | None:
-        return self.refusal if self.type == "refusal" else self.text
-
 
 ItemContent = Annotated[
     list[Annotated[ItemPart, AfterValidator(_check_said)]],
     Field(fail_fast=True),
     BeforeValidator(_listed_content),
 ]
-
-
-def text_of(content: Sequence[ContentPart]) -> str:
-    """Texts of a content, joined."""
-    return "".join(part.said or "" for part in content)
 
 
 class MessageItem(Shape):

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
+from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.api.openai_clients import import_openai
 
 
@@ -38,14 +38,8 @@ def transport_to(is_here: Callable[[str], bool], ask: Callable[[ApiRequest], Awa
             at = f"{url.scheme}://{url.netloc.decode()}/v1"
             if not is_here(at):
                 return await self._http.handle_async_request(request)
-            call = ApiRequest(
-                method=request.method,
-                path=url.path,
-                body=await request.aread(),
-                authorization=request.headers.get("authorization"),
-                attempt=request.headers.get(ATTEMPT),
-                idempotency_key=request.headers.get(IDEMPOTENCY_KEY),
-            )
+            body = await request.aread()
+            call = ApiRequest(method=request.method, path=url.path, body=body, headers=request.headers)
             task = asyncio.ensure_future(ask(call))
             try:
                 await asyncio.wait({task}, timeout=request.extensions.get("timeout", {}).get("read"))

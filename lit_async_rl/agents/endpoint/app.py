@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from lit_async_rl.agents.api.errors import ApiError
-from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
+from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.api.service import CallService
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
@@ -52,15 +52,7 @@ async def _answer(request: Request, service: CallService) -> ApiResponse | None:
     Raises:
         ApiError: it is refused.
     """
-    headers = request.headers
-    call = ApiRequest(
-        method=request.method,
-        path=request.scope["path"],
-        body=b"",
-        authorization=headers.get("authorization"),
-        attempt=headers.get(ATTEMPT),
-        idempotency_key=headers.get(IDEMPOTENCY_KEY),
-    )
+    call = ApiRequest(method=request.method, path=request.scope["path"], body=b"", headers=request.headers)
     service.session(call)  # before its body is read
     body = await _read_body(request, service)
     if body is None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.calls import AgentResult, stated_result
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.runtime.commands import run_to_end
@@ -142,27 +141,16 @@ class CommandAgent:
             return AgentResult(reward=float(status == 0))
         if status:
             raise CommandAgentError(f"the agent {name!r} ended with exit {end_reason(status)}{end}")
-        result = _reward_of(line)
+        try:
+            result = stated_result(json.loads(line))
+        except (ValueError, RecursionError):
+            result = None
         if result is None:
             raise CommandAgentError(
                 f"the agent {name!r} must write its reward as the last line of stdout, as a number or an object like "
                 f'{{"reward": 0.5}}, got {line[:MAX_NAME_CHARS]!r}{end}'
             )
         return result
-
-
-def _reward_of(line: str) -> AgentResult | None:
-    """The reward that a line of stdout states; None if it states none."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    parts = value.get("parts", {}) if isinstance(value, dict) else {}
-    reward = value.get("reward") if isinstance(value, dict) else value
-    numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):  # True and False are 1 and 0
-        return None
-    return AgentResult(reward=float(reward or 0.0), parts={name: float(x) for name, x in parts.items()})
 
 
 def _input_of(prompt: Prompt) -> bytes:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import pickle
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -23,7 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lit_async_rl.agents.api.openai_clients import EndpointAddress, address_of
-from lit_async_rl.agents.calls import AgentResult
+from lit_async_rl.agents.calls import AgentResult, stated_result
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
@@ -273,11 +272,10 @@ class _Worker:
         if isinstance(error := reply.get("error"), str):
             waiting.set_exception(ProcessAgentError(error[:MAX_ERROR_CHARS]))
             return
-        parts = reply.get("parts")
-        numbers = [reply.get("reward"), *(parts.values() if isinstance(parts, dict) else [None])]
-        if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+        result = stated_result(reply)
+        if result is None:
             raise ValueError("no finite reward")
-        waiting.set_result(AgentResult(reward=reply["reward"], parts=dict(reply["parts"])))
+        waiting.set_result(result)
 
     async def _how_it_ended(self) -> str:
         status = await asyncio.to_thread(self._child.status, REAP_TIMEOUT_S)
