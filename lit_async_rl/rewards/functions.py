@@ -49,7 +49,6 @@ def load_reward(path: str) -> Callable[..., Any]:
     reward: Callable[..., Any] = forms.as_reward_function(getattr(importlib.import_module(module), name))
 
     references = references_of(reward)
-    wants_ids = forms.wants_token_ids(reward)
 
     def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
         if prompt is None or completion is None:
@@ -58,7 +57,7 @@ def load_reward(path: str) -> Callable[..., Any]:
             if prompt is None:
                 return references.full_marks, references.partial_credit
             return references.completion(prompt)
-        value = reward(prompt, completion, token_ids=token_ids) if wants_ids else reward(prompt, completion)
+        value = reward(prompt, completion, **forms.wanted(reward, token_ids=token_ids))
         try:
             return as_reward(value)
         except (TypeError, ValueError) as error:
