@@ -240,16 +240,12 @@ class CodeReward(Rebuildable):
         with self._lock:
             counts = self._num_weak_checked, self._num_checked
             self._num_checked = self._num_weak_checked = 0
-        if counts[0]:
-            log.warning(
-                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task; "
-                "CodeReward.tests=plain refuses such prompts",
+        if counts[1]:
+            log.log(
+                logging.WARNING if counts[0] else logging.INFO,
+                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task%s",
                 *counts,
-            )
-        elif counts[1]:
-            log.info(
-                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task",
-                *counts,
+                "; CodeReward.tests=plain refuses such prompts" if counts[0] else "",
             )
 
     def _read(self, prompt: Prompt) -> tuple[Cases, SplitTests]:
@@ -459,7 +455,7 @@ def head_of(prompt: Prompt, function: str | None) -> str | None:
     """Code of a prompt before its function; None for prompts that are not code before the function."""
     if function is None:
         return None
-    start = re.search(rf"^(async )?def {re.escape(function)}\(", prompt.text, re.MULTILINE)
+    start = _definition(function, prompt.text)
     if start is None:
         return None
     head = prompt.text[: start.start()]
@@ -468,6 +464,10 @@ def head_of(prompt: Prompt, function: str | None) -> str | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return head
+
+
+def _definition(function: str, code: str) -> re.Match[str] | None:
+    return re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE)
 
 
 def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
@@ -479,7 +479,7 @@ def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str
     head = head_of(prompt, function)
     if function is None or head is None or "class Solution" in code:
         return "", code
-    if re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE):
+    if _definition(function, code):
         return head, f"{head}\n{code}"
     body = code if code[:1].isspace() else "".join(f"    {line}" for line in code.splitlines(keepends=True))
     return head, f"{prompt.text.rstrip()}\n{body}"
