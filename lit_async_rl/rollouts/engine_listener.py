@@ -145,10 +145,9 @@ class EngineSpans:
         """`poll` has returned; it was called at `began`."""
         if not self._is_silent or not self._recorder.is_started:
             return
-        busy_s = engine.busy_s - self._busy_s
-        num_tokens = engine.num_tokens - self._num_tokens
-        self._busy_s = engine.busy_s
-        self._num_tokens = engine.num_tokens
+        before = self._busy_s, self._num_tokens
+        self._busy_s, self._num_tokens = engine.busy_s, engine.num_tokens  # read once: they grow meanwhile
+        busy_s, num_tokens = self._busy_s - before[0], self._num_tokens - before[1]
         if busy_s > 0:
             ended = time.monotonic()
             # Time passes between the counter and the clock, by another amount in each poll: spans must not overlap.

@@ -13,12 +13,14 @@ import lightning.pytorch as pl
 import pytest
 from failing_engines import failing
 from flow import fit, make_data, make_module
+from quick_engines import Quick
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
 from lit_async_rl.callbacks.monitors import bottleneck_verdict, timeline
+from lit_async_rl.rollouts.engine_listener import EngineSpans
 from lit_async_rl.runtime import spans
 from lit_async_rl.runtime.spans import merge_traces, read_trace, trace_files
-from lit_async_rl.scheduling.bottleneck import intervals
+from lit_async_rl.scheduling.bottleneck import MICRO, intervals
 from lit_async_rl.simulation import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.training.trackers import CSVLog
@@ -102,10 +104,38 @@ def test_what_a_step_consists_of(tmp_path):
 
 def test_an_engine_that_records_nothing_is_drawn_from_its_totals(tmp_path):
     engine = SimulatedEngine(Constant(0.01), num_slots=8, tokens_per_s=1000.0)
-    events, verdict = run(tmp_path, engine=engine)
-    seen, said = intervals(events), verdict.intervals
-    assert seen.engine_busy_s / seen.wall_s == pytest.approx(said.engine_busy_s / said.wall_s, abs=0.02)
+    events, _ = run(tmp_path, engine=engine)
+    drawn = named(events, "decode")
+    assert 0 < MICRO * sum(e["dur"] for e in drawn) <= engine.busy_s
+    assert 0 < sum(e["args"]["tokens"] for e in drawn) <= engine.num_tokens
     check_lanes(events)
+
+
+def test_of_totals_that_grow_while_they_are_read_nothing_is_lost():
+    class Working(Quick):
+        """Generates for a millisecond before each reading of a total."""
+
+        records_spans = False
+
+        @property
+        def busy_s(self):
+            time.sleep(0.002)
+            self.busy += 0.001
+            return self.busy
+
+        @property
+        def num_tokens(self):
+            self.tokens += 1
+            return self.tokens
+
+    engine, recorder = Working(), spans.start_recording()
+    drawer = EngineSpans(engine)
+    for _ in range(20):
+        drawer.polled(engine, 0.0, 0)
+    spans.stop_recording(recorder)
+    (span,) = named(recorder.take(include_open=True), "decode")
+    assert span["args"]["tokens"] == engine.tokens
+    assert MICRO * span["dur"] == pytest.approx(engine.busy, abs=1e-5)
 
 
 @pytest.mark.slow
