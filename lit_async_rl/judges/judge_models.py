@@ -171,30 +171,26 @@ class Permit:
     """
 
     def __init__(self, limiter: ConcurrencyLimiter, order: int) -> None:
-        self._limiter = limiter
+        self.limiter = limiter
         self._order = order
         self._is_held = False
 
     async def acquire(self) -> None:
         """Waits for the permit."""
-        await self._limiter.acquire(self._order)
+        await self.limiter.acquire(self._order)
         self._is_held = True
 
     def release(self) -> None:
         """Releases the permit, if it is held."""
         if self._is_held:
             self._is_held = False
-            self._limiter.release()
+            self.limiter.release()
 
     async def pause(self, seconds: float) -> None:
         """Sleeps without holding the permit."""
         self.release()
         await asyncio.sleep(seconds)
         await self.acquire()
-
-    def pause_all(self, seconds: float) -> None:
-        """Grants no permit to any question for so long."""
-        self._limiter.pause_for(seconds)
 
 
 # -- An OpenAI-compatible endpoint ------------------------------------------------------------------------------------
@@ -259,8 +255,7 @@ class Endpoint:
         self._fields = dict(fields)
         self._limits = limits
         self._on_request = on_request
-        self._clients: list[Any] = []
-        self._num_under_way: list[int] = []  # per client
+        self._clients: dict[Any, int] = {}  # with their numbers of requests under way
         self._failures_in_row = 0  # over all questions, since the last answer
         self._refusals_in_row = 0  # likewise, by 429
 
@@ -281,13 +276,12 @@ class Endpoint:
                 timeout=None,  # each request has one
                 verify=context,
             )
-            self._clients.append(client)
-        self._num_under_way = [0 for _ in self._clients]
+            self._clients[client] = 0
 
     async def close(self) -> None:
         """Closes all connections; `open` opens new ones."""
         clients = self._clients
-        self._clients = []
+        self._clients = {}
         for client in clients:
             await client.aclose()
 
@@ -341,7 +335,7 @@ class Endpoint:
         self._failures_in_row += 1
         self._refusals_in_row = self._refusals_in_row + 1 if error.is_limited else 0
         if self._refusals_in_row >= MAX_REFUSALS and error.retry_after_s:
-            permit.pause_all(min(error.retry_after_s, MAX_PAUSE_S))
+            permit.limiter.pause_for(min(error.retry_after_s, MAX_PAUSE_S))
 
     async def _post(self, messages: Sequence[Mapping[str, str]], left_s: float, is_first: bool) -> Answer:
         self._on_request(is_first)
@@ -362,18 +356,18 @@ class Endpoint:
 
     async def _exchange(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes]:
         content = bytearray()
-        pool = min(range(len(self._clients)), key=self._num_under_way.__getitem__)
-        counts = self._num_under_way
-        counts[pool] += 1
+        clients = self._clients
+        client = min(clients, key=clients.__getitem__)
+        clients[client] += 1
         try:
-            async with self._clients[pool].stream("POST", self._url, json=body) as response:
+            async with client.stream("POST", self._url, json=body) as response:
                 async for chunk in response.aiter_bytes():
                     content += chunk
                     if len(content) > MAX_ANSWER_BYTES:
                         raise TransientError(f"the judge's answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
                 return response.status_code, response.headers, bytes(content)
         finally:
-            counts[pool] -= 1
+            clients[client] -= 1
 
     def _failure(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
         shown = self._without_key(content.decode("utf-8", "replace"))[:MAX_SHOWN_CHARS]

@@ -61,23 +61,19 @@ def field_text(value: Any) -> str:
     return np.format_float_positional(float(value), trim="-") if has_exponent else text
 
 
-def answer_texts(value: Any) -> tuple[str, ...]:
-    """Accepted answers of a record as texts; the value is a string, a number or a list of them.
+def answer_fields(value: Any) -> dict[str, Any]:
+    """Arguments of a `Prompt` for the answer of a record: a string, a number, or a list of accepted ones.
 
     Raises:
         ValueError: the value is of another type, or an empty list.
     """
-    if not isinstance(value, list | tuple | np.ndarray):
-        return (field_text(value),)
-    if len(value) == 0:
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    if is_list and len(value) == 0:
         raise ValueError("an empty list")
-    return tuple(map(field_text, value))
-
-
-def plain_value(value: Any) -> Any:
-    """An answer as its record has it, in types of Python that any checkpoint holds."""
-    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    return float(value) if isinstance(value, Decimal) else value
+    answer, *others = map(field_text, value if is_list else [value])
+    plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value  # types that any checkpoint holds
+    plain = float(plain) if isinstance(plain, Decimal) else plain
+    return {"answer": answer, "other_answers": tuple(others), "answer_value": plain}
 
 
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
@@ -365,13 +361,11 @@ class RecordPrompts(PromptSource):
             raise IndexError(index)
         record = self._records[index]
         where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
-        answers: tuple[str | None, ...] = (None,)
-        value = None
+        answers: dict[str, Any] = {}
         if self.answer_field is not None:
             answers = self._read(
-                record, "answer_field", index=index, read=answer_texts, wanted="text, a number or a list of them"
+                record, "answer_field", index=index, read=answer_fields, wanted="text, a number or a list of them"
             )
-            value = _field(record, self.answer_field)
         content = self._read(
             record, "prompt_field", index=index, read=_text_or_messages, wanted="text, a number or messages"
         )
@@ -383,7 +377,7 @@ class RecordPrompts(PromptSource):
         elif self.template != "{prompt}":
             raise ValueError(f"{where}: the field holds messages, but template={self.template!r} is for text prompts")
         others = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
-        return self._prompt(content, answers, value, others=others, where=where)
+        return self._prompt(content, answers, others=others, where=where)
 
     def _read(self, record: Mapping[str, Any], setting: str, *, index: int, read: Callable[[Any], T], wanted: str) -> T:
         """Reads the field that a setting names."""
@@ -397,28 +391,19 @@ class RecordPrompts(PromptSource):
             raise ValueError(f"{where}: the field must hold {wanted}, not {error}") from None
 
     def _prompt(
-        self,
-        content: str | Sequence[Any],
-        answers: tuple[str | None, ...],
-        value: Any,
-        *,
-        others: dict[str, Any],
-        where: str,
+        self, content: str | Sequence[Any], answers: Mapping[str, Any], *, others: dict[str, Any], where: str
     ) -> Prompt:
         """The prompt of a record.
 
         Args:
             content: text or messages.
-            answers: accepted answers; None alone is none.
-            value: what the record has for them.
-            others: its other fields.
+            answers: see `answer_fields`; empty without an answer.
+            others: the other fields of the record.
             where: name of the content, for messages.
         """
         if isinstance(content, str) and self.as_chat:
             content = [{"role": "user", "content": content}]
-        given: dict[str, Any] = {"text" if isinstance(content, str) else "messages": content}
-        given |= {"answer": answers[0], "other_answers": answers[1:]}
-        given["answer_value"] = None if answers[0] is None else plain_value(value)
+        given = {"text" if isinstance(content, str) else "messages": content, **answers}
         try:
             return Prompt(**given, metadata=with_template_kwargs(others, self.chat_template_kwargs))
         except ValueError as error:
@@ -783,9 +768,8 @@ class InMemoryPrompts(RecordPrompts):
             raise ValueError(f"{self.where(index)} must have 'prompt' or 'messages', got the keys {sorted(record)}")
         content = record[found[0]]
         where = f"{self.where(index)}[{found[0]!r}]"
-        answers: tuple[str | None, ...]
         try:
-            answers = (None,) if is_missing(record.get("answer")) else answer_texts(record["answer"])
+            answers = {} if is_missing(record.get("answer")) else answer_fields(record["answer"])
         except ValueError as error:
             wanted = "a string, a number or a list of them"
             raise ValueError(f"{self.where(index)}['answer'] must be {wanted}, got {error}") from None
@@ -794,7 +778,7 @@ class InMemoryPrompts(RecordPrompts):
         if not is_text and not is_list:
             wanted = "a string or a list of messages" if found == ["prompt"] else "a list of messages"
             raise ValueError(f"{where} must be {wanted}, got {str(content)[:80]!r}")
-        return self._prompt(content, answers, record.get("answer"), others=fields, where=where)
+        return self._prompt(content, answers, others=fields, where=where)
 
     def where(self, index: int) -> str:
         """Setting and index of the prompt."""

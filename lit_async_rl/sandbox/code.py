@@ -158,12 +158,10 @@ class CodeReward(Rebuildable):
         except ValueError:
             self._sandbox.close()
             raise
-        self._lock = threading.Lock()  # guards the next eight
+        self._lock = threading.Lock()  # guards the next six
         self._num_checked = 0
         self._num_weak_checked = 0
-        self._counts: Counter[str] = Counter()
-        self._num_programs = 0
-        self._num_weak = 0
+        self._counts: Counter[str] = Counter()  # of completions by outcome, of those with weak tests, of programs
         self._cpu_s = 0.0
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._warnings: set[str] = set()
@@ -281,11 +279,9 @@ class CodeReward(Rebuildable):
     def metrics(self) -> dict[str, float]:
         """Totals so far, and latencies of recent completions."""
         with self._lock:
-            found = {f"{self._name}/num_{outcome}": float(self._counts[outcome]) for outcome in OUTCOMES}
-            found[f"{self._name}/num_weak"] = float(self._num_weak)
-            found[f"{self._name}/num_programs"] = float(self._num_programs)
-            if self._num_programs:
-                found[f"{self._name}/cpu_s"] = self._cpu_s / self._num_programs
+            found = {f"{self._name}/num_{key}": float(self._counts[key]) for key in (*OUTCOMES, "weak", "programs")}
+            if num_programs := self._counts["programs"]:
+                found[f"{self._name}/cpu_s"] = self._cpu_s / num_programs
             if self._seconds:
                 found[f"{self._name}/latency_s"] = sum(self._seconds) / len(self._seconds)
         return found
@@ -431,7 +427,7 @@ class CodeReward(Rebuildable):
 
     def _note(self, result: ProgramResult, call: _Call) -> ProgramResult:
         with self._lock:
-            self._num_programs += call.is_counted
+            self._counts["programs"] += call.is_counted
             self._cpu_s += result.cpu_s * call.is_counted
         return result
 
@@ -440,7 +436,7 @@ class CodeReward(Rebuildable):
             return
         with self._lock:
             self._counts[outcome] += 1
-            self._num_weak += is_weak
+            self._counts["weak"] += is_weak
             self._seconds.append(time.monotonic() - call.began)
 
     def _warn_once(self, problem: str, failure: str, hint: str) -> None:

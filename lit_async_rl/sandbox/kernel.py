@@ -88,10 +88,9 @@ def unmount(target: str) -> None:
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
-def make_read_only(target: str, with_mounts_below: bool = True, allows_devices: bool = False) -> None:
+def make_read_only(target: str, with_mounts_below: bool = True) -> None:
     """Makes a mount read-only, without effect of set-user-id and of device files. Linux 5.12."""
-    attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | (0 if allows_devices else MOUNT_ATTR_NODEV)
-    wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
+    wanted = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0)
     flags = AT_RECURSIVE if with_mounts_below else 0
     _syscall(f"mount_setattr {target}", 442, -100, target.encode(), flags, wanted, len(wanted))
 
