@@ -539,6 +539,7 @@ class LocalModel:
         if self._thread is None:
             self._loaded = concurrent.futures.Future()
             self._inbox = queue.SimpleQueue()
+            self._numbers = itertools.count()
             self._problem = None
             self._thread = start_thread(self._work, self._inbox, self._loaded, name="judge-model")
         await asyncio.shield(asyncio.wrap_future(self._loaded))

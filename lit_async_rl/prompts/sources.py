@@ -403,7 +403,7 @@ class RecordPrompts(PromptSource):
         """
         if isinstance(content, str) and self.as_chat:
             content = [{"role": "user", "content": content}]
-        given = {"text" if isinstance(content, str) else "messages": content, **answers}
+        given: dict[str, Any] = {"text" if isinstance(content, str) else "messages": content, **answers}
         try:
             return Prompt(**given, metadata=with_template_kwargs(others, self.chat_template_kwargs))
         except ValueError as error:
