@@ -11,7 +11,7 @@ from typing import Any
 
 MAX_DEPTH = 200  # of nested values
 MAX_COLLISIONS = 1000  # of a set or dictionary
-ITEMS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
+ITEMS: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
 
 
 class NotPlain(TypeError):
