@@ -123,13 +123,13 @@ class Account:
         self.spent["calls"] += 1
         self.counts["retries"] += not is_first
 
-    def note_answer(self, answer: Answer, latency_s: float) -> None:
+    def note_answer(self, answer: Answer) -> None:
         """Counts an answer.
 
         Raises:
             RewardSetupError: the budget limits tokens or cost, and the answer does not report its tokens.
         """
-        self._latencies.append(latency_s)
+        self._latencies.append(answer.latency_s)
         if answer.prompt_tokens is None or answer.completion_tokens is None:
             for name in ("tokens", "cost"):
                 if (limit := getattr(self._budget, name)) is not None:
@@ -296,33 +296,21 @@ class JudgeReward(Rebuildable):
         self._name = name
         self._limits = limits
         self._account = Account(budget)
-        self._check(base_url, engine, model)
-        self._check_cache(engine, cache)
+        self._check(base_url, engine, model, cache=cache)
         self._asked: Endpoint | LocalModel | PolicyModel
-        account = self._account
+        on_request = self._account.note_request
         sampling = SamplingParams(temperature=1.0 if temperature is None else temperature, max_tokens=max_tokens)
         if base_url is not None:
             length = {} if "max_completion_tokens" in self.request else {"max_tokens": max_tokens}
             warmth = {} if temperature is None else {"temperature": temperature}
+            fields = length | warmth | self.request
             self._asked = Endpoint(
-                base_url,
-                self.model,
-                api_key_env,
-                fields=length | warmth | self.request,
-                limits=limits,
-                on_request=account.note_request,
-                on_answer=account.note_answer,
+                base_url, self.model, api_key_env, fields=fields, limits=limits, on_request=on_request
             )
         elif isinstance(engine, RolloutEngine):
-            self._asked = LocalModel(
-                self.model,
-                engine,
-                sampling=sampling,
-                on_request=account.note_request,
-                on_answer=account.note_answer,
-            )
+            self._asked = LocalModel(self.model, engine, sampling=sampling, on_request=on_request)
         else:
-            self._asked = PolicyModel(sampling=sampling, on_request=account.note_request, on_answer=account.note_answer)
+            self._asked = PolicyModel(sampling=sampling, on_request=on_request)
         self._cache_setting = cache
         self._cache = VerdictCache()
         if cache not in (None, IN_RUN):
@@ -335,7 +323,9 @@ class JudgeReward(Rebuildable):
         self._loop: LoopThread | None = None
         self._log = LimitedLog(log)
 
-    def _check(self, base_url: str | None, engine: RolloutEngine | str | None, model: str | None) -> None:
+    def _check(
+        self, base_url: str | None, engine: RolloutEngine | str | None, model: str | None, cache: str | None
+    ) -> None:
         if (base_url is None) == (engine is None):
             which = "neither" if base_url is None else "both"
             raise ValueError(f"JudgeReward needs either base_url or engine, got {which}")
@@ -368,9 +358,6 @@ class JudgeReward(Rebuildable):
                 raise ValueError(f"JudgeReward.{name}=fallback needs JudgeReward.fallback, a reward")
         if not self._name.isidentifier():
             raise ValueError(f"JudgeReward.name must be letters, digits and underscores, got {self._name!r}")
-
-    @staticmethod
-    def _check_cache(engine: RolloutEngine | str | None, cache: str | None) -> None:
         if engine == POLICY and cache not in (None, IN_RUN):
             raise ValueError(
                 f"JudgeReward.cache={cache!r} with engine={POLICY}: the policy's verdicts change with its weights and "
@@ -566,6 +553,7 @@ class JudgeReward(Rebuildable):
             deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
             mark = question.draw_mark()
             answer = await self._asked.ask(question.messages(mark, self._asked.special_tokens), permit, deadline)
+            self._account.note_answer(answer)
         except NoPolicyError:  # the fit has ended; not a failure of the judge
             raise
         except FinalRewardError:

@@ -90,12 +90,17 @@ class Answer:
         text: None for an answer without text, such as a refusal in a separate field.
         prompt_tokens: tokens read; None if the endpoint does not report them. Likewise `completion_tokens`.
         is_cut: whether the token limit ended it, and it may still be within its reasoning.
+        latency_s: seconds of the request that it answers.
     """
 
     text: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
     is_cut: bool = False
+    latency_s: float = 0.0
+
+
+Asked = tuple[GenerationRequest, concurrent.futures.Future[Answer]]
 
 
 # -- Concurrent requests ----------------------------------------------------------------------------------------------
@@ -166,30 +171,26 @@ class Permit:
     """
 
     def __init__(self, limiter: ConcurrencyLimiter, order: int) -> None:
-        self._limiter = limiter
+        self.limiter = limiter
         self._order = order
         self._is_held = False
 
     async def acquire(self) -> None:
         """Waits for the permit."""
-        await self._limiter.acquire(self._order)
+        await self.limiter.acquire(self._order)
         self._is_held = True
 
     def release(self) -> None:
         """Releases the permit, if it is held."""
         if self._is_held:
             self._is_held = False
-            self._limiter.release()
+            self.limiter.release()
 
     async def pause(self, seconds: float) -> None:
         """Sleeps without holding the permit."""
         self.release()
         await asyncio.sleep(seconds)
         await self.acquire()
-
-    def pause_all(self, seconds: float) -> None:
-        """Grants no permit to any question for so long."""
-        self._limiter.pause_for(seconds)
 
 
 # -- An OpenAI-compatible endpoint ------------------------------------------------------------------------------------
@@ -219,7 +220,6 @@ class Endpoint:
         fields: further fields of each request, such as `temperature`.
         limits: for the calls.
         on_request: called before each request; may refuse it by raising.
-        on_answer: called with each answer and its latency in seconds.
 
     Raises:
         ModuleNotFoundError: the extra `judge` is not installed.
@@ -235,7 +235,6 @@ class Endpoint:
         fields: Mapping[str, Any],
         limits: JudgeLimits,
         on_request: Callable[[bool], None],
-        on_answer: Callable[[Answer, float], None],
     ) -> None:
         try:
             import httpx
@@ -256,9 +255,7 @@ class Endpoint:
         self._fields = dict(fields)
         self._limits = limits
         self._on_request = on_request
-        self._on_answer = on_answer
-        self._clients: list[Any] = []
-        self._num_under_way: list[int] = []  # per client
+        self._clients: dict[Any, int] = {}  # with their numbers of requests under way
         self._failures_in_row = 0  # over all questions, since the last answer
         self._refusals_in_row = 0  # likewise, by 429
 
@@ -279,13 +276,12 @@ class Endpoint:
                 timeout=None,  # each request has one
                 verify=context,
             )
-            self._clients.append(client)
-        self._num_under_way = [0 for _ in self._clients]
+            self._clients[client] = 0
 
     async def close(self) -> None:
         """Closes all connections; `open` opens new ones."""
         clients = self._clients
-        self._clients = []
+        self._clients = {}
         for client in clients:
             await client.aclose()
 
@@ -339,7 +335,7 @@ class Endpoint:
         self._failures_in_row += 1
         self._refusals_in_row = self._refusals_in_row + 1 if error.is_limited else 0
         if self._refusals_in_row >= MAX_REFUSALS and error.retry_after_s:
-            permit.pause_all(min(error.retry_after_s, MAX_PAUSE_S))
+            permit.limiter.pause_for(min(error.retry_after_s, MAX_PAUSE_S))
 
     async def _post(self, messages: Sequence[Mapping[str, str]], left_s: float, is_first: bool) -> Answer:
         self._on_request(is_first)
@@ -356,24 +352,22 @@ class Endpoint:
             raise TransientError(self._without_key(describe(error))) from None
         if status != 200:
             raise self._failure(status, headers, content)
-        answer = _read_answer(content)
-        self._on_answer(answer, time.monotonic() - began)
-        return answer
+        return replace(_read_answer(content), latency_s=time.monotonic() - began)
 
     async def _exchange(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes]:
         content = bytearray()
-        pool = min(range(len(self._clients)), key=self._num_under_way.__getitem__)
-        counts = self._num_under_way
-        counts[pool] += 1
+        clients = self._clients
+        client = min(clients, key=clients.__getitem__)
+        clients[client] += 1
         try:
-            async with self._clients[pool].stream("POST", self._url, json=body) as response:
+            async with client.stream("POST", self._url, json=body) as response:
                 async for chunk in response.aiter_bytes():
                     content += chunk
                     if len(content) > MAX_ANSWER_BYTES:
                         raise TransientError(f"the judge's answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
                 return response.status_code, response.headers, bytes(content)
         finally:
-            counts[pool] -= 1
+            clients[client] -= 1
 
     def _failure(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
         shown = self._without_key(content.decode("utf-8", "replace"))[:MAX_SHOWN_CHARS]
@@ -443,13 +437,64 @@ def decoded_answer(codec: TextCodec, prompt_ids: Sequence[int], completion_ids: 
     return Answer(text=text, prompt_tokens=len(prompt_ids), completion_tokens=len(completion_ids))
 
 
-# -- A model in this process ------------------------------------------------------------------------------------------
+# -- A model on an engine ---------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Asked:
-    token_ids: tuple[int, ...]
-    future: concurrent.futures.Future[Answer]
+def request_of(
+    messages: Sequence[Mapping[str, str]],
+    *,
+    codec: TextCodec,
+    sampling: SamplingParams,
+    max_model_len: int,
+    number: int,
+    who: str,
+    priority: int = 0,
+) -> GenerationRequest:
+    """The request for the answer to a conversation.
+
+    Args:
+        messages: the conversation.
+        codec: of the model.
+        sampling: parameters for the answer, which ends at the latest where the context does.
+        max_model_len: of the engine.
+        number: of the request.
+        who: name of the judge, for messages.
+        priority: of the request.
+
+    Raises:
+        FinalRewardError: the conversation has no encoding, or is too long.
+    """
+    try:
+        ids = codec.encode(Prompt(messages=messages))
+    except ValueError as error:
+        raise FinalRewardError(f"{who} cannot be asked: {error}") from error
+    if (room := max_model_len - len(ids)) < 1:
+        raise FinalRewardError(
+            f"a question to the judge has {len(ids)} tokens, which is more than the engine's "
+            f"max_model_len={max_model_len}"
+        )
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    return GenerationRequest(id=number, prompt_ids=ids, num_samples=1, sampling=sampling, priority=priority)
+
+
+async def answer_of(future: concurrent.futures.Future[Answer], deadline: float, *, began: float, who: str) -> Answer:
+    """The answer to a request.
+
+    Args:
+        future: of the answer.
+        deadline: time by the loop's clock.
+        began: when the request was made, by `time.monotonic`.
+        who: name of the judge, for messages.
+
+    Raises:
+        FinalRewardError: there is none by the deadline.
+    """
+    left_s = deadline - asyncio.get_running_loop().time()
+    try:
+        answer = await asyncio.wait_for(asyncio.wrap_future(future), max(0.001, left_s))
+    except (TimeoutError, asyncio.TimeoutError):
+        raise FinalRewardError(f"{who} did not answer within JudgeLimits.timeout_s") from None
+    return replace(answer, latency_s=time.monotonic() - began)
 
 
 class LocalModel:
@@ -462,7 +507,7 @@ class LocalModel:
         model: Hugging Face name or folder.
         engine: template; each run sets up a fresh engine with the same settings.
         sampling: parameters for the answers.
-        on_request: see `Endpoint`; likewise `on_answer`.
+        on_request: see `Endpoint`.
     """
 
     def __init__(
@@ -472,17 +517,16 @@ class LocalModel:
         *,
         sampling: SamplingParams,
         on_request: Callable[[bool], None],
-        on_answer: Callable[[Answer, float], None],
     ) -> None:
         self._model = model
         self._given = engine
         self._sampling = sampling
         self._on_request = on_request
-        self._on_answer = on_answer
-        self._codec: TextCodec | None = None
+        self._who = f"the judge {model!r}"
+        self._numbers = itertools.count()  # of requests
         self._thread: threading.Thread | None = None
-        self._inbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._loaded: concurrent.futures.Future[RolloutEngine] = concurrent.futures.Future()
+        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._loaded: concurrent.futures.Future[tuple[RolloutEngine, TextCodec]] = concurrent.futures.Future()
         self._problem: RewardSetupError | None = None  # why the thread ended
         self.special_tokens: tuple[str, ...] = ()
 
@@ -495,6 +539,7 @@ class LocalModel:
         if self._thread is None:
             self._loaded = concurrent.futures.Future()
             self._inbox = queue.SimpleQueue()
+            self._numbers = itertools.count()
             self._problem = None
             self._thread = start_thread(self._work, self._inbox, self._loaded, name="judge-model")
         await asyncio.shield(asyncio.wrap_future(self._loaded))
@@ -513,68 +558,56 @@ class LocalModel:
         began = time.monotonic()
         if self._problem is not None:
             raise self._problem
-        if self._codec is None:
-            raise RewardSetupError(f"the judge {self._model!r} was asked before it was loaded")
-        try:
-            ids = self._codec.encode(Prompt(messages=messages))
-        except ValueError as error:
-            raise FinalRewardError(f"the judge {self._model!r} cannot be asked: {error}") from error
-        asked = _Asked(ids, concurrent.futures.Future())
-        self._inbox.put(asked)
-        left_s = deadline - asyncio.get_running_loop().time()
-        try:
-            answer = await asyncio.wait_for(asyncio.wrap_future(asked.future), max(0.001, left_s))
-        except (TimeoutError, asyncio.TimeoutError):
-            raise FinalRewardError(f"the judge {self._model!r} did not answer within JudgeLimits.timeout_s") from None
-        self._on_answer(answer, time.monotonic() - began)
-        return answer
+        engine, codec = self._loaded.result()  # since `open`
+        request = request_of(
+            messages,
+            codec=codec,
+            sampling=self._sampling,
+            max_model_len=engine.max_model_len,
+            number=next(self._numbers),
+            who=self._who,
+        )
+        future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+        self._inbox.put((request, future))
+        return await answer_of(future, deadline, began=began, who=self._who)
 
-    def _work(self, inbox: queue.SimpleQueue[_Asked | None], loaded: concurrent.futures.Future[RolloutEngine]) -> None:
-        waiting: dict[int, _Asked] = {}
+    def _work(
+        self,
+        inbox: queue.SimpleQueue[Asked | None],
+        loaded: concurrent.futures.Future[tuple[RolloutEngine, TextCodec]],
+    ) -> None:
+        waiting: dict[int, Asked] = {}
         engine = self._given.fresh()
-        problem = FinalRewardError(f"the judge {self._model!r} was closed")
+        problem = FinalRewardError(f"{self._who} was closed")
         try:
             # The end-of-turn token behind a verdict must not become part of its line.
-            codec = self._codec = TextCodec(self._model, "tags")
+            codec = TextCodec(self._model, "tags")
             self.special_tokens = tuple(map(str, codec.tokenizer.all_special_tokens))
             with unrecorded():
                 engine.setup(self._model)
                 engine.load_weights(0, _weights(self._model))
-            loaded.set_result(engine)
-            numbers = itertools.count()
+            loaded.set_result((engine, codec))
             while True:
                 for asked in _taken(inbox, wait=not waiting):
                     if asked is None:
                         return
-                    self._submit(engine, next(numbers), asked, waiting=waiting)
+                    waiting[asked[0].id] = asked
+                    engine.submit([asked[0]])
                 for completion in engine.poll(POLL_S) if waiting else ():
-                    done = waiting.pop(completion.request_id)
-                    resolve(done.future, decoded_answer(codec, done.token_ids, completion.token_ids))
+                    request, future = waiting.pop(completion.request_id)
+                    resolve(future, decoded_answer(codec, request.prompt_ids, completion.token_ids))
         except Exception as error:
             reason = describe(error).replace("model.model", "JudgeReward.model")
-            problem = self._problem = RewardSetupError(f"the judge {self._model!r} failed: {reason}")
+            problem = self._problem = RewardSetupError(f"{self._who} failed: {reason}")
             if not loaded.done():
                 loaded.set_exception(problem)
         finally:
             engine.close()
-            for asked in (*waiting.values(), *filter(None, _taken(inbox, wait=False))):
-                resolve(asked.future, problem)
-
-    def _submit(self, engine: RolloutEngine, number: int, asked: _Asked, *, waiting: dict[int, _Asked]) -> None:
-        room = engine.max_model_len - len(asked.token_ids)
-        if room < 1:
-            length = len(asked.token_ids)
-            longest = engine.max_model_len
-            problem = f"a question to the judge has {length} tokens, which is more than its context of {longest}"
-            resolve(asked.future, FinalRewardError(problem))
-            return
-        sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
-        request = GenerationRequest(id=number, prompt_ids=asked.token_ids, num_samples=1, sampling=sampling)
-        waiting[number] = asked
-        engine.submit([request])
+            for _, future in (*waiting.values(), *filter(None, _taken(inbox, wait=False))):
+                resolve(future, problem)
 
 
-def _taken(inbox: queue.SimpleQueue[_Asked | None], wait: bool) -> list[_Asked | None]:
+def _taken(inbox: queue.SimpleQueue[Asked | None], wait: bool) -> list[Asked | None]:
     """Drains a queue; with `wait`, blocks for the first item."""
     found = [inbox.get()] if wait else []
     while not inbox.empty():

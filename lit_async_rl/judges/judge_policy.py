@@ -19,19 +19,19 @@ import concurrent.futures
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from lit_async_rl.errors import FinalRewardError, RewardSetupError
-from lit_async_rl.judges.judge_models import Answer, Permit, decoded_answer, resolve
+from lit_async_rl.judges.judge_models import Answer, Asked, Permit, answer_of, decoded_answer, request_of, resolve
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, PRIORITY
 from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
 POLICY = "policy"  # in place of an engine: the run's own
 FIRST_QUESTION_ID = 2**10 * FIRST_ID  # evaluations count from `FIRST_ID`, and make no million requests each
 Answered = concurrent.futures.Future[Answer]
+WHO = "the policy as a judge"
 NO_POLICY = (
     f"JudgeReward.engine={POLICY} asks the policy in training, on the engine of a fit, and there is none here: outside "
     "of training, and for a reward in a process of its own or of a monitor, use another judge"
@@ -51,22 +51,14 @@ class PolicyModel:
     Args:
         sampling: parameters for the answers.
         on_request: called before each request; may refuse it by raising.
-        on_answer: called with each answer and its latency in seconds.
 
     Attributes:
         policy: answers the questions; None outside a fit.
     """
 
-    def __init__(
-        self,
-        *,
-        sampling: SamplingParams,
-        on_request: Callable[[bool], None],
-        on_answer: Callable[[Answer, float], None],
-    ) -> None:
+    def __init__(self, *, sampling: SamplingParams, on_request: Callable[[bool], None]) -> None:
         self._sampling = sampling
         self._on_request = on_request
-        self._on_answer = on_answer
         self.policy: PolicyQuestions | None = None
 
     @property
@@ -92,14 +84,10 @@ class PolicyModel:
         try:
             # In a thread, so that other questions proceed while the producer's lock is held.
             await loop.run_in_executor(None, policy.ask, messages, self._sampling, future)
-            answer = await asyncio.wait_for(asyncio.wrap_future(future), max(0.001, deadline - loop.time()))
-        except (TimeoutError, asyncio.TimeoutError):
-            raise FinalRewardError("the policy did not answer as a judge within JudgeLimits.timeout_s") from None
+            return await answer_of(future, deadline, began=began, who=WHO)
         finally:
             if future.cancel() or future.cancelled():
                 loop.run_in_executor(None, policy.abandon, future)
-        self._on_answer(answer, time.monotonic() - began)
-        return answer
 
 
 class PolicyQuestions:
@@ -115,7 +103,7 @@ class PolicyQuestions:
         # One of its own: texts end before the token that ends a turn, whatever `data.scoring.special_tokens` says.
         self._codec = TextCodec(model, "tags")
         self._ids = itertools.count(FIRST_QUESTION_ID)
-        self._open: dict[int, tuple[GenerationRequest, Answered]] = {}
+        self._open: dict[int, Asked] = {}
         self._is_closed = False
         self.special_tokens: tuple[str, ...] = tuple(map(str, self._codec.tokenizer.all_special_tokens))
 
@@ -134,7 +122,15 @@ class PolicyQuestions:
         with self._listener.changed:
             if self._is_closed:
                 raise NoPolicyError
-            request = self._request(messages, sampling)
+            request = request_of(
+                messages,
+                codec=self._codec,
+                sampling=sampling,
+                max_model_len=self._listener.engine.max_model_len,
+                number=next(self._ids),
+                who=WHO,
+                priority=PRIORITY,
+            )
             if future.cancelled():  # while this waited for the lock
                 return
             self._open[request.id] = (request, future)
@@ -142,22 +138,7 @@ class PolicyQuestions:
                 self._listener.submit([request])  # an engine that has failed is replaced, and `again` asks the next one
             except ValueError as error:
                 del self._open[request.id]
-                raise FinalRewardError(f"the policy cannot act as the judge: {error}") from error
-
-    def _request(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> GenerationRequest:
-        try:
-            ids = self._codec.encode(Prompt(messages=messages))
-        except ValueError as error:
-            raise FinalRewardError(f"the policy cannot act as the judge: {error}") from error
-        length = self._listener.engine.max_model_len
-        if (room := length - len(ids)) < 1:
-            raise FinalRewardError(
-                f"a question to the judge has {len(ids)} tokens, which is more than the engine's max_model_len={length}"
-            )
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return GenerationRequest(
-            id=next(self._ids), prompt_ids=ids, num_samples=1, sampling=sampling, priority=PRIORITY
-        )
+                raise FinalRewardError(f"{WHO} cannot be asked: {error}") from error
 
     def abandon(self, future: Answered) -> None:
         """Takes a question back, if it has no answer yet."""

@@ -199,7 +199,7 @@ def grade(
     Raises:
         ValueError: there are no answers, and the reward does not define a correct answer.
     """
-    from lit_async_rl.prompts.sources import NUMBERS, answer_texts, field_text, is_missing, plain_value
+    from lit_async_rl.prompts.sources import NUMBERS, answer_fields, field_text, is_missing
     from lit_async_rl.rewards.references import references_of
     from lit_async_rl.types import Prompt
 
@@ -214,16 +214,9 @@ def grade(
         try:
             value = None if reference is None else record.get(reference)
             is_empty_cell = isinstance(value, str) and not value.strip()
-            known = (None,) if is_missing(value) or is_empty_cell else answer_texts(value)
+            answers = {} if is_missing(value) or is_empty_cell else answer_fields(value)
             others = {name: one for name, one in record.items() if name not in (reference, completion, "prompt")}
-            text = str(record.get("prompt") or "")
-            prompt = Prompt(
-                text=text,
-                answer=known[0],  # type: ignore[arg-type]
-                other_answers=known[1:],  # type: ignore[arg-type]
-                metadata=others,
-                answer_value=None if known[0] is None else plain_value(value),
-            )
+            prompt = Prompt(text=str(record.get("prompt") or ""), metadata=others, **answers)
             if completion is not None:
                 given = "" if is_missing(record.get(completion)) else record[completion]
                 answer = field_text(given) if isinstance(given, NUMBERS) else str(given)

@@ -8,16 +8,16 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from lit_async_rl.models.hub import go_offline_if_unreachable
-from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages, is_missing
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, is_missing
+from lit_async_rl.utils.checks import check_choice, check_range
 
 if TYPE_CHECKING:
     import pyarrow
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")  # a literal {{name}}, or {name}
+T = TypeVar("T")
 NUMBERS = (int, float, Decimal, np.integer, np.floating, np.bool_)
 
 
@@ -56,30 +57,23 @@ def field_text(value: Any) -> str:
     if not math.isfinite(value):
         raise ValueError(f"{value}, which is not finite")
     text = str(value).removesuffix("" if isinstance(value, Decimal) else ".0")
-    return (
-        text
-        if "e" not in text.lower() or isinstance(value, bool | np.bool_)
-        else np.format_float_positional(float(value), trim="-")
-    )
+    has_exponent = "e" in text.lower() and not isinstance(value, bool | np.bool_)
+    return np.format_float_positional(float(value), trim="-") if has_exponent else text
 
 
-def answer_texts(value: Any) -> tuple[str, ...]:
-    """Accepted answers of a record as texts; the value is a string, a number or a list of them.
+def answer_fields(value: Any) -> dict[str, Any]:
+    """Arguments of a `Prompt` for the answer of a record: a string, a number, or a list of accepted ones.
 
     Raises:
         ValueError: the value is of another type, or an empty list.
     """
-    if not isinstance(value, list | tuple | np.ndarray):
-        return (field_text(value),)
-    if len(value) == 0:
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    if is_list and len(value) == 0:
         raise ValueError("an empty list")
-    return tuple(map(field_text, value))
-
-
-def plain_value(value: Any) -> Any:
-    """An answer as its record has it, in types of Python that any checkpoint holds."""
-    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    return float(value) if isinstance(value, Decimal) else value
+    answer, *others = map(field_text, value if is_list else [value])
+    plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value  # types that any checkpoint holds
+    plain = float(plain) if isinstance(plain, Decimal) else plain
+    return {"answer": answer, "other_answers": tuple(others), "answer_value": plain}
 
 
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
@@ -344,8 +338,7 @@ class RecordPrompts(PromptSource):
     ) -> None:
         check_template(template)
         check_range(type(self).__name__, "integer >= 1", max_prompt_tokens=max_prompt_tokens)
-        if on_bad_prompt not in ("error", "skip"):
-            raise ValueError(f"{type(self).__name__}.on_bad_prompt must be error or skip, got {on_bad_prompt!r}")
+        check_choice(type(self).__name__, ("error", "skip"), on_bad_prompt=on_bad_prompt)
         self.prompt_field = prompt_field
         self.answer_field = answer_field
         self.template = template
@@ -367,42 +360,52 @@ class RecordPrompts(PromptSource):
         if not 0 <= index < len(self):
             raise IndexError(index)
         record = self._records[index]
-        answers: tuple[str | None, ...] = (None,)
+        where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
+        answers: dict[str, Any] = {}
         if self.answer_field is not None:
-            answers = self._texts(record, "answer_field", self.answer_field, index=index)
-        metadata = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
-        metadata = with_template_kwargs(metadata, self.chat_template_kwargs)
-        given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
-        given["answer_value"] = None if self.answer_field is None else plain_value(_field(record, self.answer_field))
-        if isinstance(_field_or_none(record, self.prompt_field), list):
-            return Prompt(messages=self._messages(record, index), **given)
-        (text,) = self._texts(record, "prompt_field", self.prompt_field, index=index)
-        try:
-            text = fill_template(self.template, text, record, hidden=self.answer_field)
-        except ValueError as error:
-            raise ValueError(f"{self.where(index)}: {error}") from None
-        if self.as_chat:
-            return Prompt(messages=[{"role": "user", "content": text}], **given)
-        return Prompt(text=text, **given)
+            answers = self._read(
+                record, "answer_field", index=index, read=answer_fields, wanted="text, a number or a list of them"
+            )
+        content = self._read(
+            record, "prompt_field", index=index, read=_text_or_messages, wanted="text, a number or messages"
+        )
+        if isinstance(content, str):
+            try:
+                content = fill_template(self.template, content, record, hidden=self.answer_field)
+            except ValueError as error:
+                raise ValueError(f"{self.where(index)}: {error}") from None
+        elif self.template != "{prompt}":
+            raise ValueError(f"{where}: the field holds messages, but template={self.template!r} is for text prompts")
+        others = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
+        return self._prompt(content, answers, others=others, where=where)
 
-    def _texts(self, record: Mapping[str, Any], setting: str, field: str, index: int) -> tuple[str, ...]:
-        """The text of a field, or the texts of the accepted answers."""
+    def _read(self, record: Mapping[str, Any], setting: str, *, index: int, read: Callable[[Any], T], wanted: str) -> T:
+        """Reads the field that a setting names."""
+        field = getattr(self, setting)
         where = f"{self.where(index)}, {setting}={field!r}"
         try:
-            value = _field(record, field)
-            return (field_text(value),) if setting == "prompt_field" else answer_texts(value)
+            return read(_field(record, field))
         except KeyError as error:
             raise ValueError(f"{where}: there is no such field, only {error.args[0]}") from None
         except ValueError as error:
-            what = "text, a number or messages" if setting == "prompt_field" else "text, a number or a list of them"
-            raise ValueError(f"{where}: the field must hold {what}, not {error}") from None
+            raise ValueError(f"{where}: the field must hold {wanted}, not {error}") from None
 
-    def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
-        where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
-        if self.template != "{prompt}":
-            raise ValueError(f"{where}: the field holds messages, but template={self.template!r} is for text prompts")
+    def _prompt(
+        self, content: str | Sequence[Any], answers: Mapping[str, Any], *, others: dict[str, Any], where: str
+    ) -> Prompt:
+        """The prompt of a record.
+
+        Args:
+            content: text or messages.
+            answers: see `answer_fields`; empty without an answer.
+            others: the other fields of the record.
+            where: name of the content, for messages.
+        """
+        if isinstance(content, str) and self.as_chat:
+            content = [{"role": "user", "content": content}]
+        given: dict[str, Any] = {"text" if isinstance(content, str) else "messages": content, **answers}
         try:
-            return checked_messages(_field(record, self.prompt_field))
+            return Prompt(**given, metadata=with_template_kwargs(others, self.chat_template_kwargs))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
@@ -411,29 +414,53 @@ class RecordPrompts(PromptSource):
         return f"{self.origin}, record {index}"
 
 
-class LinePrompts(RecordPrompts):
-    """Prompts from the lines of a file, which errors name.
+class FilePrompts(RecordPrompts):
+    """Prompts from a file; errors name the line, where the file has lines.
 
     Args:
-        records: by the number of their line.
+        path: path of the file.
         prompt_field: as of `RecordPrompts`, and so are all further arguments.
         answer_field: likewise.
     """
 
     def __init__(
-        self, records: Mapping[int, Any], prompt_field: str, answer_field: str | None, **settings: Any
+        self,
+        path: str,
+        prompt_field: str = "prompt",
+        answer_field: str | None = "answer",
+        template: str = "{prompt}",
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+        as_chat: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self._lines = list(records)
-        super().__init__(list(records.values()), prompt_field, answer_field, **settings)
-        for index in range(len(self) if self.on_bad_prompt == "error" else 0):
-            self[index]
+        records = self._records_of(path, answer_field)
+        self._lines = list(records) if isinstance(records, Mapping) else None
+        super().__init__(
+            list(records.values()) if isinstance(records, Mapping) else records,
+            prompt_field,
+            answer_field,
+            template=template,
+            origin=path,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_prompt=on_bad_prompt,
+            as_chat=as_chat,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        if self._lines is not None and on_bad_prompt == "error":
+            for index in range(len(self)):
+                self[index]
+
+    @abstractmethod
+    def _records_of(self, path: str, answer_field: str | None) -> Records | Mapping[int, Any]:
+        """Records of a file; where it has lines, by their number."""
 
     def where(self, index: int) -> str:
-        """File and line of the record."""
-        return f"{self.origin}, line {self._lines[index]}"
+        """File and line of the record, or its number."""
+        return super().where(index) if self._lines is None else f"{self.origin}, line {self._lines[index]}"
 
 
-class JsonlPrompts(LinePrompts):
+class JsonlPrompts(FilePrompts):
     """Prompts from a JSON Lines file, one object per line, or from a JSON file that is an array of objects.
 
     Example:
@@ -465,31 +492,11 @@ class JsonlPrompts(LinePrompts):
         ValueError: a line is not a JSON object, a field is missing, or the file is empty.
     """
 
-    def __init__(
-        self,
-        path: str,
-        prompt_field: str = "prompt",
-        answer_field: str | None = "answer",
-        template: str = "{prompt}",
-        max_prompt_tokens: int | None = None,
-        on_bad_prompt: OnBadPrompt = "error",
-        as_chat: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(
-            jsonl_records(path),
-            prompt_field,
-            answer_field,
-            template=template,
-            origin=path,
-            max_prompt_tokens=max_prompt_tokens,
-            on_bad_prompt=on_bad_prompt,
-            as_chat=as_chat,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+    def _records_of(self, path: str, answer_field: str | None) -> Mapping[int, Any]:
+        return jsonl_records(path)
 
 
-class ParquetPrompts(RecordPrompts):
+class ParquetPrompts(FilePrompts):
     """Prompts from the rows of a Parquet file.
 
     Args:
@@ -509,32 +516,11 @@ class ParquetPrompts(RecordPrompts):
         ValueError: the file is not a Parquet file, a column is missing, or there are no rows.
     """
 
-    def __init__(
-        self,
-        path: str,
-        prompt_field: str = "prompt",
-        answer_field: str | None = "answer",
-        template: str = "{prompt}",
-        max_prompt_tokens: int | None = None,
-        on_bad_prompt: OnBadPrompt = "error",
-        as_chat: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        records = parquet_records(path)
-        super().__init__(
-            records,
-            prompt_field,
-            answer_field,
-            template=template,
-            origin=path,
-            max_prompt_tokens=max_prompt_tokens,
-            on_bad_prompt=on_bad_prompt,
-            as_chat=as_chat,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+    def _records_of(self, path: str, answer_field: str | None) -> Records:
+        return parquet_records(path)
 
 
-class CsvPrompts(LinePrompts):
+class CsvPrompts(FilePrompts):
     """Prompts from the rows of a CSV file; the first row has the names of the fields.
 
     Args:
@@ -567,18 +553,20 @@ class CsvPrompts(LinePrompts):
     ) -> None:
         if delimiter is not None and len(delimiter) != 1:
             raise ValueError(f"CsvPrompts.delimiter must be one character, got {delimiter!r}")
-        records = csv_records(path, delimiter or ("\t" if path.endswith(".tsv") else ","))
+        self._delimiter = delimiter or ("\t" if path.endswith(".tsv") else ",")
         super().__init__(
-            _with_answers(records, answer_field),
+            path,
             prompt_field,
             answer_field,
             template=template,
-            origin=path,
             max_prompt_tokens=max_prompt_tokens,
             on_bad_prompt=on_bad_prompt,
             as_chat=as_chat,
             chat_template_kwargs=chat_template_kwargs,
         )
+
+    def _records_of(self, path: str, answer_field: str | None) -> Mapping[int, Any]:
+        return _with_answers(csv_records(path, self._delimiter), answer_field)
 
 
 def _with_answers(records: Mapping[int, Mapping[str, Any]], field: str | None) -> Mapping[int, Mapping[str, Any]]:
@@ -633,14 +621,12 @@ class HuggingFacePrompts(RecordPrompts):
         as_chat: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        records = load_dataset(path, name, split)
-        origin = f"path={path!r}, split={split!r}"
         super().__init__(
-            records,
+            load_dataset(path, name, split),
             prompt_field,
             answer_field,
             template=template,
-            origin=origin,
+            origin=f"path={path!r}, split={split!r}",
             max_prompt_tokens=max_prompt_tokens,
             on_bad_prompt=on_bad_prompt,
             as_chat=as_chat,
@@ -662,11 +648,8 @@ def _field(record: Mapping[str, Any], field: str) -> Any:
     raise KeyError(sorted(map(str, record)))
 
 
-def _field_or_none(record: Mapping[str, Any], field: str) -> Any:
-    try:
-        return _field(record, field)
-    except KeyError:
-        return None
+def _text_or_messages(value: Any) -> str | list[Any]:
+    return value if isinstance(value, list) else field_text(value)
 
 
 def with_template_kwargs(metadata: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -773,7 +756,7 @@ class InMemoryPrompts(RecordPrompts):
         if isinstance(record, Prompt):
             return record
         if isinstance(record, str):
-            return self._from_mapping({"prompt": record}, index)
+            record = {"prompt": record}
         if not isinstance(record, Mapping):
             raise ValueError(f"{self.where(index)} must be a string or a dictionary, got {str(record)[:80]!r}")
         return self._from_mapping(record, index)
@@ -785,25 +768,17 @@ class InMemoryPrompts(RecordPrompts):
             raise ValueError(f"{self.where(index)} must have 'prompt' or 'messages', got the keys {sorted(record)}")
         content = record[found[0]]
         where = f"{self.where(index)}[{found[0]!r}]"
-        answers: tuple[str | None, ...]
         try:
-            answers = (None,) if is_missing(record.get("answer")) else answer_texts(record["answer"])
+            answers = {} if is_missing(record.get("answer")) else answer_fields(record["answer"])
         except ValueError as error:
             wanted = "a string, a number or a list of them"
             raise ValueError(f"{self.where(index)}['answer'] must be {wanted}, got {error}") from None
-        metadata = with_template_kwargs(fields, self.chat_template_kwargs)
-        given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
-        given["answer_value"] = None if answers[0] is None else plain_value(record["answer"])
-        if found == ["prompt"] and isinstance(content, str):
-            as_messages = dict(messages=[{"role": "user", "content": content}])
-            return Prompt(**(as_messages if self.as_chat else dict(text=content)), **given)
-        if isinstance(content, Mapping) or not isinstance(content, Sequence) or isinstance(content, str):
+        is_text = isinstance(content, str) and found == ["prompt"]
+        is_list = isinstance(content, Sequence) and not isinstance(content, str)
+        if not is_text and not is_list:
             wanted = "a string or a list of messages" if found == ["prompt"] else "a list of messages"
             raise ValueError(f"{where} must be {wanted}, got {str(content)[:80]!r}")
-        try:
-            return Prompt(messages=content, **given)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        return self._prompt(content, answers, others=fields, where=where)
 
     def where(self, index: int) -> str:
         """Setting and index of the prompt."""

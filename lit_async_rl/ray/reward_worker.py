@@ -20,7 +20,7 @@ from typing import Any
 from lit_async_rl.ray.pool import unpack_prompt
 from lit_async_rl.ray.pool_worker import PoolWorker, closed, described
 from lit_async_rl.rewards import hooks
-from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
+from lit_async_rl.rewards.forms import BatchedReward, wanted, wants
 from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.threads import ThreadPool
@@ -142,7 +142,7 @@ class RewardWorker(PoolWorker):
         elif is_group:
             call = partial(part.score_group, prompts[0], tuple(completions), **tells)
         else:
-            ids = {"token_ids": tuple(token_ids)} if wants_token_ids(part) else {}
+            ids = wanted(part, token_ids=tuple(token_ids))
             call = partial(part, prompts[0], completions[0], **ids, **tells)
         found = call() if is_async(part) else await in_thread(self._threads, call)
         found = await found if inspect.isawaitable(found) else found

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from lit_async_rl.errors import RewardError
-from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wants, wants_token_ids
+from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wanted, wants
 from lit_async_rl.rewards.scorer import MAX_QUEUED, NamedErrors, is_async, reward_name
 from lit_async_rl.types import Prompt, Score
-from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 
 Part = Callable[..., float | Awaitable[float | None] | None]
 
@@ -70,8 +70,7 @@ class CombinedReward:
                 raise ValueError(
                     f"data.reward.{name} must be a function, reward(prompt, completion) -> float, got {reward!r}"
                 )
-        if combine not in ("sum", "product"):
-            raise ValueError(f"data.reward.combine must be sum or product, got {combine!r}")
+        check_choice("data.reward", ("sum", "product"), combine=combine)
         if combine == "product" and weights:
             raise ValueError("data.reward.weights applies to combine=sum only; a product takes no weights")
         named = {"weights": weights or {}, "gates": gates or {}, "success": [] if success is None else [success]}
@@ -116,7 +115,7 @@ class CombinedReward:
         found: dict[str, Any] = {}  # some of which may be awaitables
         calls: dict[str, Callable[..., Awaitable[Any]]] = {}
         for name, reward in self.rewards.items():
-            ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
+            ids = wanted(reward, token_ids=tuple(token_ids))
             if is_async(reward):
                 calls[name] = partial(reward, prompt, completion, **ids)
                 continue

@@ -26,9 +26,10 @@ def wants(reward: Callable[..., Any], parameter: str) -> bool:
     return parameter in _parameters(reward)
 
 
-def wants_token_ids(reward: Callable[..., Any]) -> bool:
-    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
-    return wants(reward, "token_ids")
+def wanted(reward: Callable[..., Any], **offered: Any) -> dict[str, Any]:
+    """Those arguments for which a reward has parameters of these names, such as `token_ids`."""
+    parameters = _parameters(reward)
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def as_reward_function(reward: Callable[..., Any], answer_field: str | None = None) -> Callable[..., Any]:
@@ -208,7 +209,7 @@ class TRLReward(BatchedReward):
         if self.answer_field is not None:
             columns[self.answer_field] = columns["answer"]
         columns["prompts"] = [_messages(prompt) if is_chat else prompt.text for prompt in prompts]
-        columns["completions"] = [_reply(text) if is_chat else text for text in completions]
+        columns["completions"] = [[{"role": "assistant", "content": text}] if is_chat else text for text in completions]
         if missing := sorted(self._required - set(columns)):
             known = ", ".join(sorted(columns))
             raise TypeError(f"needs {', '.join(missing)}, but the prompts have {known}")
@@ -220,10 +221,6 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]]:
     if prompt.messages is None:
         return [{"role": "user", "content": prompt.text}]
     return [dict(message) for message in prompt.messages]
-
-
-def _reply(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
 
 
 def _parameters(reward: Callable[..., Any]) -> dict[str, inspect.Parameter]:

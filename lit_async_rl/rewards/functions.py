@@ -13,7 +13,8 @@ from math import comb
 from typing import Any
 
 from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
-from lit_async_rl.rewards.references import References, any_accepted, explained, grades
+from lit_async_rl.rewards.forms import as_reward_function, wanted
+from lit_async_rl.rewards.references import References, any_accepted, explained, grades, references_of
 from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
@@ -42,14 +43,9 @@ def load_reward(path: str) -> Callable[..., Any]:
     Without a completion, the function returns the completion with the prompt's reference answer. Without a prompt, it
     returns full marks and whether there is partial credit. Both are None for a reward that is not a grader.
     """
-    # imports `types` as well, which is needed to unpickle prompts: here, outside of the time limit of calls
-    references_of = importlib.import_module("lit_async_rl.rewards.references").references_of
     module, _, name = path.rpartition(".")
-    forms = importlib.import_module("lit_async_rl.rewards.forms")
-    reward: Callable[..., Any] = forms.as_reward_function(getattr(importlib.import_module(module), name))
-
+    reward = as_reward_function(getattr(importlib.import_module(module), name))
     references = references_of(reward)
-    wants_ids = forms.wants_token_ids(reward)
 
     def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
         if prompt is None or completion is None:
@@ -58,7 +54,7 @@ def load_reward(path: str) -> Callable[..., Any]:
             if prompt is None:
                 return references.full_marks, references.partial_credit
             return references.completion(prompt)
-        value = reward(prompt, completion, token_ids=token_ids) if wants_ids else reward(prompt, completion)
+        value = reward(prompt, completion, **wanted(reward, token_ids=token_ids))
         try:
             return as_reward(value)
         except (TypeError, ValueError) as error:

@@ -39,12 +39,16 @@ def owner_of(reward: Any) -> Any:
     return reward.reward if isinstance(reward, BatchedReward) else reward
 
 
+def _found(reward: Any, name: str) -> list[Any]:
+    """An optional method or attribute of the reward or of its parts, from each that has it."""
+    return [one for owner in parts_of(reward) if (one := getattr(owner, name, None)) is not None]
+
+
 def num_threads(reward: Any, num_workers: int) -> int:
     """Worker threads of a scorer: `num_workers`, or more if a batch or the calls of a plain part need them."""
     wanted = [num_workers, getattr(reward, "max_batch_size", 1)]
     if isinstance(reward, CombinedReward):
-        for part in reward.rewards.values():
-            wanted.append(getattr(part, "max_batch_size", 1))
+        wanted += [getattr(part, "max_batch_size", 1) for part in reward.rewards.values()]
         plain = [owner for owner in parts_of(reward) if not is_async(owner)]  # others are awaited in one loop
         wanted += [min(MAX_WAITING, getattr(owner, "max_concurrent", None) or 1) for owner in plain]
     return max(wanted)
@@ -52,21 +56,20 @@ def num_threads(reward: Any, num_workers: int) -> int:
 
 def num_actors(reward: Any) -> int | None:
     """Number of a cluster's processes that call the reward, or a part of it; None if it is called here."""
-    return next((owner.num_actors for owner in parts_of(reward) if hasattr(owner, "num_actors")), None)
+    return next(iter(_found(reward, "num_actors")), None)
 
 
 def metrics_of(reward: Any) -> dict[str, float]:
     """Metrics of the reward and its parts."""
     found: dict[str, float] = {}
-    for owner in parts_of(reward):
-        if (metrics := getattr(owner, "metrics", None)) is not None:
-            found |= metrics()
+    for metrics in _found(reward, "metrics"):
+        found |= metrics()
     return found
 
 
 def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable[[Prompt], Sequence[int]]:
     """Extends an encoding of prompts by the checks of the reward and its parts."""
-    checks = [owner.check_prompt for owner in parts_of(reward) if hasattr(owner, "check_prompt")]
+    checks = _found(reward, "check_prompt")
 
     def checked(prompt: Prompt) -> Sequence[int]:
         for check in checks:
@@ -78,26 +81,24 @@ def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable
 
 def end_check(reward: Any) -> None:
     """Tells the reward and its parts that the prompts have been checked."""
-    for owner in parts_of(reward):
-        if (end := getattr(owner, "end_check", None)) is not None:
-            end()
+    for end in _found(reward, "end_check"):
+        end()
 
 
 def wants_folder(reward: Any) -> bool:
     """Whether the reward or a part of it uses the folder of the run."""
-    return any(hasattr(owner, "use_folder") for owner in parts_of(reward))
+    return bool(_found(reward, "use_folder"))
 
 
 def use_folder(reward: Any, folder: Path) -> None:
     """Passes the folder of the run to the reward and its parts."""
-    for owner in parts_of(reward):
-        if (use := getattr(owner, "use_folder", None)) is not None:
-            use(folder)
+    for use in _found(reward, "use_folder"):
+        use(folder)
 
 
 def wants_policy(reward: Any) -> bool:
     """Whether the reward or a part of it asks the policy in training."""
-    return any(getattr(owner, "wants_policy", False) for owner in parts_of(reward))
+    return any(_found(reward, "wants_policy"))
 
 
 def use_policy(reward: Any, producer: Any) -> None:
@@ -122,6 +123,5 @@ def restore_state(reward: Any, state: Mapping[str, Any]) -> None:
 
 def close(reward: Any) -> None:
     """Closes the reward and its parts. Safe to call twice, if theirs are."""
-    for owner in parts_of(reward):
-        if (end := getattr(owner, "close", None)) is not None:
-            end()
+    for end in _found(reward, "close"):
+        end()

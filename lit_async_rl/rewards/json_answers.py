@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -64,16 +65,11 @@ def shares(reference: Any, given: Any) -> tuple[int, int]:
     if isinstance(reference, dict) and isinstance(given, dict) and (reference or given):
         pairs = [(reference.get(key, _MISSING), given.get(key, _MISSING)) for key in {**reference, **given}]
     elif isinstance(reference, list) and isinstance(given, list) and (reference or given):
-        longer = max(len(reference), len(given))
-        pairs = [(_item(reference, n), _item(given, n)) for n in range(longer)]
+        pairs = list(itertools.zip_longest(reference, given, fillvalue=_MISSING))
     else:
         return int(_is_equal(reference, given)), max(len(list(_values(reference))), len(list(_values(given))))
     counts = [shares(one, other) for one, other in pairs]
     return sum(right for right, _ in counts), sum(number for _, number in counts)
-
-
-def _item(items: list[Any], number: int) -> Any:
-    return items[number] if number < len(items) else _MISSING
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -196,7 +196,6 @@ class ReferenceCheck:
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:
         self._reward = reward
         self._timeout_s = timeout_s
-        self._graders: list[tuple[str, Any]] = []
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -206,16 +205,16 @@ class ReferenceCheck:
         Args:
             sources: pairs of setting and sample of its prompts.
         """
-        self._graders = [(name, part) for name, part in named_parts(self._reward) if _may_grade(part)]
-        if not self._graders:
+        graders = [(name, part) for name, part in named_parts(self._reward) if _may_grade(part)]
+        if not graders:
             return
         samples = [(name, list(prompts)) for name, prompts in sources]
-        self._thread = start_thread(self._run, samples, name="reference-check")
+        self._thread = start_thread(self._run, graders, samples, name="reference-check")
 
-    def _run(self, sources: list[tuple[str, list[Prompt]]]) -> None:
+    def _run(self, graders: list[tuple[str, Any]], sources: list[tuple[str, list[Prompt]]]) -> None:
         awaiter = Awaiter(self._timeout_s, self._reward)
         try:
-            for name, grader in self._graders:
+            for name, grader in graders:
                 references = references_of(grader) or grader.ask_references()
                 for setting, prompts in sources if references is not None else ():
                     faults = check_references(

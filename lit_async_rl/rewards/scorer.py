@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from lit_async_rl.errors import ProducerError, RewardError, SetupError, StalledError, describe
 from lit_async_rl.rewards.async_calls import THREAD_NAME, AsyncCalls, CallUnderWay
-from lit_async_rl.rewards.forms import BatchedReward, wants, wants_token_ids
+from lit_async_rl.rewards.forms import BatchedReward, wanted, wants
 from lit_async_rl.runtime.loop import ReplaceableLoop, run_once
 from lit_async_rl.runtime.retries import Retries, TryPolicy, Work
 from lit_async_rl.runtime.spans import recorder, reward_lane
@@ -191,13 +191,6 @@ def _checked(value: Any) -> float:
     return Score(number, value.parts) if isinstance(value, Score) else number
 
 
-def _checked_group(values: Any, number: int) -> list[float]:
-    found = list(values)
-    if len(found) != number:
-        raise _NotANumber(f"{len(found)} rewards for {number} completions")
-    return [_checked(value) for value in found]
-
-
 def score(
     reward: Reward,
     prompt: Prompt,
@@ -218,8 +211,7 @@ def score(
         RewardError: the function raised, or did not return a finite number.
     """
     with _naming(reward, prompt, [completion]):
-        ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
-        value: Any = reward(prompt, completion, **ids)
+        value: Any = reward(prompt, completion, **wanted(reward, token_ids=tuple(token_ids)))
         return _checked(wait(value) if inspect.isawaitable(value) else value)
 
 
@@ -297,6 +289,23 @@ class _Job:
 
 
 Outcome = float | list[float] | RewardError  # of a job
+
+
+def _called(reward: Any, job: _Job, **begun: Callable[[], None]) -> Any:
+    """Return value of a reward for the completions of a job; perhaps an awaitable."""
+    if job.is_group:
+        return reward.score_group(job.prompt, job.completions, **begun)
+    return reward(job.prompt, job.completions[0], **wanted(reward, token_ids=tuple(job.token_ids)), **begun)
+
+
+def _checked_value(value: Any, job: _Job) -> Outcome:
+    """Reward of a job, or those of its group."""
+    if not job.is_group:
+        return _checked(value)
+    found = list(value)
+    if len(found) != len(job.completions):
+        raise _NotANumber(f"{len(found)} rewards for {len(job.completions)} completions")
+    return [_checked(one) for one in found]
 
 
 class Scorer:
@@ -451,16 +460,12 @@ class Scorer:
         return self._jobs.get()
 
     def _score(self, job: _Job, reward: Any) -> Any:
-        if self._calls is not None and not job.is_group:
-            with _naming(reward, job.prompt, job.completions):
+        with _naming(reward, job.prompt, job.completions):
+            if self._calls is not None and not job.is_group:
                 found = reward.begin(job.prompt, job.completions[0], token_ids=job.token_ids)
                 return _checked(found) if isinstance(found, Score) else found  # the event loop continues it
-        if not job.is_group:
-            return score(reward, job.prompt, job.completions[0], wait=self._awaiter.wait, token_ids=job.token_ids)
-        with _naming(reward, job.prompt, job.completions):
-            values = reward.score_group(job.prompt, job.completions)
-            values = self._awaiter.wait(values) if inspect.isawaitable(values) else values
-            return _checked_group(values, len(job.completions))
+            value = _called(reward, job)
+            return _checked_value(self._awaiter.wait(value) if inspect.isawaitable(value) else value, job)
 
     def _work(self, number: int) -> None:
         while (job := self._next(number)) is not None:
@@ -525,12 +530,8 @@ class Scorer:
                 begun = {"begun": begin} if self._has_own_queue else {}
                 if not self._has_own_queue:
                     begin()
-                if job.is_group:
-                    values = reward.score_group(job.prompt, job.completions, **begun)
-                    values = await values if inspect.isawaitable(values) else values
-                    return _checked_group(values, len(job.completions))
-                ids = {"token_ids": tuple(job.token_ids)} if wants_token_ids(reward) else {}
-                return _checked(await reward(job.prompt, job.completions[0], **ids, **begun))
+                value = _called(reward, job, **begun)
+                return _checked_value(await value if inspect.isawaitable(value) else value, job)
         except RewardError as error:
             return error
         except StalledError:

@@ -88,12 +88,10 @@ class SuccessWatch:
 
     def add(self, rewards: Iterable[float | None]) -> None:
         """Adds unfiltered rewards; None for a completion to which the compared part does not apply."""
-        for reward in rewards:
-            if reward is None:
-                continue
-            self._lowest = min(self._lowest, reward)
-            self._highest = max(self._highest, reward)
-            self._is_binary = self._is_binary and reward in (-1.0, 0.0, 1.0)
+        known = [reward for reward in rewards if reward is not None]
+        self._lowest = min([self._lowest, *known])
+        self._highest = max([self._highest, *known])
+        self._is_binary = self._is_binary and all(reward in (-1.0, 0.0, 1.0) for reward in known)
 
     def warn_once(self, threshold: float) -> None:
         """Logs the warning if it is due and was not logged before."""

@@ -10,7 +10,6 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -219,18 +218,11 @@ def _product(chosen: tuple[tuple[Unit, int], ...]) -> Unit:
 
 @functools.cache
 def _names() -> dict[str, tuple[Unit, ...]]:
-    found: dict[str, list[Unit]] = {}
-    for name, unit in _entries():
-        found.setdefault(name, []).append(unit)
-    return {name: tuple(units) for name, units in found.items()}
-
-
-def _entries() -> Iterator[tuple[str, Unit]]:
+    found: dict[str, tuple[Unit, ...]] = {}
     for base, by_factor in _TABLE.items():
-        powers = []
-        for part in base.split():
-            name, _, power = part.partition("^")
-            powers.append((name, int(power or 1)))
+        parts = [part.partition("^") for part in base.split()]
+        powers = tuple(sorted((name, int(power or 1)) for name, _, power in parts))
         for factor, names in by_factor.items():
             for name in names.split():
-                yield name, Unit(Fraction(factor), tuple(sorted(powers)))
+                found[name] = (*found.get(name, ()), Unit(Fraction(factor), powers))
+    return found

@@ -158,12 +158,10 @@ class CodeReward(Rebuildable):
         except ValueError:
             self._sandbox.close()
             raise
-        self._lock = threading.Lock()  # guards the next eight
+        self._lock = threading.Lock()  # guards the next six
         self._num_checked = 0
         self._num_weak_checked = 0
-        self._counts: Counter[str] = Counter()
-        self._num_programs = 0
-        self._num_weak = 0
+        self._counts: Counter[str] = Counter()  # of completions by outcome, of those with weak tests, of programs
         self._cpu_s = 0.0
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._warnings: set[str] = set()
@@ -240,16 +238,12 @@ class CodeReward(Rebuildable):
         with self._lock:
             counts = self._num_weak_checked, self._num_checked
             self._num_checked = self._num_weak_checked = 0
-        if counts[0]:
-            log.warning(
-                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task; "
-                "CodeReward.tests=plain refuses such prompts",
+        if counts[1]:
+            log.log(
+                logging.WARNING if counts[0] else logging.INFO,
+                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task%s",
                 *counts,
-            )
-        elif counts[1]:
-            log.info(
-                "CodeReward: %d of %d prompts have weak tests, which a program can pass without solving the task",
-                *counts,
+                "; CodeReward.tests=plain refuses such prompts" if counts[0] else "",
             )
 
     def _read(self, prompt: Prompt) -> tuple[Cases, SplitTests]:
@@ -285,11 +279,9 @@ class CodeReward(Rebuildable):
     def metrics(self) -> dict[str, float]:
         """Totals so far, and latencies of recent completions."""
         with self._lock:
-            found = {f"{self._name}/num_{outcome}": float(self._counts[outcome]) for outcome in OUTCOMES}
-            found[f"{self._name}/num_weak"] = float(self._num_weak)
-            found[f"{self._name}/num_programs"] = float(self._num_programs)
-            if self._num_programs:
-                found[f"{self._name}/cpu_s"] = self._cpu_s / self._num_programs
+            found = {f"{self._name}/num_{key}": float(self._counts[key]) for key in (*OUTCOMES, "weak", "programs")}
+            if num_programs := self._counts["programs"]:
+                found[f"{self._name}/cpu_s"] = self._cpu_s / num_programs
             if self._seconds:
                 found[f"{self._name}/latency_s"] = sum(self._seconds) / len(self._seconds)
         return found
@@ -435,7 +427,7 @@ class CodeReward(Rebuildable):
 
     def _note(self, result: ProgramResult, call: _Call) -> ProgramResult:
         with self._lock:
-            self._num_programs += call.is_counted
+            self._counts["programs"] += call.is_counted
             self._cpu_s += result.cpu_s * call.is_counted
         return result
 
@@ -444,7 +436,7 @@ class CodeReward(Rebuildable):
             return
         with self._lock:
             self._counts[outcome] += 1
-            self._num_weak += is_weak
+            self._counts["weak"] += is_weak
             self._seconds.append(time.monotonic() - call.began)
 
     def _warn_once(self, problem: str, failure: str, hint: str) -> None:
@@ -459,7 +451,7 @@ def head_of(prompt: Prompt, function: str | None) -> str | None:
     """Code of a prompt before its function; None for prompts that are not code before the function."""
     if function is None:
         return None
-    start = re.search(rf"^(async )?def {re.escape(function)}\(", prompt.text, re.MULTILINE)
+    start = _definition(function, prompt.text)
     if start is None:
         return None
     head = prompt.text[: start.start()]
@@ -468,6 +460,10 @@ def head_of(prompt: Prompt, function: str | None) -> str | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return head
+
+
+def _definition(function: str, code: str) -> re.Match[str] | None:
+    return re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE)
 
 
 def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
@@ -479,7 +475,7 @@ def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str
     head = head_of(prompt, function)
     if function is None or head is None or "class Solution" in code:
         return "", code
-    if re.search(rf"^(async )?def {re.escape(function)}\(", code, re.MULTILINE):
+    if _definition(function, code):
         return head, f"{head}\n{code}"
     body = code if code[:1].isspace() else "".join(f"    {line}" for line in code.splitlines(keepends=True))
     return head, f"{prompt.text.rstrip()}\n{body}"

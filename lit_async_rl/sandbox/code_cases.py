@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.types import Prompt
@@ -84,22 +84,16 @@ class Cases:
         return bool(self.streams or self.asserts or self.check or self.calls)
 
 
-@dataclass
-class _Fields:
-    """Fields of a record, with those that are JSON parsed."""
-
-    record: Mapping[str, Any] = field(default_factory=dict)
-
-    def get(self, *names: str) -> Any:
-        """The first of these fields that is not empty; None without one."""
-        for name in names:
-            value = self.record.get(name)
-            if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-                with contextlib.suppress(ValueError, RecursionError):
-                    value = json.loads(value)
-            if value is not None and value != "" and value != []:
-                return value
-        return None
+def _field(record: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that is not empty, parsed if it is JSON; None without one."""
+    for name in names:
+        value = record.get(name)
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        if value is not None and value != "" and value != []:
+            return value
+    return None
 
 
 def read_cases(prompt: Prompt) -> Cases:
@@ -125,42 +119,40 @@ def read_cases(prompt: Prompt) -> Cases:
 
 
 def _cases_of(prompt: Prompt) -> Cases:
-    fields = _Fields(prompt.metadata)
-    cases = _from_fields(fields)
+    cases = _from_record(prompt.metadata)
     if cases or prompt.answer is None:
         return cases
-    answer = _Fields({"answer": prompt.answer}).get("answer")
+    answer = _field({"answer": prompt.answer}, "answer")
     if isinstance(answer, Mapping):
-        merged = _Fields({**prompt.metadata, **answer})
-        return _from_fields(merged)
+        return _from_record({**prompt.metadata, **answer})
     if isinstance(answer, list):
         key = "test_list" if all(isinstance(one, str) for one in answer) else "test_cases"
-        return _from_fields(_Fields({**prompt.metadata, key: answer}))
+        return _from_record({**prompt.metadata, key: answer})
     if isinstance(answer, str) and re.search(r"^\s*(assert\b|def check\()", answer, re.MULTILINE):
-        return Cases(check=answer, function=fields.get("entry_point"))
+        return Cases(check=answer, function=_field(prompt.metadata, "entry_point"))
     return Cases()
 
 
-def _from_fields(fields: _Fields) -> Cases:
-    function = fields.get("entry_point", "fn_name")
-    if isinstance(nested := fields.get("input_output"), Mapping):
-        fields = _Fields({**fields.record, **nested})
-        function = fields.get("fn_name", "entry_point")
-    setup = "\n".join(_lines(fields.get("test_imports")) + _lines(fields.get("test_setup_code")))
-    if asserts := fields.get("test_list"):
+def _from_record(record: Mapping[str, Any]) -> Cases:
+    function = _field(record, "entry_point", "fn_name")
+    if isinstance(nested := _field(record, "input_output"), Mapping):
+        record = {**record, **nested}
+        function = _field(record, "fn_name", "entry_point")
+    setup = "\n".join(_lines(_field(record, "test_imports")) + _lines(_field(record, "test_setup_code")))
+    if asserts := _field(record, "test_list"):
         return Cases(asserts=tuple(map(str, asserts)), setup=setup, function=function)
-    test = fields.get("test", "tests")
+    test = _field(record, "test", "tests")
     if isinstance(test, str):
         return Cases(check=test, setup=setup, function=function)
     if isinstance(test, list) and test and all(isinstance(one, str) for one in test):
         return Cases(asserts=tuple(test), setup=setup, function=function)
-    inputs = fields.get("inputs")
-    outputs = fields.get("outputs")
+    inputs = _field(record, "inputs")
+    outputs = _field(record, "outputs")
     if inputs is not None or outputs is not None:
-        return _paired(inputs, outputs, function=fields.get("fn_name"))
+        return _paired(inputs, outputs, function=_field(record, "fn_name"))
     listed: list[Any] = []
     for name in ("public_test_cases", "private_test_cases", "test_cases", "tests"):
-        found = fields.get(name)
+        found = _field(record, name)
         listed += found if isinstance(found, list) else []
     if not listed:
         return Cases()
@@ -168,7 +160,7 @@ def _from_fields(fields: _Fields) -> Cases:
         if not isinstance(one, Mapping) or "input" not in one or "output" not in one:
             raise ValueError(f"a test case needs input and output, got {str(one)[:100]!r}")
     if any(one.get("testtype") == "functional" for one in listed):
-        name = function or _Fields(fields.get("metadata") or {}).get("func_name")
+        name = function or _field(_field(record, "metadata") or {}, "func_name")
         calls = [(_arguments(one["input"]), _parsed(one["output"])) for one in listed]
         return Cases(calls=calls, function=_named(name))
     return Cases(streams=[(_text(one["input"]), _text(one["output"])) for one in listed])
@@ -219,15 +211,14 @@ def _parsed(value: Any) -> Any:
 
 def solution_of(prompt: Prompt) -> str | None:
     """The solution that the record of a prompt has; None without one."""
-    fields = _Fields(prompt.metadata)
-    found = fields.get("canonical_solution", "code", "solution", "solutions")
+    found = _field(prompt.metadata, "canonical_solution", "code", "solution", "solutions")
     if isinstance(found, list):
         found = found[0]
     if not isinstance(found, str):
         return None
     block = last_block(found)
     code = found if block is None else block.code
-    start = fields.get("code_prompt")  # BigCodeBench's
+    start = _field(prompt.metadata, "code_prompt")  # BigCodeBench's
     return f"{start}{code}" if isinstance(start, str) and block is None else code
 
 

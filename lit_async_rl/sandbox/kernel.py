@@ -15,7 +15,6 @@ import stat
 import struct
 from collections.abc import Iterable
 
-CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -24,7 +23,6 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
-MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
 MS_NOEXEC = 8
@@ -44,7 +42,6 @@ PR_CAPBSET_DROP = 24
 PR_SET_SECUREBITS = 28
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
-PR_CAP_AMBIENT = 47
 SECURE_ALL_LOCKED = 0b11101111  # no root by user id, none kept, none ambient; and each of these permanently
 NUM_CAPABILITIES = 64
 CAP_SETGID = 6
@@ -91,10 +88,9 @@ def unmount(target: str) -> None:
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
-def make_read_only(target: str, with_mounts_below: bool = True, allows_devices: bool = False) -> None:
+def make_read_only(target: str, with_mounts_below: bool = True) -> None:
     """Makes a mount read-only, without effect of set-user-id and of device files. Linux 5.12."""
-    attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | (0 if allows_devices else MOUNT_ATTR_NODEV)
-    wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
+    wanted = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0)
     flags = AT_RECURSIVE if with_mounts_below else 0
     _syscall(f"mount_setattr {target}", 442, -100, target.encode(), flags, wanted, len(wanted))
 

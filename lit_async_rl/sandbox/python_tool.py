@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.rewards.functions import exact_match
@@ -118,14 +118,13 @@ class PythonTool(Environment):
         Raises:
             SandboxError: the sandbox failed.
         """
-        result = await self._in_thread(functools.partial(self._sandbox.run, Program(source=code, shows_last=True)))
+        program = Program(source=code, shows_last=True)
+        result = await in_thread(self._threads, functools.partial(self._sandbox.run, program))
         return shortened(described(result), self.max_chars)
 
     async def final_reward(self, prompt: Prompt, completion: str) -> float:
         """Reward of the last turn."""
-        return await self._in_thread(functools.partial(score, self.reward, prompt, completion, wait=self._awaiter.wait))
-
-    async def _in_thread(self, call: Any) -> Any:
+        call = functools.partial(score, self.reward, prompt, completion, wait=self._awaiter.wait)
         return await in_thread(self._threads, call)
 
     async def close(self) -> None:

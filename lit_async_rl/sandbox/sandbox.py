@@ -29,7 +29,7 @@ from lit_async_rl.utils.checks import check_choice
 
 NUM_TRIES = 2  # of a program, if its warden ends
 MAX_IDLE = 16  # wardens waiting for programs
-LEVELS = ("bubblewrap", "namespace", "limits")
+LEVELS: tuple[room.Level, ...] = ("bubblewrap", "namespace", "limits")
 PRELOADED = (
     *("abc", "ast", "bisect", "collections", "copy", "datetime", "decimal", "enum", "fractions", "functools"),
     *("heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string"),
@@ -95,13 +95,16 @@ class Sandbox:
         self._end = weakref.finalize(self, _close_all, self._idle)
         self.level, self.guards = self._choose(level, allow_unsandboxed)
 
-    def _choose(self, level: str, allow_unsandboxed: bool) -> tuple[room.Level, tuple[str, ...]]:
+    def _choose(
+        self, level: Literal["auto", "bubblewrap", "namespace", "limits"], allow_unsandboxed: bool
+    ) -> tuple[room.Level, tuple[str, ...]]:
         """The first level that works; its first warden becomes idle."""
-        candidates: list[room.Level] = []
         problems = []
-        # under bwrap root keeps its uid, so a program could list the descriptors of the process that starts it
-        order = ("namespace", "bubblewrap", "limits") if os.geteuid() == 0 else LEVELS
-        for one in order if level == "auto" else (level,):
+        levels: tuple[room.Level, ...] = LEVELS if level == "auto" else (level,)
+        if level == "auto" and os.geteuid() == 0:
+            # under bwrap root keeps its uid, so a program could list the descriptors of the process that starts it
+            levels = ("namespace", "bubblewrap", "limits")
+        for one in levels:
             if one == "bubblewrap" and shutil.which("bwrap") is None:
                 problems.append("bubblewrap: bwrap is not installed")
             elif one == "namespace" and sys.platform != "linux":
@@ -109,16 +112,14 @@ class Sandbox:
             elif one == "limits" and not allow_unsandboxed:
                 problems.append("limits: needs allow_unsandboxed")
             else:
-                candidates.append(one)  # type: ignore[arg-type]
-        for candidate in candidates:
-            self._settings["level"] = candidate
-            try:
-                warden = WardenProcess(self._settings)
-            except SandboxError as error:
-                problems.append(f"{candidate}: {error}")
-                continue
-            self._idle.append(warden)
-            return candidate, warden.guards
+                self._settings["level"] = one
+                try:
+                    warden = WardenProcess(self._settings)
+                except SandboxError as error:
+                    problems.append(f"{one}: {error}")
+                    continue
+                self._idle.append(warden)
+                return one, warden.guards
         raise SetupError(
             f"code cannot be run in a sandbox on this machine ({'; '.join(problems)}). Install bubblewrap, allow user "
             "namespaces, or set allow_unsandboxed: true, which gives the policy's programs access to your files and "
@@ -162,24 +163,23 @@ class Sandbox:
             SandboxError: two wardens failed to run it.
         """
         given = Program(source=program) if isinstance(program, str) else program
-        for attempt in range(NUM_TRIES):
+        num_failed = 0
+        while True:
             warden: WardenProcess | None = None
             try:
                 warden = self._take()
                 result = Run(warden, given, limits=limits or self.limits, paths=self._paths).result(is_enough)
-            except (SandboxError, OSError) as error:
+            except BaseException as error:
                 if warden is not None:
                     self._kill(warden)
-                if attempt + 1 == NUM_TRIES or isinstance(error, GuardError):
+                if not isinstance(error, (SandboxError, OSError)):
+                    raise
+                num_failed += 1
+                if num_failed == NUM_TRIES or isinstance(error, GuardError):
                     raise SandboxError(f"a program could not be run (sandbox level {self.level}): {error}") from error
-                continue
-            except BaseException:
-                if warden is not None:
-                    self._kill(warden)
-                raise
-            self._release(warden)
-            return result
-        raise SandboxError("no try was made")
+            else:
+                self._release(warden)
+                return result
 
     def has_command(self, name: str) -> bool:
         """Whether a command is on the programs' path."""

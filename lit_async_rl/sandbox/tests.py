@@ -170,19 +170,11 @@ def _run_cases(doc: dict[str, Any], names: dict[str, Any]) -> tuple[list[bool], 
         nonlocal failure
         failure = failure or f"{what}: {type(error).__name__}: {error}"[:MAX_FAILURE_CHARS]
 
-    try:
-        _execute(doc["setup"], names)
-    except BaseException as error:
-        fails(error, "setup")
+    if not _holds("setup", functools.partial(_execute, doc["setup"], names), fails):
         return [], failure
     passed = []
     for code in doc["cases"]:
-        try:
-            _execute(code, names)
-            passed.append(True)
-        except BaseException as error:
-            fails(error, code)
-            passed.append(False)
+        passed.append(_holds(code, functools.partial(_execute, code, names), fails))
         if not passed[-1] and doc["stops"]:
             return passed, failure
     if doc["check"]:
@@ -251,7 +243,7 @@ def _run_test(test: Callable[[], Any]) -> None:
 def _tests_among(defined: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Tests as pytest and unittest name them, but those that are skipped."""
     for name, one in defined.items():
-        if isinstance(one, types.FunctionType) and name.startswith("test") and not _required_parameters(one):
+        if isinstance(one, types.FunctionType) and name.startswith("test") and not _needs_arguments(one):
             yield name, functools.partial(_run_test, one)
         if _is_test_case(one):
             for method in dir(one):
@@ -264,11 +256,10 @@ def _is_test_case(one: Any) -> bool:
     return isinstance(one, type) and any(base.__name__ == "TestCase" for base in one.__mro__)
 
 
-def _required_parameters(function: Callable[..., Any]) -> list[str]:
-    """Parameters without which a function cannot be called."""
+def _needs_arguments(function: Callable[..., Any]) -> bool:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function, follow_wrapped=False).parameters.values()
-    return [one.name for one in found if one.default is one.empty and one.kind not in variable]
+    return any(one.default is one.empty and one.kind not in variable for one in found)
 
 
 def _run_method(case: Any, method: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 MAX_DEPTH = 200  # of nested values
 MAX_COLLISIONS = 1000  # of a set or dictionary
+ITEMS: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
 
 
 class NotPlain(TypeError):
@@ -42,18 +43,11 @@ def encode(value: Any, depth: int = 0) -> Any:
     def inner(one: Any) -> Any:
         return encode(one, depth + 1)
 
-    if isinstance(value, list):
-        return ["list", [inner(one) for one in value]]
-    if isinstance(value, tuple):
-        return ["tuple", [inner(one) for one in value]]
+    for kind, name in ITEMS.items():
+        if isinstance(value, kind):
+            return [name, [inner(one) for one in value]]
     if isinstance(value, dict):
         return ["dict", [[inner(key), inner(one)] for key, one in value.items()]]
-    if isinstance(value, set):
-        return ["set", [inner(one) for one in value]]
-    if isinstance(value, frozenset):
-        return ["frozenset", [inner(one) for one in value]]
-    if isinstance(value, collections.deque):
-        return ["deque", [inner(one) for one in value]]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).hex()]
     if isinstance(value, complex):
@@ -85,6 +79,8 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
     "deque": collections.deque,
+    "set": lambda items: set(_hashable(items)),
+    "frozenset": lambda items: frozenset(_hashable(items)),
 }
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "float": float.fromhex,
@@ -123,8 +119,6 @@ def decode(found: Any) -> Any:
         kind, first, *rest = found
         if kind in _FROM_ITEMS:
             return _FROM_ITEMS[kind]([decode(one) for one in first])
-        if kind in ("set", "frozenset"):
-            return {"set": set, "frozenset": frozenset}[kind](_hashable([decode(one) for one in first]))
         if kind == "dict":
             keys = _hashable([decode(key) for key, _ in first])
             return dict(zip(keys, [decode(one) for _, one in first], strict=True))

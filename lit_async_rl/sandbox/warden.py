@@ -59,7 +59,6 @@ class Warden:
         self._filter = kernel.seccomp_filter(shares_ids=not place.has_own_ids) if sys.platform == "linux" else None
         self._landlock = 0
         self._rules: int | None = None
-        self._reader = bytearray()
 
     def serve(self) -> None:
         """Answers requests until the trainer closes the socket."""
@@ -207,7 +206,7 @@ class Warden:
         if not self._room.has_processes_shown:
             return None
         most = limits["memory_bytes"]
-        if sum(map(_resident_bytes, members)) > most and sum(map(_own_bytes, members)) > most:
+        if sum(map(_bytes_in, members)) > most and sum(map(_own_bytes, members)) > most:
             return "memory"
         return None
 
@@ -281,18 +280,10 @@ class Warden:
         if self._room.level != "limits":  # there it would count all processes of the user; `_excess` counts these
             kernel.limit("NPROC", limits["processes"])
         # Writable memory. The address space is no measure: some interpreters reserve more than they ever use.
-        kernel.limit("DATA", limits["memory_bytes"] + self._data_bytes(is_command))
+        # A command replaces the data that it has inherited.
+        kernel.limit("DATA", limits["memory_bytes"] + (0 if is_command else _bytes_in("self", column=5)))
         if not self._room.has_processes_shown and not is_command:
             kernel.limit("AS", limits["memory_bytes"] + 2**30)
-
-    @staticmethod
-    def _data_bytes(is_command: bool) -> int:
-        """Inherited data of a forked program; 0 for a command, which replaces it."""
-        if is_command:
-            return 0
-        with contextlib.suppress(OSError, LookupError, ValueError), open("/proc/self/statm") as file:
-            return int(file.read().split()[5]) * resource.getpagesize()
-        return 0
 
 
 def _ended(pid: int) -> int | None:
@@ -307,10 +298,11 @@ def _ended(pid: int) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _resident_bytes(pid: int) -> int:
+def _bytes_in(pid: int | str, column: int = 1) -> int:
+    """Memory of a process by a column of `/proc/PID/statm`: 1 is what is resident, 5 its data."""
     try:
         with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            return int(file.read().split()[column]) * resource.getpagesize()
     except (OSError, LookupError, ValueError):
         return 0
 
@@ -319,7 +311,7 @@ def _own_bytes(pid: int) -> int:
     """Memory of a process, including its part of shared memory."""
     with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-    return _resident_bytes(pid)
+    return _bytes_in(pid)
 
 
 def _group(pid: int) -> int:

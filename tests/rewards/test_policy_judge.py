@@ -201,7 +201,7 @@ def test_settings_of_the_policy_as_a_judge_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         rl.JudgeReward(**({"engine": "policy"} | settings))
     with pytest.raises(ValueError, match=r"JudgeReward\.engine must be an engine or policy, got 'polcy'"):
-        policy_judge()._check(None, "polcy", None)
+        policy_judge()._check(None, "polcy", None, cache=None)
 
 
 def test_an_engine_whose_batches_have_one_version_each_is_refused():
