@@ -29,7 +29,8 @@ class InstantEngine(VLLMEngine):
     def setup(self, model: str) -> None:
         self._vocab_size = load_config(model).vocab_size
         self._max_model_len = 20
-        self._process = self._runner = Mock(is_dead=False)
+        self._process = Mock(spec=VLLMProcess, is_dead=False)
+        self._runner = Mock(spec=RequestRunner)
 
     def _publish(self, version, weights):
         next(weights)

@@ -67,7 +67,7 @@ class HeadRecorder:
                 values[targets] = values[sources]
 
 
-def grown(values: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
+def grown(values: Tensor, shape: tuple[int, ...], fill: int | float = 0) -> Tensor:
     """A larger tensor with these values, and `fill` at its further places."""
     larger = values.new_full(shape, fill)
     larger[tuple(slice(0, size) for size in values.shape)] = values
