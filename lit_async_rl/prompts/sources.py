@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_check
 import numpy as np
 
 from lit_async_rl.models.hub import go_offline_if_unreachable
-from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, is_missing
+from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages, is_missing
 from lit_async_rl.utils.checks import check_choice, check_range
 
 if TYPE_CHECKING:
@@ -403,9 +403,11 @@ class RecordPrompts(PromptSource):
         """
         if isinstance(content, str) and self.as_chat:
             content = [{"role": "user", "content": content}]
-        given: dict[str, Any] = {"text" if isinstance(content, str) else "messages": content, **answers}
+        given: dict[str, Any] = {**answers, "metadata": with_template_kwargs(others, self.chat_template_kwargs)}
+        if isinstance(content, str):
+            return Prompt(text=content, **given)
         try:
-            return Prompt(**given, metadata=with_template_kwargs(others, self.chat_template_kwargs))
+            return Prompt(messages=checked_messages(content), **given)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 

@@ -29,8 +29,11 @@ class Resources:
         spread: on different nodes where possible.
     """
 
-    amounts: Mapping[str, float]
+    amounts: Mapping[str, int | float]
     spread: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "amounts", {name: float(amount) for name, amount in self.amounts.items()})
 
     @property
     def num_cpus(self) -> float:

@@ -632,6 +632,8 @@ class PolicyModule(pl.LightningModule):
             )
         known = {name: value for name, value in saved["held"].items() if name not in settings}
         given = {**as_objects(known), **settings}
+        if "betas" in given:
+            given["betas"] = tuple(given["betas"])
         if "model" not in given:
             raise ValueError(f"{path} does not name the model it was trained from: pass model=...")
         module = cls(**given)
