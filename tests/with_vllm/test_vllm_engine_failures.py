@@ -51,12 +51,12 @@ def test_the_death_of_its_processes_is_an_error_for_everybody():
     others = children()
     engine, module = started(asset("sort_policy")), load_policy(asset("sort_policy"))
     engine.load_weights(0, module.named_parameters())
-    engine.submit(requests_of([3], max_tokens=200, num_samples=8))
+    engine.submit(requests_of([3] * 32, max_tokens=200, num_samples=8))  # more than it samples until it is killed
     for child in children() - others:
         child.kill()
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: its processes died \(SIGKILL\); "):
-        collect(engine, 8)
+        collect(engine, 32 * 8)
     assert all(c.finish_reason != "abort" for c in engine.partial_completions())  # a last checkpoint does not fail
     with pytest.raises(EngineError):
         engine.load_weights(1, module.named_parameters())
