@@ -35,7 +35,7 @@ def go_offline_if_unreachable() -> None:
     try:
         call(lambda: reach(host, port, CONNECT_TIMEOUT_S), wait)  # resolving a name has no time limit of its own
         return
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:  # the latter of a host name such as `hub..org`
         cached = "models and data come from the cache, as with HF_HUB_OFFLINE=1"
         log.info("%s cannot be reached (%s): %s", host, problem, cached)
     constants.HF_HUB_OFFLINE = True

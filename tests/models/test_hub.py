@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_async_rl.models import hub
 from lit_async_rl.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -40,3 +41,13 @@ def test_a_hub_that_refuses_connections_is_tried_once(tmp_path, kind):
     assert done.returncode == 0, done.stderr
     assert f"someone/no-such-{kind}" in done.stdout
     assert done.stdout.splitlines()[-1] == "tries 1"
+
+
+def test_a_host_that_is_no_name_counts_as_unreachable(monkeypatch):
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "https://hub..org")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delitem(sys.modules, "datasets.config", raising=False)  # it would be told, for the tests that follow
+    for name in hub.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    hub.go_offline_if_unreachable()
+    assert hub.constants.HF_HUB_OFFLINE
