@@ -2,7 +2,7 @@
 
     python -m benchmarks.staleness.predictor
 
-It reads the steps of all runs of the staleness benchmark (`docs/results/*.parquet`). What counts as a collapse, and
+It reads the steps of runs of the staleness benchmark (`READ`, of `docs/results/*.parquet`). What counts as a collapse, and
 which runs fit the rule and which test it, was written down and committed before anything was fitted. It was
 changed once: the noise of few rewards is no collapse, as runs of a language model showed.
 """
@@ -63,15 +63,22 @@ FIT_LOSSES = (
 # policy of another size (`quickstart_constant`).
 
 
-# Runs of the controller, which acts on the forecast, are no tests of it; others repeat what fits it, and came later.
-LEFT_OUT = ("controller", "hard", "rate_by_bound", "gac_map", "gac_pairs")
+# Tables that are read. They are named, since each new one has runs of the losses that fit the rule: it would change the
+# rule, or repeat it. Runs of the controller, which acts on the forecast, are no tests of it.
+READ = (
+    *("results", "equal_tuning", "mismatch", "very_stale", "smollm2", "smollm2_long"),
+    *("gac", "gac_half", "gac_search", "blend", "blend_quarter"),
+)
+
+
+def tables() -> list[Path]:
+    """Files of the tables that are read."""
+    return [TABLES / f"{name}.parquet" for name in sorted(READ)]
 
 
 def read_steps() -> pd.DataFrame:
     """The steps of all runs, in order; the last row of a run has only an accuracy and is left out."""
-    paths = [path for path in sorted(TABLES.glob("*.parquet")) if path.stem not in LEFT_OUT]
-    tables = [pd.read_parquet(path).assign(source=path.stem) for path in paths]
-    steps = pd.concat(tables, ignore_index=True)
+    steps = pd.concat([pd.read_parquet(path).assign(source=path.stem) for path in tables()], ignore_index=True)
     return steps[steps.reward.notna()].sort_values([*RUN, "step"], ignore_index=True)
 
 
@@ -192,10 +199,9 @@ def scores(runs: list[Run], weights: np.ndarray, limit: float) -> dict[str, floa
 def shares_kept() -> pd.Series:
     """Share of the synchronous gain that each run keeps, by `RUN`; the reference is of the same kind of device."""
     runs = pd.concat(
-        [per_cell(read_table(path)).assign(source=path.stem) for path in sorted(TABLES.glob("*.parquet"))],
+        [per_cell(read_table(path)).assign(source=path.stem) for path in tables()],
         ignore_index=True,
     )
-    runs = runs[~runs["source"].isin(LEFT_OUT)]
     gains = {}
     for (source, regime, device), own in runs.groupby(["source", "regime", "device"]):
         reference = synchronous(own, str(regime))
