@@ -49,5 +49,5 @@ def test_a_host_that_is_no_name_counts_as_unreachable(monkeypatch):
     monkeypatch.delitem(sys.modules, "datasets.config", raising=False)  # it would be told, for the tests that follow
     for name in hub.PROXIES:
         monkeypatch.delenv(name, raising=False)
-    hub.go_offline_if_unreachable()
+    hub.go_offline_if_unreachable.__wrapped__()  # as if no test had asked before
     assert hub.constants.HF_HUB_OFFLINE
