@@ -55,8 +55,7 @@ class WholeFolders:
             shutil.rmtree(part, ignore_errors=True)
         strategy.barrier("sharded checkpoint: begin")  # no rank may write before the old files are gone
         super().save_checkpoint(checkpoint, part, storage_options)  # type: ignore[misc]
-        strategy.barrier("sharded checkpoint: written")  # no rank may list the folder before all files are there
-        write_manifest(part)
+        write_manifest(part)  # a collective: after it all files are there
         if strategy.is_global_zero:
             _replace_folder(part, path)
         strategy.barrier("sharded checkpoint: renamed")  # no rank may go on, and report a checkpoint that is not there

@@ -70,6 +70,7 @@ def test_shares_of_the_time_are_those_of_the_producer():
     trainer = fit(make_module(), make_data(), 2, [summary])
     stats = summary.stats
     found = rows(summary, trainer)
+    assert 0 < stats.wait_s < stats.run_s
     assert found["trainer waited"] == f"{stats.wait_s / stats.run_s:.0%} of the time"
     assert found["engine idle"] == f"{max(0.0, 1 - stats.engine_busy_s / stats.run_s):.0%} of the time"
     assert found["tokens generated"] == f"{stats.num_tokens:,}"

@@ -58,6 +58,7 @@ def test_an_all_padding_micro_batch_trains_nothing_and_reaches_every_parameter(g
     *_, empty = collate(groups[:1], 5)
     gradient = gradient_of([empty], module)
     assert not empty.loss_mask.any()
+    assert empty.group_index.tolist() == [-1]  # of no group: its reward counts nowhere
     assert torch.equal(gradient, torch.zeros_like(gradient))
     assert all(p.grad is not None for p in module.policy.parameters())
 

@@ -102,6 +102,8 @@ def test_what_a_tape_has_not_recorded_is_refused_and_not_taken_for_nothing() -> 
     inputs = make_inputs(0)
     with pytest.raises(ValueError, match="ESTR needs the entropy of the sampling distribution"):
         ESTR()(replace(inputs, behavior_entropy=torch.full_like(known(inputs.behavior_entropy), torch.nan)))
+    with pytest.raises(ValueError, match=r"ESTR needs .* set data\.sampling\.head to 0 or more"):
+        ESTR()(replace(inputs, behavior_entropy=None))
     without = {name: known(getattr(inputs, name))[..., :0] for name in ("head_logprobs", "head_behavior_logprobs")}
     with pytest.raises(ValueError, match=r"ScoreCentering needs .* data\.sampling\.head"):
         ScoreCentering()(replace(inputs, **without))

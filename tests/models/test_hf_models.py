@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from flow import fit, make_data, make_module
 from tiny_models import ALL, save, tiny_gemma4, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -130,6 +131,12 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
     check_vocabulary(tiny_tokenizer(50), 64, "folder")
     with pytest.raises(ValueError, match=r"model='folder'.*65.*64"):
         check_vocabulary(tiny_tokenizer(65), 64, "folder")
+
+
+def test_a_run_with_such_a_tokenizer_is_refused(tmp_path):
+    model = save(tiny_llama(), tmp_path, tokenizer=tiny_tokenizer(65))
+    with pytest.raises(ValueError, match="the tokenizer has 65 tokens, but the model's vocabulary has only 64"):
+        fit(make_module(model=model), make_data(model=model), 1)
 
 
 def test_context_is_what_all_layers_can_attend_to():

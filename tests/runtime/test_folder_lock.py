@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from lit_async_rl.api.run_folders import set_aside
 from lit_async_rl.cli.app import main
 from lit_async_rl.replay.tape import TapeWriter
-from lit_async_rl.runtime.files import FolderLock, lock_path, part_name, remove_stale_parts
+from lit_async_rl.runtime.files import FolderLock, lock_path, locked, part_name, remove_stale_parts
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.trackers import CSVLog
 
@@ -113,3 +113,15 @@ def test_a_table_that_is_there_is_kept(tmp_path):
     table.touch()
     set_aside(table)
     assert {path.name for path in table.parent.glob("*.csv")} == {"metrics.1.csv", "metrics.2.csv"}
+
+
+def test_all_folders_of_a_run_are_locked_and_free_after_it(tmp_path):
+    folders = [("trainer.logger", tmp_path / "run"), ("ModelCheckpoint.dirpath", tmp_path / "kept")]
+    for _, folder in folders:
+        folder.mkdir()
+    with locked(folders, beside=["ModelCheckpoint.dirpath"]):
+        for path in (tmp_path / "run" / ".run.lock", tmp_path / ".kept.run.lock"):
+            with pytest.raises(Timeout):
+                FileLock(path).acquire(timeout=0)
+    for path in (tmp_path / "run" / ".run.lock", tmp_path / ".kept.run.lock"):
+        FileLock(path).acquire(timeout=0).lock.release()

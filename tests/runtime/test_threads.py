@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError, wait
 from itertools import takewhile
 from pathlib import Path
@@ -155,3 +156,17 @@ tasks.submit(file.write_text, "whole")
 def test_ordered_tasks_are_done_before_the_process_ends(tmp_path):
     subprocess.run([sys.executable, "-c", FINISHED, str(tmp_path / "file")], cwd=ROOT, check=True, timeout=100)
     assert (tmp_path / "file").read_text() == "whole"
+
+
+def test_nothing_of_a_call_outlives_it_in_a_thread_that_waits_for_the_next(pool):
+    class Large:
+        pass
+
+    given = Large()
+    gone = weakref.ref(given)
+    assert pool.submit(lambda _: 3, given).result(10) == 3
+    del given
+    deadline = time.monotonic() + 10
+    while gone() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
