@@ -122,6 +122,25 @@ def test_ctrl_c_saves_and_prints_the_summary_and_how_to_resume(flags, start, tmp
     assert re.search(r"optimizer steps\s*│ 2 ", said)
 
 
+def test_in_a_terminal_another_thread_says_what_ctrl_c_does(monkeypatch, capsys):
+    """This one may be drawing."""
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append("to stop"))
+    try:
+        with pytest.raises(SystemExit), CtrlC():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == ["to stop"]
+    said = ""
+    deadline = time.monotonic() + 20
+    while "Ctrl-C: training ends after this step" not in said:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path):
     lag = ("--data.admission", "FixedLag", "--data.max_staleness", "1")  # saving waits until all is scored

@@ -361,6 +361,16 @@ def test_the_layout_takes_one_transfer_from_the_device():
     assert len(features) == int(mask[:, 1:].sum())
 
 
+def test_equal_rows_of_two_groups_share_nothing():
+    lm = FAMILIES["llama"]().eval()
+    ids, mask, group_index = groups(MIXED)
+    given = ids[:, :-1], mask[:, 1:], group_index
+    _, once = PrefixTreePacking().features(lm, *given)
+    others = (*given[:2], group_index + len(MIXED))
+    _, twice = PrefixTreePacking().features(lm, *(torch.cat(both) for both in zip(given, others, strict=True)))
+    assert twice.num_tokens == 2 * once.num_tokens
+
+
 def test_on_a_gpu_block_masks_are_made_by_compiled_code(monkeypatch):
     """Which function makes them; that compiled masks are equal is a slow test."""
     made = []
