@@ -23,15 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.common.meter import Meter, ProcessorClock
-from lit_async_rl.callbacks import FreshDataMonitor, WeightDriftMonitor
+from lit_async_rl.callbacks import WeightDriftMonitor
 from lit_async_rl.callbacks.monitors import fresh_data
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import StalenessAdvice
+from lit_async_rl.callbacks.monitors.ratio_parts import RatioSplit
 from lit_async_rl.callbacks.monitors.stale_data import StaleDataWords
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.scheduling.bottleneck import StepWork
 
 WARM_UP = 5  # steps
-SPLIT = ((fresh_data, "stale_sums"), (FreshDataMonitor, "_log_parts"))
+SPLIT = ((fresh_data, "stale_sums"), (RatioSplit, "update"))
 STEADY = ((StaleDataWords, "observe"), (StalenessAdvice, "work"), (StepWork, "steady_staleness"))
 DRIFT = ((WeightDriftMonitor, "on_before_backward"), (WeightDriftMonitor, "on_before_optimizer_step"))
 PARTS = {

@@ -124,6 +124,13 @@ def test_a_watch_goes_on_from_its_state_as_json():
     assert "length" in other.found
 
 
+def test_what_steps_are_compared_with_is_the_mean_of_the_first_window():
+    watch = HackingWatch(window=4)
+    for step in range(9):
+        watch.observe(healthy(step, repetition=lambda step: step / 10))
+    assert watch.state_dict()["first"]["repetition"] == pytest.approx((0.0 + 0.1 + 0.2 + 0.3) / 4)
+
+
 def test_repetition_counts_n_grams_that_were_there_before():
     ids = list(range(100, 150))
     assert repetition(ids) == 0.0

@@ -24,6 +24,16 @@ def measured(out: Path, *call: str) -> dict:
     return found
 
 
+def test_what_is_measured_inside_is_there():
+    """Methods are named in text there; the measurements themselves run before a release only."""
+    from benchmarks.performance import decode_parts, stale_data_monitors, timeline
+
+    parts = (*decode_parts.PARTS.values(), *stale_data_monitors.PARTS.values(), timeline.OWN)
+    named = [pair for part in parts for pair in part]
+    assert len(named) > 15
+    assert [f"{owner.__name__}.{name}" for owner, name in named if not hasattr(owner, name)] == []
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(1300)
 def test_the_cost_of_the_timeline(tmp_path):
