@@ -2,9 +2,9 @@
 
     python -m benchmarks.staleness.predictor
 
-It reads the steps of runs of the staleness benchmark (`READ`, of `docs/results/*.parquet`). What counts as a collapse, and
-which runs fit the rule and which test it, was written down and committed before anything was fitted. It was
-changed once: the noise of few rewards is no collapse, as runs of a language model showed.
+It reads the steps of runs of the staleness benchmark (`READ`, of `docs/results/*.parquet`). What counts as a collapse,
+and which runs fit the rule and which test it, was written down and committed before anything was fitted. It was changed
+once: the noise of few rewards is no collapse, as runs of a language model showed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def test_the_reward_of_all_samples_and_the_share_that_filters_dropped_are_logged
 
 def test_the_length_of_a_rollout_is_that_of_all_its_branches():
     plain = group([0.0, 1.0], lengths=[3, 3])
-    branch = Branch(prompt_ids=(1, 1), token_ids=(1,) * 5, logprobs=(-1.0,) * 5, versions=(0,) * 5, loss_mask=(True,) * 5)
+    branch = Branch(
+        prompt_ids=(1, 1), token_ids=(1,) * 5, logprobs=(-1.0,) * 5, versions=(0,) * 5, loss_mask=(True,) * 5
+    )
     rollouts = (replace(plain.rollouts[0], branches=(branch,)), plain.rollouts[1])
     (batch,) = collate([replace(plain, rollouts=rollouts)], 1)
     assert len(batch.loss_mask) == 3
