@@ -11,8 +11,8 @@ def is_running(pid):
         return False
 
 
-def wait_for_the_end_of(*pids):
-    deadline = time.monotonic() + 30
+def wait_for_the_end_of(*pids, seconds=30.0):
+    deadline = time.monotonic() + seconds
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a child is still there"
         time.sleep(0.1)
