@@ -109,6 +109,11 @@ def test_names_that_are_not_the_programs_are_weak():
     ] == ["g"]
 
 
+def test_weak_tests_run_behind_the_setup_alone_without_the_prompts_helpers():
+    cases = Cases(asserts=("assert f(limit) < limit",), setup="limit = 4")
+    assert split_tests(cases, head="def helper(): ...").weak.setup == "limit = 4"
+
+
 @pytest.mark.parametrize(
     ("body", "num_plain", "rest"),
     [
