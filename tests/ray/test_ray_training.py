@@ -147,7 +147,8 @@ def test_a_command_starts_ray_by_itself_and_leaves_nothing_behind_however_it_end
             process.kill()
     process.wait(30)
     # Ray's own agents try for a minute to report the end to a store that has ended, too
-    agents = {pid for pid, name in children.items() if re.search(r"ray::\w*Agent|python.*agent(/main)?\.py", name[:200])}
+    is_agent = re.compile(r"ray::\w*Agent|python.*agent(/main)?\.py")
+    agents = {pid for pid, name in children.items() if is_agent.search(name[:200])}
     wait_for_the_end_of(*(children.keys() - agents))
     wait_for_the_end_of(*agents, seconds=120.0)
     assert any("raylet" in name for name in children.values())
