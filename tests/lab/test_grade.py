@@ -38,6 +38,10 @@ class Explained:
         return float(completion == "b"), completion.upper(), "because"
 
 
+def stopped(prompt, completion):
+    raise KeyboardInterrupt
+
+
 def batch(completions, answer, **kwargs):
     return [float(one == other) for one, other in zip(completions, answer)]
 
@@ -103,6 +107,10 @@ def test_only_one_kind_is_shown(folder, capsys):
 def test_a_reward_of_ones_own_in_any_form(reward, last, status, folder, capsys):
     found, lines = grade(capsys, "ab.csv", "--reward", reward)
     assert (found, lines[-1]) == (status, last)
+
+
+def test_ctrl_c_ends_with_its_status_and_nothing_is_printed(folder, capsys):
+    assert grade(capsys, "ab.csv", "--reward", "grade_rewards.stopped") == (130, [])
 
 
 def test_references_are_graded_for_themselves_where_there_are_no_answers(folder, capsys):

@@ -9,7 +9,13 @@ from lit_async_rl.sandbox import kernel
 
 HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
 PAIRS = kernel._BOTH | kernel._SIGNALS | {"socket": kernel._SOCKET, "clone": kernel._CLONE, "ioctl": kernel._IOCTL}
+LANDLOCK = {
+    "create_ruleset": kernel._CREATE_RULESET,
+    "add_rule": kernel._ADD_RULE,
+    "restrict_self": kernel._RESTRICT_SELF,
+}
 NEWER = kernel._NEWER | kernel._NEWER_SIGNALS | {"clone3": kernel.CLONE3}
+NEWER |= {f"landlock_{name}": number for name, number in LANDLOCK.items()}
 
 
 @pytest.mark.parametrize("machine", HEADERS)
