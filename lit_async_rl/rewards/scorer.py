@@ -144,8 +144,9 @@ def _misfit(signature: inspect.Signature, error: TypeError) -> str:
 class NamedErrors:
     """Context that turns every error of a reward into a `RewardError` with its origin.
 
-    Every one, since an exit or a cancellation in a thread would end the run silently. A class, since
-    `contextlib.contextmanager` re-raises `StopIteration` in place of an error caused by it.
+    Every one, since an exit or a cancellation in a thread would end the run silently; except Ctrl-C in the main thread,
+    as of the command that grades a file. A class, since `contextlib.contextmanager` re-raises `StopIteration` in place
+    of an error caused by it.
 
     Args:
         where: completes "... raised"; called after an error.
@@ -161,6 +162,8 @@ class NamedErrors:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None or isinstance(error, StalledError):
+            return
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             return
         if isinstance(error, _NotANumber):
             raise RewardError(f"{self._where()} returned {error}") from None
