@@ -1,6 +1,7 @@
 """`lit-async-rl grade`: what a reward makes of references and answers, on a screen of 80 columns."""
 
 import json
+import signal
 
 import pytest
 
@@ -115,7 +116,11 @@ def test_a_reward_of_ones_own_in_any_form(reward, last, status, folder, capsys):
 
 
 def test_ctrl_c_ends_with_its_status_and_nothing_is_printed(folder, capsys):
-    assert grade(capsys, "ab.csv", "--reward", "grade_rewards.stopped") == (130, [])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    try:
+        assert grade(capsys, "ab.csv", "--reward", "grade_rewards.stopped") == (130, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_references_are_graded_for_themselves_where_there_are_no_answers(folder, capsys):

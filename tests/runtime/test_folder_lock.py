@@ -119,9 +119,11 @@ def test_all_folders_of_a_run_are_locked_and_free_after_it(tmp_path):
     folders = [("trainer.logger", tmp_path / "run"), ("ModelCheckpoint.dirpath", tmp_path / "kept")]
     for _, folder in folders:
         folder.mkdir()
+    locks = [tmp_path / "run" / ".run.lock", tmp_path / ".kept.run.lock"]
     with locked(folders, beside=["ModelCheckpoint.dirpath"]):
-        for path in (tmp_path / "run" / ".run.lock", tmp_path / ".kept.run.lock"):
+        for path in locks:
             with pytest.raises(Timeout):
                 FileLock(path).acquire(timeout=0)
-    for path in (tmp_path / "run" / ".run.lock", tmp_path / ".kept.run.lock"):
-        FileLock(path).acquire(timeout=0).lock.release()
+    for path in locks:
+        with FileLock(path).acquire(timeout=0):
+            pass
