@@ -69,7 +69,7 @@ def connect(
     """Connects to Ray unless this process is connected already, and returns the module `ray`.
 
     Without an address Ray is started on this machine: on loopback, without dashboard, for this process, with which it
-    ends whatever ends that.
+    ends whatever ends that. If that is SIGKILL, two of Ray's agents first try to report it, for a minute.
 
     Args:
         address: of a running cluster (`auto`, `HOST:PORT`); None starts one here, or takes that of `RAY_ADDRESS`.
