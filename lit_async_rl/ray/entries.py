@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Set
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.engines.embedded.own_process import unpack_completions
 from lit_async_rl.ray.logs import describe_place
 from lit_async_rl.types import Completion, GenerationRequest
+
+NUM_SAMPLES_TO_FORGIVE = 1000
 
 
 class State(enum.Enum):
@@ -222,6 +225,19 @@ class ReplicaEntry(ReplicaProcess):
             return f"replica {self.number}"
         return f"replica {self.number} ({describe_place(self.place)})"
 
+    def fail(self, reason: str, is_running: bool) -> None:
+        """Counts a loss.
+
+        Args:
+            reason: completes "replica 3 ...".
+            is_running: its process did wrong, and did not just end.
+        """
+        self.why = reason
+        self.num_failures += 1
+        if is_running:
+            self.num_wrong = 1 if self.num_good >= NUM_SAMPLES_TO_FORGIVE else self.num_wrong + 1
+            self.num_good = 0
+
     def forget_process(self) -> None:
         """Begins with the next process, of which nothing is known."""
         self.num_starts += 1
@@ -243,6 +259,13 @@ class ReplicaEntry(ReplicaProcess):
         if self.state is State.LOADING and self.sent >= 0:  # else it waits for the trainer
             return not self.may_prove or min(self.accepted, self.verified) < self.sent
         return self.state is State.READY
+
+    def hold(self, assignments: Sequence[Assignment]) -> None:
+        """Notes assignments that it is sent."""
+        if not self.held and not self.is_stalled:
+            self.heard = time.monotonic()
+        self.held |= {one.request.id: one for one in assignments}
+        self.latest = assignments[-1].number
 
     def unpack(
         self, answer: Mapping[str, Any], *, vocab_size: int, max_model_len: int, is_partial: bool = False

@@ -23,9 +23,11 @@ import xxhash
 from torch import Tensor, nn
 
 from lit_async_rl.engines import weight_deltas
+from lit_async_rl.engines.base import Probe
 from lit_async_rl.engines.weight_deltas import INDEX, MASK, VALUE
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.weights import LORA_A, LORA_B, UNCHANGED
+from lit_async_rl.ray.entries import ReplicaEntry
 
 BUCKET_BYTES = 2**28
 
@@ -202,6 +204,63 @@ def checksum(tensor: Tensor) -> int:
 
 
 # -- The replica's side -----------------------------------------------------------------------------------------------
+
+
+class GivenWeights:
+    """The weights that replicas are given, and whether what a replica says of its own is right.
+
+    Attributes:
+        table: of the newest ones; None before the first.
+        ref: of its contents in the object store.
+        probe: of these weights, if the trainer has computed one.
+        can_probe: whether it ever has.
+        version_before: of the weights before the newest.
+    """
+
+    def __init__(self) -> None:
+        self.table: Table | None = None
+        self.ref: Any = None
+        self.probe: Probe | None = None
+        self.can_probe = False
+        self.version_before = -1
+        self._sums: dict[int, dict[str, int]] = {}  # checksums of the versions that replicas may still report
+
+    @property
+    def version(self) -> int:
+        """Of the newest; -1 before the first."""
+        return -1 if self.table is None else self.table.version
+
+    def replace(self, table: Table, ref: Any, probe: Probe | None, *, entries: Iterable[ReplicaEntry]) -> None:
+        """Takes newer weights.
+
+        Args:
+            table: of them.
+            ref: of its contents.
+            probe: of them.
+            entries: replicas, whose older weights are still to be verified.
+        """
+        if table.version != self.version:
+            self.version_before = self.version
+        self.table = table
+        self.ref = ref
+        self.probe = probe
+        self.can_probe = self.can_probe or probe is not None
+        known = [entry.verified if entry.has_proved else entry.sent for entry in entries if entry.sent >= 0]
+        oldest = min(known, default=table.version)
+        self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {table.version: table.sums}
+
+    def verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> str:
+        """Takes the checksums that a replica reports of a version; returns what is wrong with them, if anything."""
+        if version > self.version:
+            return f"reports weights of version {version}, which were never sent"
+        entry.sums |= sums
+        sent = self._sums.get(version)
+        if sent is None:  # newer ones went out while it loaded these, and are compared as a whole
+            return ""
+        if problem := find_difference(sent, entry.sums):
+            return f"{problem} (version {version})"
+        entry.verified = max(entry.verified, version)
+        return ""
 
 
 class WeightReader:

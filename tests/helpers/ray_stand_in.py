@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.ray import engine as ray_engine
-from lit_async_rl.ray import replica, runtime
+from lit_async_rl.ray import fleet, replica, runtime
+from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.ray.process import GROUPS, OTHER_GROUP, ReplicaProcess
 
 RESTART_S = 0.05
@@ -188,12 +188,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
     monkeypatch.setattr(runtime, "connect", lambda *args, **settings: found)
     monkeypatch.setattr(replica, "ray", found)
-    monkeypatch.setattr(ray_engine, "RETRY_S", RESTART_S)
+    monkeypatch.setattr(fleet, "RETRY_S", RESTART_S)
     return found
 
 
-def on_stand_in(engine: RolloutEngine, model: str, **settings: Any) -> ray_engine.RayEngine:
+def on_stand_in(engine: RolloutEngine, model: str, **settings: Any) -> RayEngine:
     """Replicas of an engine, set up."""
-    found = ray_engine.RayEngine(engine, **settings)
+    found = RayEngine(engine, **settings)
     found.setup(model)
     return found

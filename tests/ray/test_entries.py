@@ -8,9 +8,8 @@ import torch
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.own_process import pack_completions
-from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.ray.entries import Assignment, Part, ReplicaEntry, State
-from lit_async_rl.ray.weights import Table
+from lit_async_rl.ray.weights import GivenWeights, Table
 from lit_async_rl.types import SamplerHead
 
 
@@ -133,19 +132,18 @@ def test_partial_completions_stay_missing():
 
 
 def test_weights_are_compared_with_what_was_sent_and_with_nothing_that_is_forgotten():
-    engine = RayEngine(replicas=1)
-    engine._table = Table(version=9)
-    engine._sums = {8: {"a": 1, "b": 2}, 9: {"a": 1, "b": 3}}
+    weights = GivenWeights()
     entry = ReplicaEntry(0, state=State.READY, sent=9)
-    engine._entries = [entry]
-    assert engine._verify(entry, 5, {"a": 1, "b": 7})  # while it loaded, newer ones went out
-    assert (entry.verified, engine.num_lost) == (-1, 0)
-    assert engine._verify(entry, 8, {"b": 2})
-    assert engine._verify(entry, 9, {"b": 3})
+    others = [ReplicaEntry(number, state=State.READY, sent=9, verified=8) for number in (1, 2)]
+    for version, b in ((5, 1), (8, 2), (9, 3)):
+        weights.replace(Table(version, sums={"a": 1, "b": b}), None, None, entries=others)
+    assert (weights.version, weights.version_before) == (9, 8)
+    assert not weights.verify(entry, 5, {"a": 1, "b": 7})  # while it loaded, newer ones went out
+    assert entry.verified == -1
+    assert not weights.verify(entry, 8, {"b": 2})
+    assert not weights.verify(entry, 9, {"b": 3})
     assert entry.verified == 9
-    for version, sums in ((9, {"a": 2}), (10, {})):
+    for version, sums, problem in ((9, {"a": 2}, "(version 9)"), (10, {}, "version 10, which were never sent")):
         again = ReplicaEntry(0, state=State.READY, sent=9, sums={"a": 1, "b": 3})
-        engine._entries = [again]
-        assert not engine._verify(again, version, sums)
-        assert again.state is State.STARTING
-    assert engine.num_lost == 2
+        assert problem in weights.verify(again, version, sums)
+        assert again.verified == -1

@@ -12,7 +12,7 @@ from ray_stand_in import on_stand_in
 from replays import key, requests_of
 from tiny_models import save, tiny_llama
 
-from lit_async_rl.ray import engine as ray_engine
+from lit_async_rl.ray import fleet
 
 pytestmark = pytest.mark.timeout(240)
 ODD = [None, True, -1, 0, 1, 2, 63, 64, 10**30, -0.5, 0.5, 1e308, float("nan"), float("-inf"), "", "8", "stop", "abort"]
@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _forgiven(monkeypatch):
     Quick.reset()
-    monkeypatch.setattr(ray_engine, "MAX_FAILURES", 10**6)
+    monkeypatch.setattr(fleet, "MAX_FAILURES", 10**6)
 
 
 def places(value, path=()):

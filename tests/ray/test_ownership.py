@@ -94,7 +94,7 @@ def test_the_next_start_of_a_rank_finds_process_and_weights_and_reads_only_other
     zombie = shared(ray_cluster.address)
     zombie.setup(model)
     zombie.load_weights(1, lms[1].named_parameters())
-    zombie._actors.leave()  # as in another process
+    zombie._fleet._actors.leave()  # as in another process
     other = shared(ray_cluster.address)
     other.setup(model)
     with pytest.raises(EngineError, match="another trainer has taken over replica 0"):
@@ -122,7 +122,7 @@ def test_a_start_finds_as_many_as_it_has_and_none_that_was_ended(ray_cluster, pl
     engine = started(2)
     first = engine.pids
     engine.resize(1)
-    until(lambda: len(engine._entries) == 1, engine)
+    until(lambda: len(engine._fleet.entries) == 1, engine)
     (ended,) = set(first) - set(engine.pids)
     wait_for_the_end_of(ended)
     engine.close()

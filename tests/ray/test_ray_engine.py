@@ -167,10 +167,10 @@ def test_what_a_replica_does_wrong_is_named_and_the_others_do_its_work(ray_clust
         assert_replayed(lms, requests, found, num_tokens=9, cache_cleared=False)
         until(lambda: [text for text in said(caplog, "replica 1 (pid") if words in text and "node" in text], engine)  # noqa: B023
         caplog.clear()
-        engine._entries[1].num_wrong = engine._entries[1].num_failures = 0
+        engine._fleet.entries[1].num_wrong = engine._fleet.entries[1].num_failures = 0
         if fault != "hangs":  # the next does so while it is started
             until(lambda: engine.num_ready == 2, engine)
-    monkeypatch.setattr("lit_async_rl.ray.engine.MAX_FAILURES", 1)
+    monkeypatch.setattr("lit_async_rl.ray.fleet.MAX_FAILURES", 1)
     engine.submit(requests_of([4, 6, 3, 8], max_tokens=9, first_id=500))
     assert len(gathered(engine, 12)) == 12
     until(lambda: said(caplog, "it is not restarted again after 1 failures"), engine)
@@ -192,7 +192,7 @@ def test_weights_models_and_resources_that_do_not_fit_are_refused_at_once(ray_cl
         engine.setup(str(tmp_path / "nowhere"))
     engine.close()
     engine = RayEngine(replicas=1, num_cpus=0.1, resources={"unobtainium": 1.0})
-    engine.startup_timeout_s = 2.0
+    engine.engine.startup_timeout_s = 2.0
     lack = r"needs num_cpus=0.1, unobtainium=1, where the cluster has CPU 16 \(\S+ free\), unobtainium 0 \(0 free\)"
     with pytest.raises(StalledError, match=rf"data.engine.min_replicas=1 replicas are needed, but only 0 had .*{lack}"):
         engine.setup(save(lm, tmp_path))
@@ -224,7 +224,7 @@ def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_re
     ray_cluster.wait_for_nodes()
     lms = {0: endless(), 1: endless(1)}
     engine = ray_engine(lms[0], tmp_path, replicas=2, resources={"engine": 1.0})
-    places = {entry.place["node"]: entry.number for entry in engine._entries}
+    places = {entry.place["node"]: entry.number for entry in engine._fleet.entries}
     assert set(places) == {one.node_id for one in nodes}
     requests = requests_of([20, 9, 4, 3], max_tokens=100, num_samples=20)
     engine.submit(requests)
@@ -242,7 +242,7 @@ def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_re
     assert engine.num_ready == 1
     nodes[1] = ray_cluster.add_node(**node, resources={"engine": 1.0})
     until(lambda: engine.num_ready == 2, engine)
-    assert {entry.place["node"] for entry in engine._entries} == {one.node_id for one in nodes}
+    assert {entry.place["node"] for entry in engine._fleet.entries} == {one.node_id for one in nodes}
     engine.close()
     for one in nodes:
         ray_cluster.remove_node(one)
@@ -263,7 +263,7 @@ def test_more_and_fewer_replicas_while_it_samples_cost_no_sample(ray_cluster, tm
     pids = engine.pids
     requests += requests_of([5] * 6, max_tokens=60, first_id=10, num_samples=5)
     engine.submit(requests[4:])
-    assert all(entry.held for entry in engine._entries)
+    assert all(entry.held for entry in engine._fleet.entries)
     engine.resize(1)
     found += gathered(engine, 70 - len(found))
     assert sorted(map(key, found)) == sorted((r.id, n) for r in requests for n in range(r.num_samples))

@@ -24,7 +24,7 @@ from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.ray import engine as ray_engine
+from lit_async_rl.ray import fleet
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.types import Prompt
 from lit_async_rl.vllm.engine import VLLMEngine
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The g
 def _many_failures(monkeypatch):
     """Of replicas that tests let fail until they have seen enough."""
     Quick.reset()
-    monkeypatch.setattr(ray_engine, "MAX_FAILURES", 10**6)
+    monkeypatch.setattr(fleet, "MAX_FAILURES", 10**6)
     yield
     Quick.reset()
 
@@ -198,7 +198,7 @@ def test_log_probabilities_are_asked_for_when_a_replica_has_to_prove_what_it_com
     kill(stand_in, 1)
     until(lambda: engine.needs_probe, engine)
     engine.load_weights(2, lms[2].named_parameters())
-    until(lambda: engine.needs_probe and engine._entries[1].verified == 2, engine)
+    until(lambda: engine.needs_probe and engine._fleet.entries[1].verified == 2, engine)
     engine.take_probe(probe_of(lms[1], 1))
     assert engine.needs_probe, "of the weights before"
     assert engine.num_ready == 1
@@ -268,7 +268,7 @@ def test_partial_completions_are_beginnings_of_what_comes_and_finished_ones_are_
     until(lambda: False or engine.num_tokens > 60, engine)
     publish(engine, lm, 1)
     partial = {key(c): c for c in engine.partial_completions()}
-    found = {key(c): c for c in until(lambda: engine.num_running == 0 and not engine._finished, engine)}
+    found = {key(c): c for c in until(lambda: engine.num_running == 0 and not engine._fleet.requests.finished, engine)}
     assert len(partial) >= 4
     assert any(c.finish_reason == "abort" and c.token_ids for c in partial.values())
     for which, begun in partial.items():
@@ -343,7 +343,7 @@ def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog):
 
 def test_a_replica_that_others_wait_for_is_named_long_before_it_counts_as_hung(stand_in, model, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(ray_engine, "SILENT_S", 1.0)
+    monkeypatch.setattr(fleet, "SILENT_S", 1.0)
     thaws = threading.Event()
     engine = quick(stand_in, model, replicas=1, update_timeout_s=60.0)
 
@@ -370,7 +370,7 @@ def test_a_replica_that_others_wait_for_is_named_long_before_it_counts_as_hung(s
 
 def test_a_replica_without_a_token_is_named_too(stand_in, model, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(ray_engine, "IDLE_S", 0.5)
+    monkeypatch.setattr(fleet, "IDLE_S", 0.5)
     hangs = threading.Event()
     act = lambda seed, what, given: seed == 1 and what == "poll" and given.id >= 0 and hangs.wait(60.0)  # noqa: E731
     engine = quick(stand_in, model, act=act, update_timeout_s=60.0)
@@ -390,7 +390,7 @@ def test_a_process_that_reads_a_log_on_another_node_or_owns_replicas_imports_not
 
 def test_when_none_comes_back_the_run_ends_and_says_why_of_each(stand_in, model):
     engine = quick(stand_in, model)
-    engine.startup_timeout_s = 0.5
+    engine.engine.startup_timeout_s = 0.5
 
     def act(seed, what, given):
         if what == "setup":
@@ -412,7 +412,7 @@ def test_replicas_join_and_leave_while_they_sample_and_each_sample_comes_once(st
         number += 30
         engine.resize(replicas)
         engine.load_weights(version, [("weight", torch.full((2,), float(version)))])
-        received += until(lambda: engine.num_ready == len(engine._entries) == replicas, engine)  # noqa: B023
+        received += until(lambda: engine.num_ready == len(engine._fleet.entries) == replicas, engine)  # noqa: B023
     received += collect(engine, 3 * number - len(received))
     assert sorted(map(key, received)) == [(n, k) for n in range(number) for k in range(3)]
     assert engine.poll(0.1) == []
@@ -448,7 +448,7 @@ class Counting(Environment):
 
 def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning(stand_in):
     engine = quick(stand_in, MODEL, replicas=3)
-    engine._placement.session_margin = 1e9  # however much it has to do
+    engine._fleet.requests.placement.session_margin = 1e9  # however much it has to do
     Quick.end = 1  # of the policy
     asked = [replace(r, prompt=Prompt(text="x"), session=r.id) for r in requests_of([1] * 12, max_tokens=3)]
     episodes = EpisodeEngine(engine, Counting()).around(engine, TextCodec(MODEL))

@@ -16,6 +16,7 @@ from tiny_models import save, tiny_llama
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.ray import engine as ray_engine
+from lit_async_rl.ray import fleet
 from lit_async_rl.ray.entries import Assignment, Part, State
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")]
@@ -86,10 +87,14 @@ def slow_pair(stand_in, model, gates, replicas=2, **settings):
 
 
 def accepted(engine, seed, version):
-    return lambda: engine._entries[seed].accepted == version
+    return lambda: engine._fleet.entries[seed].accepted == version
 
 
 # -- publication ------------------------------------------------------------------------------------------------------
+
+
+def has_finished(engine):
+    return not any(entry.held for entry in engine._fleet.entries) and not engine._fleet.requests.finished
 
 
 def test_publication_waits_for_no_replica_while_another_is_ready_and_the_late_one_reads_the_newest_only(
@@ -97,7 +102,7 @@ def test_publication_waits_for_no_replica_while_another_is_ready_and_the_late_on
 ):
     slow = Slow(r1=[1])
     engine = slow_pair(stand_in, model, slow)
-    late = engine._entries[1]
+    late = engine._fleet.entries[1]
     for version in range(1, 5):
         engine.load_weights(version, WEIGHTS)  # the second one would wait for a minute
         until(accepted(engine, 0, version), engine)
@@ -113,7 +118,7 @@ def test_publication_waits_for_no_replica_while_another_is_ready_and_the_late_on
     assert late.verified == 4
     assert engine.num_lost == 0
     engine.submit(requests_of([4] * 4, max_tokens=3, first_id=10))
-    found = until(lambda: not any(entry.held for entry in engine._entries) and not engine._finished, engine)
+    found = until(lambda: has_finished(engine), engine)
     assert requests_to(1)
     assert {version for c in found if c.request_id >= 10 for version in c.versions} == {4}
     engine.close()
@@ -123,7 +128,7 @@ def test_a_replica_has_caught_up_when_it_has_the_weights_before_the_newest(stand
     """As any that is ready; else one that is always a little later than another would never be."""
     slow = Slow(r1=[1, 2, 4])
     engine = slow_pair(stand_in, model, slow)
-    late = engine._entries[1]
+    late = engine._fleet.entries[1]
     for version in (1, 2):
         engine.load_weights(version, WEIGHTS)
         until(accepted(engine, 0, version), engine)
@@ -157,11 +162,11 @@ def test_if_none_has_the_weights_before_publication_waits_for_the_first(stand_in
     thread = published(engine, 2)
     until(lambda: len(asked(0, "load_weights")) == len(asked(1, "load_weights")) == 2, engine)
     assert engine.num_ready == 2
-    assert engine._version == 1
+    assert engine._fleet.weights.version == 1
     slow.release(1, 1)
     until(lambda: not thread.is_alive(), engine)
-    assert (engine._version, engine.num_ready) == (2, 1)
-    assert engine._entries[0].state is State.LOADING
+    assert (engine._fleet.weights.version, engine.num_ready) == (2, 1)
+    assert engine._fleet.entries[0].state is State.LOADING
     slow.release(0, 1)
     until(lambda: engine.num_ready == 2, engine)
     engine.close()
@@ -175,7 +180,7 @@ def test_replicas_that_take_equally_long_for_weights_are_equally_used(stand_in, 
         engine.load_weights(version, WEIGHTS)
         ready.append(engine.num_ready)
         engine.submit(requests_of([4] * 2, max_tokens=3, first_id=10 * version))
-    until(lambda: not any(entry.held for entry in engine._entries), engine)
+    until(lambda: not any(entry.held for entry in engine._fleet.entries), engine)
     assert min(len(requests_to(0)), len(requests_to(1))) >= 3, ready
     engine.close()
 
@@ -190,8 +195,8 @@ def test_others_have_a_limited_time_where_weights_must_be_waited_for(stand_in, m
     engine = slow_pair(stand_in, model, slow)
     if what == "later":
         engine.load_weights(1, WEIGHTS)
-    late = engine._entries[1]
-    assert (engine.num_ready, engine._entries[0].accepted, late.state) == (1, version, State.LOADING)
+    late = engine._fleet.entries[1]
+    assert (engine.num_ready, engine._fleet.entries[0].accepted, late.state) == (1, version, State.LOADING)
     slow.release(1, version)
     until(lambda: engine.num_ready == 2, engine)
     assert engine.num_lost == 0
@@ -202,13 +207,13 @@ def test_the_time_without_a_replica_counts_from_the_loss_of_the_last_one(stand_i
     engine = slow_pair(stand_in, model, Slow())
     for version in range(1, 4):
         engine.load_weights(version, WEIGHTS)
-    assert engine._none_since is None
+    assert engine._fleet.none_since is None
     engine.close()
 
 
 def test_with_log_lines_for_a_replica_that_stays_behind(stand_in, model, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(ray_engine, "BEHIND_S", 0.1)
+    monkeypatch.setattr(fleet, "BEHIND_S", 0.1)
     slow = Slow(r1=[1])
     engine = slow_pair(stand_in, model, slow)
     for version in (1, 2):
@@ -229,7 +234,7 @@ def test_with_log_lines_for_a_replica_that_stays_behind(stand_in, model, caplog,
 
 
 def test_others_continue_what_a_late_replica_has_begun_and_each_token_keeps_its_version(stand_in, model, monkeypatch):
-    monkeypatch.setattr(ray_engine, "BEHIND_S", 0.0)
+    monkeypatch.setattr(fleet, "BEHIND_S", 0.0)
     load, poll = EmbeddedEngine.load_weights, EmbeddedEngine.poll
     gate = threading.Event()
 
@@ -263,15 +268,15 @@ def test_others_continue_what_a_late_replica_has_begun_and_each_token_keeps_its_
     engine.load_weights(0, lms[0].named_parameters())
     requests = requests_of([4, 6, 9, 5], max_tokens=100, num_samples=2)
     engine.submit(requests)
-    held = list(engine._entries[1].held)
+    held = list(engine._fleet.entries[1].held)
     assert len(held) == 2
-    found = until(lambda: engine._entries[1].num_tokens > 8, engine)
+    found = until(lambda: engine._fleet.entries[1].num_tokens > 8, engine)
     for version in (1, 2):
         engine.load_weights(version, lms[version].named_parameters())
         found += until(accepted(engine, 0, version), engine)
     found += until(lambda: handed, engine)
     partial = {key(c): c for c in engine.partial_completions()}
-    found += until(lambda: not any(entry.held for entry in engine._entries) and not engine._finished, engine)
+    found += until(lambda: has_finished(engine), engine)
     assert sorted(map(key, found)) == each_once(requests)
     moved = [c for c in found if c.request_id in held]
     assert {key(c) for c in moved} == handed.keys()
@@ -293,9 +298,9 @@ def test_others_continue_what_a_late_replica_has_begun_and_each_token_keeps_its_
 
 
 def silent_soon(monkeypatch):
-    monkeypatch.setattr(ray_engine, "SILENT_S", 1.0)
-    monkeypatch.setattr(ray_engine, "BEHIND_S", 1.0)
-    monkeypatch.setattr(ray_engine, "TAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fleet, "SILENT_S", 1.0)
+    monkeypatch.setattr(fleet, "BEHIND_S", 1.0)
+    monkeypatch.setattr(fleet, "TAKE_TIMEOUT_S", 0.05)
 
 
 class Freezer:
@@ -326,12 +331,12 @@ def test_others_do_once_what_a_silent_replica_holds_without_counting_a_loss(stan
     freezer.freeze()
     requests = requests_of([4] * 6, max_tokens=3, num_samples=2)
     engine.submit(requests)
-    found = until(lambda: not any(entry.held for entry in engine._entries) and not engine._finished, engine)
+    found = until(lambda: has_finished(engine), engine)
     assert sorted(map(key, found)) == each_once(requests)
     assert engine.num_lost == 0
     assert engine.num_ready == 1
     engine.submit(requests_of([4] * 3, max_tokens=3, first_id=10))
-    until(lambda: not any(entry.held for entry in engine._entries), engine)
+    until(lambda: not any(entry.held for entry in engine._fleet.entries), engine)
     assert {10, 11, 12} <= set(requests_to(0))
     freezer.thaw()
     until(lambda: engine.num_ready == 2, engine)
@@ -340,7 +345,7 @@ def test_others_do_once_what_a_silent_replica_holds_without_counting_a_loss(stan
 
 
 def test_only_as_much_moves_as_others_have_room_for_and_nothing_twice(stand_in, model, monkeypatch):
-    monkeypatch.setattr(ray_engine, "BEHIND_S", 0.0)
+    monkeypatch.setattr(fleet, "BEHIND_S", 0.0)
     gate = threading.Event()
     slow = Slow(r1=[1])
 
@@ -352,18 +357,18 @@ def test_only_as_much_moves_as_others_have_room_for_and_nothing_twice(stand_in, 
     engine = slow_pair(stand_in, model, act)
     requests = requests_of([4] * 8, max_tokens=3, num_samples=4)  # twice the slots of both
     engine.submit(requests)
-    first, late = engine._entries
+    first, late = engine._fleet.entries
     assert len(first.held) == len(late.held) == 4
     for version in (1, 2):
         engine.load_weights(version, WEIGHTS)
         until(accepted(engine, 0, version), engine)
     assert late.state is State.LOADING
     for _ in range(3):
-        engine._looked = 0.0
-        engine._look_after(time.monotonic())
+        engine._fleet._looked = 0.0
+        engine._fleet._look_after(time.monotonic())
     assert (len(first.held), len(late.held)) == (4, 4), "the other one has no room"
     gate.set()
-    found = until(lambda: not any(entry.held for entry in engine._entries) and not engine._finished, engine)
+    found = until(lambda: has_finished(engine), engine)
     assert sorted(map(key, found)) == each_once(requests)
     assert engine.num_lost == 0
     slow.release(1, 1)
@@ -372,8 +377,8 @@ def test_only_as_much_moves_as_others_have_room_for_and_nothing_twice(stand_in, 
 
 def test_one_that_answers_and_gives_no_token_is_replaced_all_the_same(stand_in, model, caplog, monkeypatch):
     """Though it holds nothing any more: the others have continued it."""
-    monkeypatch.setattr(ray_engine, "IDLE_S", 0.2)
-    monkeypatch.setattr(ray_engine, "BEHIND_S", 0.2)
+    monkeypatch.setattr(fleet, "IDLE_S", 0.2)
+    monkeypatch.setattr(fleet, "BEHIND_S", 0.2)
     poll = Quick.poll
     is_broken = threading.Event()
 
@@ -385,8 +390,8 @@ def test_one_that_answers_and_gives_no_token_is_replaced_all_the_same(stand_in, 
 
     monkeypatch.setattr(Quick, "poll", poll_nothing)
     engine = slow_pair(stand_in, model, Slow())
-    engine.update_timeout_s = 2.0
-    until(lambda: engine._entries[1].num_tokens == 1, engine)  # the proof's
+    engine.engine.update_timeout_s = 2.0
+    until(lambda: engine._fleet.entries[1].num_tokens == 1, engine)  # the proof's
     is_broken.set()
     found = []
     requests = []
@@ -400,7 +405,7 @@ def test_one_that_answers_and_gives_no_token_is_replaced_all_the_same(stand_in, 
     is_broken.clear()
     assert said(caplog, "has sent no token for ")
     assert said(caplog, "gave no token and no answer within data.engine.engine.update_timeout_s=2")
-    found += until(lambda: engine.num_ready == 2 and not any(entry.held for entry in engine._entries), engine)
+    found += until(lambda: engine.num_ready == 2 and not any(entry.held for entry in engine._fleet.entries), engine)
     found += engine.poll(0.0)
     assert sorted(map(key, found)) == each_once(requests)
     engine.close()
@@ -415,12 +420,12 @@ def test_aborted_requests_end_also_where_others_continue_them(stand_in, model, m
     )
     freezer.freeze()
     engine.submit(requests_of([4] * 2, max_tokens=3, num_samples=2))
-    first, late = engine._entries
+    first, late = engine._fleet.entries
     until(lambda: not late.held, engine)
     assert len(first.held) == 2
     engine.abort([0, 1])
     assert not first.held
-    assert set(engine._placement.load.values()) == {0}
+    assert set(engine._fleet.requests.placement.load.values()) == {0}
     gate.set()
     assert engine.poll(0.2) == []
     freezer.thaw()
