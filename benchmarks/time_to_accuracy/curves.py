@@ -11,24 +11,28 @@ import pandas as pd
 
 from benchmarks.common.process import RESULT
 from benchmarks.time_to_accuracy.cell import ACCURACY
+from benchmarks.time_to_accuracy.latency import read_clock
 from benchmarks.time_to_accuracy.suite import Cell, workloads
 
 
 def read_run(folder: Path, cell: Cell) -> pd.DataFrame:
     """Evaluations of one run; what is measured once (staleness, shares, load) stands in each row."""
+    workload = workloads()[cell.workload]
     rows = pd.read_csv(folder / ACCURACY)
-    if not workloads()[cell.workload].sleeps:  # `recipes` tells the time of such runs
+    if workload.slept_as:
+        rows["wall_s"] = rows["step"].map(read_clock(folder, workload.latency_factor)).fillna(0.0)
+    elif not workload.sleeps:  # `recipes` tells the time of such runs
         rows["wall_s"] = math.nan
     steps = pd.read_csv(folder / "metrics.csv")
     seconds = steps["perf/step_s"].sum()
     result = json.loads((folder / RESULT).read_text())
     return rows.assign(
-        workload=cell.workload,
+        workload=workload.slept_as or cell.workload,
         system=cell.system,
         seed=cell.seed,
         staleness=steps["sample/staleness_mean"].mean(),
         staleness_max=steps["sample/staleness_max"].max(),
-        wait_share=steps["perf/rollout_wait_s"].sum() / seconds,
+        wait_share=steps["perf/rollout_wait_s"].sum() / seconds if workload.sleeps else math.nan,
         publish_share=steps["perf/weight_sync_s"].sum() / seconds,
         idle_share=(steps["perf/engine_idle_share"] * steps["perf/step_s"]).sum() / seconds,
         cpu_s=steps["bench/cpu_s"].max() / len(steps),

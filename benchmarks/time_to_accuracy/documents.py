@@ -12,7 +12,7 @@ import pandas as pd
 
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.staleness.figures import save
-from benchmarks.time_to_accuracy.report import speedup_with_interval, with_interval
+from benchmarks.time_to_accuracy.report import as_share, speedup_with_interval, with_interval
 from benchmarks.time_to_accuracy.statistics import LAST, SHARES, level_at, smoothed, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import Cell, workloads
 
@@ -206,7 +206,7 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
         cells = [TITLES[name], title(row["system"]), algorithm(name, str(row["system"])), row["seeds"]]
         cells += [round(row["step_s"], 2), *ratios]
         cells += ["not reached" if math.isnan(steps) else f"{steps:.2f}", f"{row['final']:.3f}"]
-        cells += [with_interval(row["difference"], 3), f"{row['staleness']:.1f}", f"{row['wait_share']:.0%}"]
+        cells += [with_interval(row["difference"], 3), f"{row['staleness']:.1f}", as_share(row["wait_share"])]
         cells += [f"{row['cpu_s']:.2f}", f"{row['cpu_s'] / row['step_s']:.2f}"]
         found.append([*cells, f"{row['load']:.0f}"])
     return found

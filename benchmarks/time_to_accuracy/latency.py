@@ -22,6 +22,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
@@ -207,6 +208,12 @@ def added_s(waits: pd.DataFrame, factor: float = 1.0) -> pd.Series:
     """
     ends = (waits["ended_s"] + factor * waits["latency_s"]).groupby(waits["step"]).max()
     return ends - waits["ended_s"].groupby(waits["step"]).max()
+
+
+def read_clock(folder: Path, factor: float = 1.0) -> pd.Series:
+    """`clock` of the finished run in a folder."""
+    steps = pd.read_csv(folder / "metrics.csv").dropna(subset="bench/cpu_s")
+    return clock(steps.assign(step=range(1, len(steps) + 1)), pd.read_csv(folder / LATENCIES), factor)
 
 
 def clock(steps: pd.DataFrame, waits: pd.DataFrame, factor: float = 1.0) -> pd.Series:

@@ -58,7 +58,7 @@ def as_table(summary: pd.DataFrame) -> str:
             cells += [speedup_with_interval(row[f"{kind}_speedup_{share}"]) for kind in ("time", "steps")]
         cells += [f"{row['final']:.3f}", with_interval(row["difference"], 3)]
         cells += [f"{row['staleness']:.1f} (max {row['staleness_max']:.0f})"]
-        cells += [f"{row[f'{name}_share']:.0%}" for name in ("wait", "idle", "publish")]
+        cells += [as_share(row[f"{name}_share"]) for name in ("wait", "idle", "publish")]
         lines.append("| " + " | ".join([*cells, f"{row['load']:.0f}"]) + " |")
     return "\n".join(lines)
 
@@ -66,6 +66,11 @@ def as_table(summary: pd.DataFrame) -> str:
 def speedup_with_interval(found: tuple[float, float, float]) -> str:
     """`2.31 (2.10 to 2.55)`; a system that does not get there is worth 0."""
     return with_interval((math.nan, 0.0, 0.0) if found[0] == 0 else found)
+
+
+def as_share(share: float) -> str:
+    """`63%`; empty where it was not measured."""
+    return "" if math.isnan(share) else f"{share:.0%}"
 
 
 def with_interval(found: tuple[float, float, float], digits: int = 2) -> str:

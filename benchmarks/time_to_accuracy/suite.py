@@ -35,6 +35,8 @@ class Workload:
         learning_rate: that of the configuration, which `SYSTEM@FACTOR` multiplies; None: no system may do so.
         sleeps: whether tools and rewards take their time. If not, a run's own clock says nothing: that of a synchronous
             run is `latency.clock`.
+        slept_as: workload that a synchronous run counts as, with its latencies on the clock; None: none.
+        latency_factor: of these latencies.
     """
 
     configs: tuple[str, ...]
@@ -46,6 +48,8 @@ class Workload:
     final: tuple[str, ...] = ()
     learning_rate: float | None = None
     sleeps: bool = True
+    slept_as: str | None = None
+    latency_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

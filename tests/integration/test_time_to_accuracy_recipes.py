@@ -371,3 +371,14 @@ def test_a_run_that_does_not_sleep_has_no_time_of_its_own(tmp_path):
         metrics = tmp_path / cell.folder / "metrics.csv"
         pd.read_csv(metrics).to_csv(metrics, index=False)
         assert read_run(tmp_path / cell.folder, cell)["wall_s"].notna().all() == has_time
+
+
+def test_a_synchronous_run_that_was_awake_counts_as_one_whose_rewards_took_eight_seconds(tmp_path):
+    cell = Cell("smollm2_8s_awake", "synchronous_recipe_linear_twice", 0)
+    write_cell(tmp_path, cell)
+    rows = read_run(tmp_path / cell.folder, cell)
+    assert set(rows["workload"]) == {"smollm2_8s"}
+    assert rows["wall_s"].tolist() == pytest.approx((rows["step"] * (0.2 + 8 * 10.0)).tolist())
+    assert rows["wait_share"].isna().all()
+    slept = Cell("smollm2_8s", cell.system, 0)
+    assert slept.arguments()[-6:] == cell.arguments()[-6:]  # steps and seeds
