@@ -8,7 +8,7 @@ from typing import TypeVar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.runtime.files import absolute
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer

@@ -90,7 +90,7 @@ def text() -> str:
         "Mapping": "collections.abc",
         "Callback": "lightning.pytorch",
     }
-    places["Records"] = "lit_async_rl.prompts.sources"
+    places["Records"] = "lit_async_rl.prompts.records"
     used = ""
     for section, kind in (("trainer", Trainer), ("data", RolloutDataModule), ("model", PolicyModule)):
         found, names = annotations_of(kind)

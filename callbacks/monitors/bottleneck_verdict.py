@@ -25,9 +25,9 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.rewards import hooks
+from lit_async_rl.rewards.calls import is_async
 from lit_async_rl.rewards.functions import IsolatedReward
-from lit_async_rl.rewards.scorer import is_async
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.runtime.files import append, tolerate_full_disk
 from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.scheduling.bottleneck import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from lit_async_rl.rollouts.intake import FAILED, RESTARTED, ROLLED_BACK
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, ExpiringAdmission, RingAdmission
 
 MUCH = 1 / 3  # share of the sampled tokens from which a verdict begins with it

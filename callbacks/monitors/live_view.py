@@ -28,7 +28,7 @@ from lit_async_rl.callbacks.run.progress import (
     step_of,
 )
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.runtime.waiting import Repeating
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer

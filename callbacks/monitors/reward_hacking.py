@@ -16,10 +16,11 @@ import numpy as np
 from lit_async_rl.callbacks.monitors.step_monitor import mean_parts
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rewards.calls import check_reward
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.references import references_of
-from lit_async_rl.rewards.scorer import Scorer, check_reward
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup

@@ -20,7 +20,7 @@ from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor, Throu
 from lit_async_rl.callbacks.parts import callbacks_of, run_folder
 from lit_async_rl.callbacks.run.save_on_sigterm import SaveOnSigterm
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Verdict
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import what_is_saved

@@ -24,7 +24,7 @@ from lit_async_rl.importance import ess_ratio, kl_k1, kl_k2, kl_k3, safe_exp, se
 from lit_async_rl.rewards.hooks import metrics_of
 from lit_async_rl.rewards.success import CutWatch
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.types import Rollout, RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer

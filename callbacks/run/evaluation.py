@@ -14,7 +14,8 @@ from lit_async_rl import rules
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.prompts.sources import Records, as_source
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.sources import as_source
 from lit_async_rl.rollouts.evaluation import (
     FIRST_ID,
     EvaluationPlan,

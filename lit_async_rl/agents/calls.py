@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lit_async_rl.types import SamplerHead
+from lit_async_rl.sampler_records import SamplerHead
 from lit_async_rl.utils.checks import as_reward, check_range
 
 ReplyReason = Literal["stop", "length", "tool_calls"]

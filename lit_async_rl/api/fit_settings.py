@@ -34,7 +34,7 @@ from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.packing import PrefixTreePacking, SharedPromptPacking
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.prompts.curriculum import Curriculum
-from lit_async_rl.prompts.sources import Records
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.scheduling.admission import AdmissionPolicy

@@ -42,9 +42,9 @@ from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, RankError, describe
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.models import loading
-from lit_async_rl.prompts.sources import Records
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.rewards.calls import Reward
 from lit_async_rl.rewards.functions import no_reward
-from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.distillation import Distillation

@@ -30,7 +30,7 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.models.architecture import body
 from lit_async_rl.models.packing import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.types import Support, log_mass
+from lit_async_rl.sampler_records import Support, log_mass
 
 # -- Squared norms of each row's gradient for one layer, from its input and the gradient at its output ----------------
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from lit_async_rl.baselines.ghost_norms import GhostTape, has_sharded_parameters
 from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
-from lit_async_rl.types import RolloutBatch, Support, known_support
+from lit_async_rl.sampler_records import Support, known_support
+from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 
 

@@ -40,7 +40,8 @@ from lit_async_rl.errors import (
     StalledError,
     describe,
 )
-from lit_async_rl.prompts.sources import FILE_SOURCES, Records
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.sources import FILE_SOURCES
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.public_names import public

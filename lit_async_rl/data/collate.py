@@ -26,16 +26,8 @@ from lit_async_rl.data.tree_cuts import TreePart, split_trees
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.models.packing import TreeCosts
-from lit_async_rl.types import (
-    OWN_CHOICE,
-    Prompt,
-    RolloutBatch,
-    RolloutGroup,
-    SamplerHead,
-    TokenRow,
-    blank_head,
-    join_heads,
-)
+from lit_async_rl.sampler_records import OWN_CHOICE, SamplerHead, blank_head, join_heads
+from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup, TokenRow
 
 Value = TypeVar("Value", bool, int, float)
 UNBOUNDED = 2**62  # versions

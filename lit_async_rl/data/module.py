@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ import lightning.pytorch as pl
 from lit_async_rl import rules
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
+from lit_async_rl.data.held_out import HeldOut
 from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
 from lit_async_rl.data.settings import Limits, Scoring, Validation, open_tape, with_support
 from lit_async_rl.distributed.scatter import connect
@@ -33,19 +33,20 @@ from lit_async_rl.models.packing import TreeCosts
 from lit_async_rl.models.run_clock import use_run_time
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.curriculum import Curriculum
-from lit_async_rl.prompts.sources import PromptSource, Records, as_source
-from lit_async_rl.prompts.stream import PromptStream, UsableSubset
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.sources import as_source
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import TAPE, NoEngine, Replay
 from lit_async_rl.rewards import hooks
+from lit_async_rl.rewards.calls import Reward, check_reward
 from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
-from lit_async_rl.rewards.scorer import Reward, Scorer, check_reward, score_all
-from lit_async_rl.rewards.success import CutWatch, Success, SuccessWatch
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
-from lit_async_rl.rollouts.producer import Producer, ProducerStats, identities_of
+from lit_async_rl.rollouts.producer import Producer, identities_of
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.runtime.ending import watch_end
 from lit_async_rl.runtime.files import begin_here, return_to_begin
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
@@ -594,114 +595,3 @@ class RolloutDataModule(pl.LightningDataModule):
         self.feed.ranks.fail(exception)
         self.stop()
         self.feed.ranks.close()
-
-
-# -- Held-out prompts of the validation loop, and their rewards -------------------------------------------------------
-
-
-class HeldOut:
-    """Batches and scores the prompts of `data.validation`, on every rank.
-
-    Args:
-        settings: `data.validation`.
-        sampling: sampling parameters of their completions.
-        make_scorer: scorer of the training reward; called when the first completion is scored.
-        grader: the reward, or the environment in its place.
-
-    Attributes:
-        success: tells correct completions from others, by `data.validation.success_reward` or its default.
-    """
-
-    def __init__(
-        self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer], grader: Any
-    ) -> None:
-        self._settings = settings
-        self._sampling = sampling
-        self._make_scorer = make_scorer
-        self._scorer: Scorer | None = None
-        self._grader = grader
-        self.success = Success.by(settings.success_reward, grader)
-        is_default = settings.success_reward is None
-        self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
-        limit = "data.sampling" if settings.sampling is None else "data.validation.sampling"
-        self._cut_watch = CutWatch(f"{limit}.max_tokens", "val/cut_share and eval/cut_share")
-
-    def watch(self, rewards: Iterable[float], cut_share: float) -> None:
-        """Warns once if the threshold does not suit the rewards of a validation or evaluation, or most are cut."""
-        self._cut_watch.warn_once(cut_share, self._sampling.max_tokens)
-        self._watch.add(self.success.value(reward) for reward in rewards)
-        self._watch.warn_once(self.success.threshold)
-
-    def batches(
-        self, codec: TextCodec, rank: int, num_ranks: int, source: PromptSource | None = None
-    ) -> Iterable[PromptBatch]:
-        """This rank's batches of the usable prompts of a source, or of `data.validation.prompts`; none without any.
-
-        Raises:
-            ValueError: see `UsablePrompts` and `lit_async_rl.rules.check_ends`.
-        """
-        source = source or self._settings.source
-        if source is None:
-            warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
-            return []
-        rules.check_ends(codec, self._sampling, source)
-        length = codec.context_length  # validation samples from the trained model itself
-        max_tokens = self._sampling.max_tokens
-        why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
-        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation refuses it
-        encode = hooks.checking(codec.encode, self._grader)
-        usable = UsableSubset(source, encode, length - max_tokens if length > max_tokens else None, why=why)
-        return PromptFeed(usable, self._settings.batch_size, rank, num_ranks=num_ranks)
-
-    def score(
-        self,
-        completions: Sequence[tuple[Prompt, str]],
-        on_progress: Callable[[], None],
-        token_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[float | None]:
-        """Rewards of the completions; None for those that failed `data.scoring.tries` times.
-
-        Args:
-            completions: prompts and completion texts.
-            on_progress: called after each reward.
-            token_ids: of each completion, for rewards that want them.
-        """
-        if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
-            self._scorer = self._make_scorer()
-        return score_all(self._scorer, completions, on_progress, token_ids=token_ids)
-
-    def close(self) -> None:
-        """Ends the scorer's threads. Safe to call twice."""
-        if self._scorer is not None:
-            self._scorer.close()
-            self._scorer = None
-
-
-class PromptFeed:
-    """Batches of held-out prompts in order; rank r of n gets batches r, r + n, r + 2n, ...
-
-    All ranks have the same number of batches, some of them empty: Lightning skips validation on a rank without any.
-    The length keeps Lightning from prefetching.
-
-    Args:
-        source: of the prompts.
-        batch_size: prompts sampled together.
-        rank: of this process.
-        num_ranks: among which the batches are divided.
-    """
-
-    def __init__(self, source: PromptSource, batch_size: int, rank: int = 0, num_ranks: int = 1) -> None:
-        self._source = source
-        self._batch_size = batch_size
-        self._rank = rank
-        self._num_ranks = num_ranks
-
-    def __len__(self) -> int:
-        return -(-len(self._source) // (self._batch_size * self._num_ranks))
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        for n in range(len(self)):
-            index = n * self._num_ranks + self._rank
-            begin = min(index * self._batch_size, len(self._source))
-            end = min(begin + self._batch_size, len(self._source))
-            yield PromptBatch([self._source[k] for k in range(begin, end)], index)

@@ -28,8 +28,9 @@ from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import TAPE, Replay
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rollouts.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun
-from lit_async_rl.rollouts.producer import Producer, ProducerStats
+from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.resume import restore_producer, save_producer
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.runtime.spans import TRAINER, recorder
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutBatch, RolloutGroup

@@ -9,10 +9,12 @@ from typing import Literal
 from lit_async_rl import rules
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
-from lit_async_rl.prompts.sources import PromptSource, Records, as_source
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.sources import PromptSource, as_source
 from lit_async_rl.replay.tape import Tape
+from lit_async_rl.rewards.calls import Reward
 from lit_async_rl.rewards.hooks import num_threads
-from lit_async_rl.rewards.scorer import Reward, Scorer
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.scheduling.admission import FromTape
 from lit_async_rl.utils.checks import MANY, check_choice, check_range

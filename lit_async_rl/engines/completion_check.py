@@ -12,7 +12,8 @@ from typing import Any
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import CompletionError
 from lit_async_rl.runtime.waiting import Wait
-from lit_async_rl.types import OWN_CHOICE, Branch, Completion, ExpertChoices, GenerationRequest, SamplerHead, Turn
+from lit_async_rl.sampler_records import OWN_CHOICE, ExpertChoices, SamplerHead
+from lit_async_rl.types import Branch, Completion, GenerationRequest, Turn
 from lit_async_rl.utils.checks import MAX_REWARD
 
 MAX_LOGPROB = 1e-4  # rounding in float32 may give a nearly certain token a log-probability slightly above 0

@@ -102,8 +102,8 @@ def load_reward(path: str) -> Any:
         ValueError: there is none, or it needs arguments or is no reward.
     """
     import lit_async_rl
+    from lit_async_rl.rewards.calls import check_reward
     from lit_async_rl.rewards.forms import as_reward_function
-    from lit_async_rl.rewards.scorer import check_reward
 
     module, _, name = path.rpartition(".")
     owner: Any = lit_async_rl
@@ -143,7 +143,7 @@ def read_records(path: str) -> Mapping[int, Mapping[str, Any]]:
         ValueError: the file is of another kind, is empty, or a record is bad.
         FileNotFoundError: there is no such file.
     """
-    from lit_async_rl.prompts.sources import csv_records, jsonl_records, parquet_records
+    from lit_async_rl.prompts.records import csv_records, jsonl_records, parquet_records
 
     suffix = Path(path).suffix.lower()
     records: Mapping[int, Mapping[str, Any]]
@@ -199,9 +199,9 @@ def grade(
     Raises:
         ValueError: there are no answers, and the reward does not define a correct answer.
     """
-    from lit_async_rl.prompts.sources import NUMBERS, answer_fields, field_text, is_missing
+    from lit_async_rl.prompts.records import NUMBERS, answer_fields, field_text
     from lit_async_rl.rewards.references import references_of
-    from lit_async_rl.types import Prompt
+    from lit_async_rl.types import Prompt, is_missing
 
     references = references_of(reward)
     if completion is None and references is None:
@@ -232,7 +232,7 @@ def grade(
 
 def _graded(reward: Any, prompt: Any, answer: str, *, number: int, full_marks: float) -> Graded:
     from lit_async_rl.errors import RewardError, describe
-    from lit_async_rl.rewards.scorer import score
+    from lit_async_rl.rewards.calls import score
     from lit_async_rl.utils.checks import as_reward
 
     extracted = why = ""

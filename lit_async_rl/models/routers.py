@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from lit_async_rl.types import OWN_CHOICE
+from lit_async_rl.sampler_records import OWN_CHOICE
 
 # routers of transformers that return (logits [N, E], weights [N, k], experts [N, k]), with weights by softmax over all
 # logits

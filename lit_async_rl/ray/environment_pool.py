@@ -27,7 +27,7 @@ from lit_async_rl.ray.pool import (
     nothing_wrong,
     pack_prompt,
 )
-from lit_async_rl.rewards.scorer import reward_name
+from lit_async_rl.rewards.calls import reward_name
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import find_other_kind
 from lit_async_rl.utils.elsewhere import RemoteProxy

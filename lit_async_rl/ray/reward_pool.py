@@ -31,9 +31,9 @@ from lit_async_rl.ray.pool import (
     pack_prompt,
 )
 from lit_async_rl.rewards import hooks
+from lit_async_rl.rewards.calls import is_async, reward_name
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward, wants
-from lit_async_rl.rewards.scorer import is_async, reward_name
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.elsewhere import RemoteProxy
 

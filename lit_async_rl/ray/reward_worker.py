@@ -20,8 +20,8 @@ from typing import Any
 from lit_async_rl.ray.pool import unpack_prompt
 from lit_async_rl.ray.pool_worker import PoolWorker, closed, described
 from lit_async_rl.rewards import hooks
+from lit_async_rl.rewards.calls import is_async
 from lit_async_rl.rewards.forms import BatchedReward, wanted, wants
-from lit_async_rl.rewards.scorer import is_async
 from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.types import Prompt, Score

@@ -34,7 +34,8 @@ from lit_async_rl.runtime.files import (
     replacing,
     tolerate_full_disk,
 )
-from lit_async_rl.types import Branch, ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, TokenRow, Turn
+from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
+from lit_async_rl.types import Branch, Prompt, Rollout, RolloutGroup, TokenRow, Turn
 from lit_async_rl.utils.plain import plain
 
 # -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------

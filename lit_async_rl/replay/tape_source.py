@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.replay.tape import Tape, TapeStep
-from lit_async_rl.rollouts.producer import ProducerStats, WaitTimer
+from lit_async_rl.rollouts.totals import ProducerStats, WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
 

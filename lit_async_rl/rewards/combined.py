@@ -12,8 +12,9 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from lit_async_rl.errors import RewardError
+from lit_async_rl.rewards.calls import NamedErrors, is_async, reward_name
 from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wanted, wants
-from lit_async_rl.rewards.scorer import MAX_QUEUED, NamedErrors, is_async, reward_name
+from lit_async_rl.rewards.scorer import MAX_QUEUED
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from lit_async_rl.errors import RewardError, StalledError, describe
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.answers import read_answer
+from lit_async_rl.rewards.calls import Reward, reward_name, score
 from lit_async_rl.rewards.combined import named_parts
-from lit_async_rl.rewards.scorer import Awaiter, Reward, reward_name, score
+from lit_async_rl.rewards.scorer import Awaiter
 from lit_async_rl.runtime.loop import run_once
 from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.types import Prompt

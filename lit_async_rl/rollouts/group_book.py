@@ -20,6 +20,7 @@ from torch import Tensor
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rollouts.packed_branches import PREFIX, pack_branches, pack_turns, unpack_branches, unpack_turns
+from lit_async_rl.sampler_records import pack_choices, pack_heads, unpack_choices, unpack_heads
 from lit_async_rl.types import (
     Completion,
     FinishReason,
@@ -28,10 +29,6 @@ from lit_async_rl.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
-    pack_choices,
-    pack_heads,
-    unpack_choices,
-    unpack_heads,
 )
 
 

@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.types import (
-    Branch,
-    Completion,
-    TokenRow,
-    Turn,
-    pack_choices,
-    pack_heads,
-    unpack_choices,
-    unpack_heads,
-)
+from lit_async_rl.sampler_records import pack_choices, pack_heads, unpack_choices, unpack_heads
+from lit_async_rl.types import Branch, Completion, TokenRow, Turn
 
 PREFIX = "branch_"
 

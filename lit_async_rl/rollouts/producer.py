@@ -61,11 +61,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from lit_async_rl.engines.base import RolloutEngine
@@ -73,14 +70,15 @@ from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import hooks
-from lit_async_rl.rewards.scorer import Reward, Scorer
-from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
+from lit_async_rl.rewards.calls import Reward
+from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
-from lit_async_rl.rollouts.intake import FAILED, RESTARTED, ROLLED_BACK, FateTotals, Intake
+from lit_async_rl.rollouts.group_wait import GroupWait
+from lit_async_rl.rollouts.intake import FAILED, RESTARTED, ROLLED_BACK, Intake
 from lit_async_rl.rollouts.request_owners import RequestOwners
-from lit_async_rl.runtime.retries import Work
-from lit_async_rl.runtime.spans import TRAINER, recorder
-from lit_async_rl.runtime.waiting import Wait, announced
+from lit_async_rl.rollouts.totals import ProducerStats, WaitTimer
+from lit_async_rl.runtime.waiting import announced
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
 from lit_async_rl.utils.identity import reward_identity
@@ -511,196 +509,3 @@ class Producer:
     def _drop(self, group: GroupEntry) -> None:
         self.listener.abort(self.book.drop(group))
         self.admission.drop(group.index)
-
-
-# -- Waiting for groups in the trainer's thread: bounded by time without progress -------------------------------------
-
-
-class GroupWait:
-    """Waits for the background threads and detects that they failed or hang.
-
-    Args:
-        listener: owns the engine and the condition notified on changes.
-        book: open groups.
-        scorer: of the completions.
-        timeout_s: seconds without a new token or reward before `StalledError`. Rewards and environments that work have
-            limits of their own: nothing is stalled while they keep to them.
-        num_scored: number of completions scored so far; a change of it is progress, as is a new token.
-    """
-
-    def __init__(
-        self,
-        listener: EngineListener,
-        book: GroupBook,
-        scorer: Scorer,
-        timeout_s: float,
-        num_scored: Callable[[], int],
-    ) -> None:
-        self._listener = listener
-        self._book = book
-        self._scorer = scorer
-        self.timeout_s = timeout_s
-        self._num_scored = num_scored
-        self._has_waited = False
-
-    def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """First number returned by `ready`; None to stop. Call it with `listener.changed` held.
-
-        Raises:
-            ProducerError: a background thread died (its error is the cause).
-            StalledError: no progress for `timeout_s`.
-        """
-        if self._has_waited:
-            return self._until(ready, should_stop)
-        with announced(self._first_rollouts):
-            found = self._until(ready, should_stop)
-        self._has_waited = True
-        return found
-
-    def _first_rollouts(self) -> str:
-        return f"the first rollouts: {self._groups_under_way()}, {self._listener.num_tokens:,} tokens generated"
-
-    def _groups_under_way(self) -> str:
-        num_sampling = len(self._book.in_state(GroupState.SAMPLING))
-        num_scoring = len(self._book.in_state(GroupState.SCORING))
-        return f"{num_sampling} groups being sampled, {num_scoring} being scored"
-
-    def _until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool]) -> int | None:
-        wait = Wait(self.timeout_s, self._stall, self._progress)
-        has_warned = False
-        while True:
-            self._listener.check_thread()
-            if (found := ready()) is not None:
-                return found
-            if should_stop():
-                return None
-            self._listener.check_engine()
-            waited_s = wait.waited_s
-            is_slow = waited_s > self.timeout_s / 2
-            # Not `wait.until`: calls of rewards and environments that keep to limits of their own defer the end.
-            if is_slow and not any(work.is_within_limits for work in self._works()):
-                wait.raise_if_over()
-            if is_slow and not has_warned:
-                log.warning("slow: %s", self._message(waited_s))
-            has_warned = is_slow
-            # In short turns: a request to stop, a thread that ended and an engine that hangs notify no thread.
-            self._listener.changed.wait(POLL_INTERVAL_S)
-
-    def _progress(self) -> tuple[int, int]:
-        return self._listener.num_tokens, self._num_scored()
-
-    def _works(self) -> list[Work]:
-        """Calls of rewards and environments that are under way."""
-        works = self._scorer.work(), self._listener.engine.outside_work()
-        return [work for work in works if work is not None]
-
-    def _stall(self) -> str:
-        """The message of a stall, which is attributed to the engine if completions are missing."""
-        is_sampling = bool(self._book.in_state(GroupState.SAMPLING))
-        advice = (
-            "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
-        )
-        if works := self._works():
-            advice = (
-                f"Look at {' and '.join(work.name for work in works)} first, whose limit has passed and which has not "
-                "returned: an `async` function must await and never block its event loop"
-            )
-        elif not is_sampling:
-            advice = "Look at data.reward and data.admission first: the engine has nothing to do"
-        message = f"{self._message(self.timeout_s)}. {advice}"
-        if is_sampling:
-            self._listener.break_engine(StalledError(message), self._listener.engine)
-        return message
-
-    def _message(self, waited_s: float) -> str:
-        works = "".join(f"; {work}" for work in self._works())
-        num_finished = len(self._book.in_state(GroupState.FINISHED))
-        return (
-            f"the trainer waited {waited_s:.1f} s of data.limits.rollout_timeout_s={self.timeout_s:g} for a group "
-            f"and nothing happened: {self._groups_under_way()}, {num_finished} finished but not allowed yet, "
-            f"{self._listener.num_tokens} tokens generated so far by {type(self._listener.engine).__name__}{works}"
-        )
-
-
-# -- How long the trainer waits for rollouts --------------------------------------------------------------------------
-
-
-class WaitTimer:
-    """Seconds since the start, and those of them in which the trainer waited.
-
-    Attributes:
-        wait_s: seconds waited so far.
-    """
-
-    def __init__(self) -> None:
-        self.wait_s = 0.0
-        self._began = time.monotonic()
-        self._lane = recorder().lane(TRAINER)
-
-    def start(self) -> None:
-        """Counts `run_s` from now on."""
-        self._began = time.monotonic()
-
-    @property
-    def run_s(self) -> float:
-        """Seconds since the start."""
-        return max(1e-9, time.monotonic() - self._began)  # clocks may be coarse
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context that counts as waiting."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            seconds = time.monotonic() - began
-            self.wait_s += seconds
-            self._lane.add("wait", began, seconds)
-
-
-# -- Totals of sampling and scoring, for monitors ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProducerStats:
-    """Totals since the start; without arguments, those before it.
-
-    Attributes:
-        wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
-        engine_busy_s: seconds of generation; `num_tokens`: tokens generated.
-        scoring_s: seconds of scoring, the mean over workers; `scoring_cpu_share`: share of it spent computing.
-        num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
-        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
-        fates: what became of the groups, and how long they were.
-        num_sampled: groups that got their rewards; `num_dropped`: those of them that filters dropped.
-        sampled_reward: sum over all of them of a group's mean reward, before filters.
-        dropped_tokens: sampled tokens that nothing was trained on, by what dropped them; `trained_tokens`: those that
-            were trained on. What is neither is being sampled, waits, or is of a validation.
-        threshold: least reward of a success.
-    """
-
-    wait_s: float = 0.0
-    run_s: float = 0.0
-    engine_busy_s: float = 0.0
-    scoring_s: float = 0.0
-    num_tokens: int = 0
-    num_finished: int = 0
-    num_queued: int = 0
-    num_unfinished: int = 0
-    num_lost: int = 0
-    fates: Mapping[str, FateTotals] = field(default_factory=dict)
-    num_sampled: int = 0
-    num_dropped: int = 0
-    sampled_reward: float = 0.0
-    scoring_cpu_share: float = 0.0
-    dropped_tokens: Mapping[str, int] = field(default_factory=dict)
-    trained_tokens: int = 0
-    threshold: float = 0.5
-
-    def dropped_share(self, before: ProducerStats | None = None) -> dict[str, float]:
-        """Share of the tokens that was dropped, by what dropped them, most first; since `before`, or the start."""
-        then = ProducerStats() if before is None else before
-        dropped = {cause: number - then.dropped_tokens.get(cause, 0) for cause, number in self.dropped_tokens.items()}
-        total = sum(dropped.values()) + self.trained_tokens - then.trained_tokens
-        ordered = sorted(dropped.items(), key=lambda item: -item[1])
-        return {cause: number / total for cause, number in ordered if number > 0 and total > 0}

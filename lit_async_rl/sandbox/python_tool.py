@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.functions import exact_match
-from lit_async_rl.rewards.scorer import Awaiter, Reward, check_reward, score
+from lit_async_rl.rewards.scorer import Awaiter
 from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, signal_name

@@ -20,7 +20,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_async_rl import rules
 from lit_async_rl.advantages.group import Raw
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.module import BEGAN, HeldOut
+from lit_async_rl.data.held_out import HeldOut
+from lit_async_rl.data.module import BEGAN
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -29,10 +30,11 @@ from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.run_clock import use_run_time
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptSource, Records
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.rewards.calls import Reward, check_reward
 from lit_async_rl.rewards.forms import as_reward_function
-from lit_async_rl.rewards.scorer import Reward, check_reward
 from lit_async_rl.rollouts.resume import START_ANEW
 from lit_async_rl.runtime.waiting import announced
 from lit_async_rl.supervised.records import as_demonstrations

@@ -13,18 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_async_rl.prompts.records import Records, csv_records, field_text, jsonl_records, load_dataset, parquet_records
 from lit_async_rl.prompts.sources import (
     WANTED,
     CsvPrompts,
     HuggingFacePrompts,
     ParquetPrompts,
     PromptSource,
-    Records,
-    csv_records,
-    field_text,
-    jsonl_records,
-    load_dataset,
-    parquet_records,
     source_class,
 )
 from lit_async_rl.types import Prompt, is_missing

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lit_async_rl.prompts.sources import check_template
+from lit_async_rl.prompts.records import check_template
 from lit_async_rl.rewards.references import References
 from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.tasks.splits import MAX_DRAWS_PER_PROBLEM, Split, SplitPrompts

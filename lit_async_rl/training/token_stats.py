@@ -11,7 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lit_async_rl.models.policy import Compare, TokenStats
-from lit_async_rl.types import RolloutBatch, known_support, log_mass
+from lit_async_rl.sampler_records import known_support, log_mass
+from lit_async_rl.types import RolloutBatch
 
 Reference = Callable[..., TokenStats]  # has the signature of `CausalPolicy`, and frozen weights
 

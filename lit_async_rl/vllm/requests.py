@@ -17,7 +17,8 @@ import torch
 from lit_async_rl.errors import EngineError, InvariantError
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.runtime.spans import ENGINE, recorder
-from lit_async_rl.types import Completion, GenerationRequest, SamplerHead, SamplingParams, blank_head, join_heads
+from lit_async_rl.sampler_records import SamplerHead, blank_head, join_heads
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.vllm.process import VLLMProcess
 
 # -- Thread-safe record of vLLM's running requests, finished samples and first failure ---------------------------

@@ -23,8 +23,9 @@ from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import SCHEMA, from_rows, to_row
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongFilter
+from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
 from lit_async_rl.scheduling.admission import check_bound
-from lit_async_rl.types import ExpertChoices, Rollout, RolloutGroup, SamplerHead
+from lit_async_rl.types import Rollout, RolloutGroup
 
 
 def collated(found, **changes):

@@ -20,7 +20,7 @@ import lit_async_rl as rl
 from lit_async_rl.api.arguments import as_groups, as_typed
 from lit_async_rl.api.run import SETTINGS
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.rewards.scorer import check_reward
+from lit_async_rl.rewards.calls import check_reward
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.utils.checks import EXAMPLES, wanted_classes
 

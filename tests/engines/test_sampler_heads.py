@@ -20,8 +20,9 @@ from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.replay.tape import from_rows, to_row
 from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
+from lit_async_rl.sampler_records import SamplerHead, blank_head, join_heads
 from lit_async_rl.training.token_stats import on_support
-from lit_async_rl.types import Prompt, RolloutBatch, SamplerHead, blank_head, join_heads
+from lit_async_rl.types import Prompt, RolloutBatch
 
 WIDTH = 12
 

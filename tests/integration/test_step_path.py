@@ -34,8 +34,8 @@ TRAINERS_THREAD = """
     .: importance types
     losses: aggregation base clipped
     models: architecture policy routers tokenizer weights
-    prompts: curriculum sources stream
-    rollouts: engine_listener group_book intake producer request_owners
+    prompts: curriculum records sources stream
+    rollouts: engine_listener group_book group_wait intake producer request_owners totals
     scheduling: admission
     stabilizers: step_lr
     training: module objective optimizer token_stats whole_steps
@@ -44,7 +44,7 @@ TRAINERS_THREAD = """
 """
 OTHER_THREADS = """
     engines/embedded: cuda_stream engine forward kv_cache queue sampling settings slots
-    rewards: forms functions references scorer success
+    rewards: calls forms functions references scorer success
     runtime: ending retries
     utils: device_memory
 """  # of the engine, the producer and the rewards

@@ -21,8 +21,8 @@ from lit_async_rl.prompts.sources import (
     source_class,
 )
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.functions import exact_match, last_number, share_correct
-from lit_async_rl.rewards.scorer import score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import with_home
 from lit_async_rl.utils.config_files import own_settings

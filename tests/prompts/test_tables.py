@@ -9,7 +9,8 @@ import pytest
 
 from lit_async_rl import CsvPrompts, HuggingFacePrompts, InMemoryPrompts, JsonlPrompts, ParquetPrompts
 from lit_async_rl.cli.console import main
-from lit_async_rl.prompts.sources import as_source, field_text
+from lit_async_rl.prompts.records import field_text
+from lit_async_rl.prompts.sources import as_source
 
 pandas = pytest.importorskip("pandas")
 datasets = pytest.importorskip("datasets")

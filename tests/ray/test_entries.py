@@ -10,7 +10,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.own_process import pack_completions
 from lit_async_rl.ray.entries import Assignment, Part, ReplicaEntry, State
 from lit_async_rl.ray.weights import GivenWeights, Table
-from lit_async_rl.types import SamplerHead
+from lit_async_rl.sampler_records import SamplerHead
 
 
 def request(**changes):

@@ -19,8 +19,8 @@ from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observat
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_notes
+from lit_async_rl.rewards.calls import reward_name
 from lit_async_rl.rewards.forms import BatchedReward, TRLReward
-from lit_async_rl.rewards.scorer import reward_name
 from lit_async_rl.runtime.retries import LOST_TRIES, Retries, TryPolicy
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.types import Prompt

@@ -22,7 +22,7 @@ from lit_async_rl.losses import Reinforce
 from lit_async_rl.replay import tape as tape_writer
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.runtime.files import lock_path
-from lit_async_rl.types import ExpertChoices, SamplerHead
+from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
 
 ROOT = Path(__file__).parents[2]
 

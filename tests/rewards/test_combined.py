@@ -18,8 +18,9 @@ import lit_async_rl as rl
 from lit_async_rl.cli.config_checks import files_first, write_out_rewards
 from lit_async_rl.errors import RewardError
 from lit_async_rl.replay.tape import Tape
+from lit_async_rl.rewards.calls import reward_name, score
 from lit_async_rl.rewards.forms import as_reward_function
-from lit_async_rl.rewards.scorer import Scorer, reward_name, score, score_all
+from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty

@@ -8,8 +8,8 @@ import pytest
 from processes import wait_for_the_end_of
 
 from lit_async_rl.errors import RewardError
+from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.functions import IsolatedReward
-from lit_async_rl.rewards.scorer import score
 from lit_async_rl.runtime.isolation import IsolatedCallError
 from lit_async_rl.types import Prompt
 

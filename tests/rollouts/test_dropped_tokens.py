@@ -11,7 +11,7 @@ from lit_async_rl import Bounded, Drop, Retry, Ring
 from lit_async_rl.callbacks import RunSummary
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_row, dropped_sentence, in_words
 from lit_async_rl.rollouts.intake import FAILED, DynamicSampling, Intake, OverlongFilter
-from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.simulation.latency import LogNormal
 from lit_async_rl.simulation.run import SimulatedEngine
 

@@ -32,8 +32,8 @@ from lit_async_rl.losses.reinforce import ImportanceWeight
 from lit_async_rl.models import packing as packing_module
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.packing import PrefixTreePacking
+from lit_async_rl.sampler_records import SamplerHead
 from lit_async_rl.stabilizers.signals import SignalCollector
-from lit_async_rl.types import SamplerHead
 
 
 @pytest.fixture(autouse=True)

@@ -30,15 +30,8 @@ from lit_async_rl.runtime.files import absolute
 from lit_async_rl.runtime.process import Child, end_reason
 from lit_async_rl.runtime.spans import SpanRecorder, recorder
 from lit_async_rl.runtime.waiting import Wait
-from lit_async_rl.types import (
-    Completion,
-    GenerationRequest,
-    SamplingParams,
-    pack_choices,
-    pack_heads,
-    unpack_choices,
-    unpack_heads,
-)
+from lit_async_rl.sampler_records import pack_choices, pack_heads, unpack_choices, unpack_heads
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
 PROGRAM = [sys.executable, "-c", "from lit_async_rl.engines.embedded.child import main; main()"]
 FILE_BYTES = 2**30  # size of a file of weights; the trainer holds a copy of one file while it writes

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_async_rl.types import SamplerHead, SamplingParams
+from lit_async_rl.sampler_records import SamplerHead
+from lit_async_rl.types import SamplingParams
 from lit_async_rl.utils.device_memory import to_device
 
 # -- Heads of the sampling distributions: S slots, C columns, k likeliest tokens --------------------------------------

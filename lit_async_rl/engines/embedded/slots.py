@@ -23,7 +23,8 @@ from lit_async_rl.engines.embedded.sampling import AT_STOP, RowState, Tokens, gr
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.routers import check_routers, record_in, routers_of
 from lit_async_rl.models.tokenizer import StopStrings
-from lit_async_rl.types import Completion, ExpertChoices, FinishReason, GenerationRequest
+from lit_async_rl.sampler_records import ExpertChoices
+from lit_async_rl.types import Completion, FinishReason, GenerationRequest
 from lit_async_rl.utils.device_memory import to_device
 
 # -- Experts chosen for the tokens of the embedded engine's rows: S slots, P positions, n routers, k experts ----------

@@ -31,10 +31,12 @@ from lit_async_rl.models.end_tokens import EndTokens
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import PromptStream
-from lit_async_rl.rewards.scorer import Scorer, score
+from lit_async_rl.rewards.calls import score
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.rollouts.producer import GroupWait, Producer
+from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.runtime.retries import Retries, TryPolicy
 from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
 from lit_async_rl.training.module import PolicyModule
