@@ -15,16 +15,15 @@ last of its settings becomes known:
 | `of_run`, `of_estimates`, `of_signal`, `of_teacher` | those of RL | `WeightSync.setup` |
 | `of_fit`, `of_norms`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |
 | `of_length`, `of_loop` | `trainer` and `data` | `api.run.run`, before it validates; the former by `WeightSync`, too |
-| `check_ends` | `data.sampling` and the model's tokenizer | each user of prompts, when it has both |
 
 Found elsewhere: the range of one setting, and arguments of one class that do not go together (its constructor, by
 `lit_async_rl.utils.checks`); what a callback, an engine or a cluster needs of a run (that class); what a checkpoint
-allows (`lit_async_rl.api.resume_check`).
+allows (`lit_async_rl.api.resume_check`), and the model's tokenizer of `data.sampling`
+(`lit_async_rl.data.settings.check_ends`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -59,8 +58,6 @@ from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean, within_sources
 from lit_async_rl.models.loading import has_adapter
 from lit_async_rl.models.lora import LoRA
-from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rollouts.intake import GroupFilter, OverlongPenalty
@@ -673,29 +670,3 @@ def of_schedule(scheduler: Any, optimizer: Optimizer, learning_rate: float | Non
     peaks = [group["max_lr"] for group in optimizer.param_groups if "max_lr" in group]
     if learning_rate is not None and any(peak != learning_rate for peak in peaks):
         yield f"{name} has max_lr={peaks[0]:g}, but model.learning_rate={learning_rate:g}: {instead}"
-
-
-# -- data.sampling and the model's tokenizer --------------------------------------------------------------------------
-
-
-NUM_INSPECTED = 100  # prompts that are looked at for messages
-
-
-def check_ends(codec: TextCodec, sampling: SamplingParams, source: PromptSource) -> None:
-    """Refuses what cannot end a completion: stop strings that texts do not contain, a chat template without an end.
-
-    Raises:
-        ValueError: see `TextCodec.check_stop` and `TextCodec.check_turn_end`.
-    """
-    codec.check_stop(sampling.stop, (*sampling.stop_token_ids, *(sampling.end_token_ids or ())))
-    can_stop = bool(sampling.stop or sampling.stop_token_ids) or sampling.end_token_ids is not None
-    codec.check_turn_end(_holds_messages(source), can_stop)
-
-
-def _holds_messages(source: PromptSource) -> bool:
-    """Whether one of the first usable prompts is messages."""
-    for number in range(min(len(source), NUM_INSPECTED)):
-        with contextlib.suppress(ValueError):  # a bad prompt, which is refused or left out elsewhere
-            if source[number].messages is not None:
-                return True
-    return False

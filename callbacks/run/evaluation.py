@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lit_async_rl import rules
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.data.settings import check_ends
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import as_source
@@ -154,7 +154,7 @@ class Evaluation(pl.Callback):
         """Prompts that fit; read here because the engine's maximal length is unknown until it has weights."""
         sampling = self.sampling or data.val_sampling
         for source in self.datasets.values():
-            rules.check_ends(data.codec, sampling, source)
+            check_ends(data.codec, sampling, source)
         length = data.engine.max_model_len
         max_tokens = sampling.max_tokens
         why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"

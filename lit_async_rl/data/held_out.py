@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lit_async_rl import rules
-from lit_async_rl.data.settings import Validation
+from lit_async_rl.data.settings import Validation, check_ends
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import UsableSubset
@@ -56,13 +55,13 @@ class HeldOut:
         """This rank's batches of the usable prompts of a source, or of `data.validation.prompts`; none without any.
 
         Raises:
-            ValueError: see `UsablePrompts` and `lit_async_rl.rules.check_ends`.
+            ValueError: see `UsablePrompts` and `lit_async_rl.data.settings.check_ends`.
         """
         source = source or self._settings.source
         if source is None:
             warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
-        rules.check_ends(codec, self._sampling, source)
+        check_ends(codec, self._sampling, source)
         length = codec.context_length  # validation samples from the trained model itself
         max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"

@@ -15,10 +15,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl import rules
 from lit_async_rl.data.collate import StreamedStep
 from lit_async_rl.data.engine_restarts import ReplaceableEngine, Weights
-from lit_async_rl.data.settings import Limits
+from lit_async_rl.data.settings import Limits, check_ends
 from lit_async_rl.distributed.scatter import PROBE, RELOAD, Exchanged, OneProcess, StepScatter
 from lit_async_rl.engines.base import Probe, RolloutEngine
 from lit_async_rl.errors import EngineDown, InvariantError, ProbeWanted, ProducerError, SetupError, StalledError
@@ -321,7 +320,7 @@ class RolloutSource:
         usable.check()
         hooks.end_check(producer.scorer.reward)
         stream.usable = usable
-        rules.check_ends(codec, sampling, stream.source)
+        check_ends(codec, sampling, stream.source)
         if codec.special_tokens == "tags" and (tags := codec.tags):
             log.info(
                 "the completions that are passed to rewards contain the special tokens %s; to remove these tokens, set "

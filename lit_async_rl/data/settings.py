@@ -1,14 +1,15 @@
-"""Grouped settings of `RolloutDataModule`, and settings that follow from several of its own."""
+"""Grouped settings of `RolloutDataModule`, settings that follow from several of its own, and those of its tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from lit_async_rl import rules
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
-from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
+from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens, TextCodec
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource, as_source
 from lit_async_rl.replay.tape import Tape
@@ -200,3 +201,29 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
     ]
     rules.refuse(rules.of_tape(admission.folder, sampling, rollouts))
     return tape
+
+
+# -- data.sampling and the model's tokenizer --------------------------------------------------------------------------
+
+
+NUM_INSPECTED = 100  # prompts that are looked at for messages
+
+
+def check_ends(codec: TextCodec, sampling: SamplingParams, source: PromptSource) -> None:
+    """Refuses what cannot end a completion: stop strings that texts do not contain, a chat template without an end.
+
+    Raises:
+        ValueError: see `TextCodec.check_stop` and `TextCodec.check_turn_end`.
+    """
+    codec.check_stop(sampling.stop, (*sampling.stop_token_ids, *(sampling.end_token_ids or ())))
+    can_stop = bool(sampling.stop or sampling.stop_token_ids) or sampling.end_token_ids is not None
+    codec.check_turn_end(_holds_messages(source), can_stop)
+
+
+def _holds_messages(source: PromptSource) -> bool:
+    """Whether one of the first usable prompts is messages."""
+    for number in range(min(len(source), NUM_INSPECTED)):
+        with contextlib.suppress(ValueError):  # a bad prompt, which is refused or left out elsewhere
+            if source[number].messages is not None:
+                return True
+    return False
