@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 KINDS = ("right", "differs on purpose", "reference is a solution", "refused", "stricter", "laxer")
 NAMES_OF_SETS = {

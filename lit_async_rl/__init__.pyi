@@ -177,6 +177,7 @@ from .models.sharding import FSDPStrategy as FSDPStrategy
 from .models.sharding import ModelParallelStrategy as ModelParallelStrategy
 from .models.sharding import Sharding as Sharding
 from .models.tokenizer import TextCodec as TextCodec
+from .problem import Prompt as Prompt
 from .prompts.curriculum import Curriculum as Curriculum
 from .prompts.curriculum import DifficultyWindow as DifficultyWindow
 from .prompts.curriculum import HardestFirst as HardestFirst
@@ -282,7 +283,6 @@ from .training.optimizer import RateSchedule as RateSchedule
 from .training.optimizer import StableDecay as StableDecay
 from .training.trackers import CSVLog as CSVLog
 from .training.trackers import TrackioLogger as TrackioLogger
-from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch
 from .types import Rollout as Rollout
 from .types import RolloutBatch as RolloutBatch

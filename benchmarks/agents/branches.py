@@ -44,9 +44,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.files import replacing
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.types import Prompt
 
 SYSTEM = "".join(random.Random(0).choices(string.ascii_lowercase + " ", k=512))
 NUM_SHARED = 4

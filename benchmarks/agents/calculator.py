@@ -38,9 +38,9 @@ import lightning.pytorch as pl
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.agents.calculator_agent import CalculatorAgent
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.files import replacing
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.types import Prompt
 
 OLDEST = "sample/staleness_max"
 LAST_STEPS = 3  # evaluations whose mean is the accuracy at the end

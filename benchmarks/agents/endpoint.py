@@ -41,8 +41,9 @@ from lit_async_rl.agents import AgentEngine, AgentEpisode, CallSampling, Endpoin
 from lit_async_rl.agents.api.bodies import CHAT
 from lit_async_rl.agents.api.exchange import ApiRequest
 from lit_async_rl.agents.calculator_agent import ADD, CalculatorAgent
+from lit_async_rl.problem import Prompt
 from lit_async_rl.tasks.calculator import Calculator, CalculatorEpisode
-from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.types import GenerationRequest, SamplingParams
 
 MEAN_TOOL_S = 0.4
 SIGMA = 1.0  # of the logarithm of a tool's time

@@ -55,8 +55,9 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.files import replacing
-from lit_async_rl.types import Completion, Prompt
+from lit_async_rl.types import Completion
 
 MODEL = asset("calculator_policy")
 TEMPLATE = asset("calculator_chat.jinja")

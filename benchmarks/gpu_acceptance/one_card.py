@@ -24,7 +24,7 @@ import lit_async_rl as rl
 from benchmarks.common.real_shapes import built, tiny
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 PROMPTS = [{"prompt": "".join(chr(48 + (n * k) % 10) for k in range(1, 20))} for n in range(64)]
 

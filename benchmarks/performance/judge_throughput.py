@@ -47,8 +47,8 @@ from aiohttp import web
 
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import Scorer, score_all
-from lit_async_rl.types import Prompt
 
 RETRY_AFTER_S = 1
 MODEL = "seed"  # the name of the model that is asked carries the seed

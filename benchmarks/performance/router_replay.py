@@ -25,7 +25,8 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import RolloutBatch, RolloutGroup
 
 VOCABULARY = 512
 PROMPT_TOKENS = 16

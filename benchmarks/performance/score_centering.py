@@ -27,8 +27,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses import PolicyLoss, Reinforce, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.problem import Prompt
 from lit_async_rl.training.objective import Objective
-from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
+from lit_async_rl.types import RolloutBatch, RolloutGroup
 
 VOCABULARY = 49152
 ROWS = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 
 def calls_calculator(prompt: Prompt, completion: str) -> float:

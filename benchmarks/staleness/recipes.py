@@ -31,12 +31,13 @@ from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import exact_match
 from lit_async_rl.tasks.sorting import SortDigits
 from lit_async_rl.training.objective import Objective
 from lit_async_rl.training.optimizer import Cosine, OneCycle, RateSchedule, StableDecay
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 
 NUM_GROUPS = 32
 GROUP_SIZE = 8

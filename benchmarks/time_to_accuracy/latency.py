@@ -27,10 +27,10 @@ from pathlib import Path
 import pandas as pd
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import last_number
 from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy
 from lit_async_rl.simulation.latency import LogNormal
-from lit_async_rl.types import Prompt
 
 LATENCIES = "latencies.csv"  # of a run's folder
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import last_number
 from lit_async_rl.simulation.latency import LogNormal
-from lit_async_rl.types import Prompt
 
 
 class SlowReward:

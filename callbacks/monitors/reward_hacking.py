@@ -16,6 +16,7 @@ import numpy as np
 from lit_async_rl.callbacks.monitors.step_monitor import mean_parts
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import check_reward
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
@@ -23,7 +24,7 @@ from lit_async_rl.rewards.references import references_of
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.runtime.retries import TryPolicy
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from lit_async_rl.agents.calls import ReplyMessage, ToolCall
 from lit_async_rl.agents.parsing import NewId, ReplyParser
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks.calculator import CALL
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 ADD: dict[str, Any] = {

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lit_async_rl.sampler_records import SamplerHead
 from lit_async_rl.utils.checks import as_reward, check_range
+
+if TYPE_CHECKING:  # imports torch, which an agent's process does not need
+    from lit_async_rl.sampler_records import SamplerHead
 
 ReplyReason = Literal["stop", "length", "tool_calls"]
 MAX_STOPS = 4  # as in OpenAI's API; the engine of all agents looks for each of them

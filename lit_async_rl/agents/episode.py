@@ -29,8 +29,9 @@ from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.files import LimitedLog
-from lit_async_rl.types import Completion, Prompt
+from lit_async_rl.types import Completion
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES = 128  # of one call

@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from lit_async_rl.agents.held import Held
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.identity import file_contents
 from lit_async_rl.utils.secrets import variable

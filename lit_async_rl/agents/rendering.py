@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import ROLES
+from lit_async_rl.problem import ROLES
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]

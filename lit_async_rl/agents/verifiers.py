@@ -18,8 +18,8 @@ from typing import Any
 from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.agents.held import Held
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 MISSING = 'tasks of verifiers need the package verifiers: pip install "lit-async-rl[verifiers]"'

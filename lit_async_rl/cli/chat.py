@@ -16,7 +16,7 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 from lit_async_rl.utils.checks import OneLineParser, check_range
 from lit_async_rl.utils.visible import visible
 

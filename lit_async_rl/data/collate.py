@@ -26,8 +26,9 @@ from lit_async_rl.data.tree_cuts import TreePart, split_trees
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.models.packing import TreeCosts
+from lit_async_rl.problem import Prompt
 from lit_async_rl.sampler_records import OWN_CHOICE, SamplerHead, blank_head, join_heads
-from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup, TokenRow
+from lit_async_rl.types import RolloutBatch, RolloutGroup, TokenRow
 
 Value = TypeVar("Value", bool, int, float)
 UNBOUNDED = 2**62  # versions

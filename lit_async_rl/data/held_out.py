@@ -8,12 +8,13 @@ from typing import Any
 
 from lit_async_rl.data.settings import Validation, check_ends
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import UsableSubset
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.rewards.success import CutWatch, Success, SuccessWatch
-from lit_async_rl.types import Prompt, PromptBatch, SamplingParams
+from lit_async_rl.types import PromptBatch, SamplingParams
 
 
 class HeldOut:

@@ -32,6 +32,7 @@ from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.packing import TreeCosts
 from lit_async_rl.models.run_clock import use_run_time
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.curriculum import Curriculum
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import as_source
@@ -42,7 +43,7 @@ from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.calls import Reward, check_reward
 from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
-from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
+from lit_async_rl.rewards.reference_check import ReferenceCheck, sample_prompts
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, identities_of
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
@@ -50,7 +51,7 @@ from lit_async_rl.rollouts.totals import ProducerStats
 from lit_async_rl.runtime.ending import watch_end
 from lit_async_rl.runtime.files import begin_here, return_to_begin
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
-from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
+from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_kinds, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.logged_rows import LoggedRows

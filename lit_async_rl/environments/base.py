@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.references import References
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.elsewhere import Rebuildable
 
 

@@ -17,11 +17,12 @@ from lit_async_rl.environments.base import Environment, Episode, Observation, cl
 from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest, PlayedSample
 from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.loop import SharedLoop
 from lit_async_rl.runtime.retries import TryPolicy
 from lit_async_rl.runtime.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.sampler_records import ExpertChoices, SamplerHead, blank_head, join_heads
-from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Prompt, Turn
+from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Turn
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy, original_of
 from lit_async_rl.utils.identity import reward_identity

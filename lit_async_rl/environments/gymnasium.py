@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.runtime.guarded_calls import in_thread, without_exit
 from lit_async_rl.runtime.threads import ThreadPool
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.secrets import check_address, key_of_variable
 

@@ -31,12 +31,13 @@ from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
 from lit_async_rl.judges.judge_models import Answer, ConcurrencyLimiter, Endpoint, JudgeLimits, LocalModel, Permit
 from lit_async_rl.judges.judge_policy import POLICY, NoPolicyError, PolicyModel, questions_of
 from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.runtime.files import LimitedLog, absolute, append, tolerate_full_disk
 from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.loop import LoopThread
-from lit_async_rl.types import Prompt, SamplingParams
+from lit_async_rl.types import SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 from lit_async_rl.utils.elsewhere import Rebuildable
 

@@ -29,9 +29,10 @@ from lit_async_rl.errors import FinalRewardError, RewardSetupError, describe
 from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.spans import unrecorded
 from lit_async_rl.runtime.threads import start_thread
-from lit_async_rl.types import GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.types import GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.secrets import check_address, key_of_variable
 

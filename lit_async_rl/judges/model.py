@@ -37,8 +37,8 @@ from lit_async_rl.models.loading import (
     load_tokenizer,
 )
 from lit_async_rl.models.run_clock import clock_options
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.threads import start_thread
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_choice, check_device, check_dtype, check_range
 from lit_async_rl.utils.device_memory import own_stream
 from lit_async_rl.utils.elsewhere import Rebuildable

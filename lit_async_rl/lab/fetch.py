@@ -27,9 +27,9 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.commands import output_of
 from lit_async_rl.runtime.files import naming_full_disk, part_name
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import OneLineParser
 
 # by its hash, without its dependencies: they compile llama.cpp, which is not needed to read the file

@@ -199,9 +199,10 @@ def grade(
     Raises:
         ValueError: there are no answers, and the reward does not define a correct answer.
     """
+    from lit_async_rl.problem import Prompt
     from lit_async_rl.prompts.records import NUMBERS, answer_fields, field_text
     from lit_async_rl.rewards.references import references_of
-    from lit_async_rl.types import Prompt, is_missing
+    from lit_async_rl.types import is_missing
 
     references = references_of(reward)
     if completion is None and references is None:

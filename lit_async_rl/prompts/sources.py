@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from lit_async_rl.problem import TEMPLATE_KWARGS, Prompt, checked_messages
 from lit_async_rl.prompts.records import (
     Records,
     answer_fields,
@@ -20,7 +21,7 @@ from lit_async_rl.prompts.records import (
     load_dataset,
     parquet_records,
 )
-from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages, is_missing
+from lit_async_rl.types import is_missing
 from lit_async_rl.utils.checks import check_choice, check_range
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.types import Prompt
 
 # -- Validation of prompts: complete, encodable, and within the length limit ------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.errors import EnvironmentFailure, LostEnvironment, SetupError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.ray.pool import (
     ActorPool,
     CallError,
@@ -28,7 +29,6 @@ from lit_async_rl.ray.pool import (
     pack_prompt,
 )
 from lit_async_rl.rewards.calls import reward_name
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import find_other_kind
 from lit_async_rl.utils.elsewhere import RemoteProxy
 

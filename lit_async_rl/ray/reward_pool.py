@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lit_async_rl.errors import FinalRewardError, LostRewardError, RewardError, RewardSetupError
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.ray.pool import (
     ActorPool,
     CallError,
@@ -34,7 +35,6 @@ from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.calls import is_async, reward_name
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward, wants
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.elsewhere import RemoteProxy
 
 ONLY = "reward"  # name of a reward without parts

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.ray.pool import unpack_prompt
 from lit_async_rl.ray.pool_worker import PoolWorker, closed, described
 from lit_async_rl.rewards import hooks
@@ -24,7 +25,6 @@ from lit_async_rl.rewards.calls import is_async
 from lit_async_rl.rewards.forms import BatchedReward, wanted, wants
 from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.threads import ThreadPool
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
 
 METRICS_S = 0.5  # between two answers with metrics, if calls of the part are under way

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
-from lit_async_rl.types import Branch, Prompt, Rollout, RolloutGroup, TokenRow, Turn
+from lit_async_rl.types import Branch, Rollout, RolloutGroup, TokenRow, Turn
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.plain import plain
 

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import torch
 
 from lit_async_rl.errors import describe
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.files import (
     FolderLock,
     append,
@@ -35,7 +36,7 @@ from lit_async_rl.runtime.files import (
     tolerate_full_disk,
 )
 from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
-from lit_async_rl.types import Branch, Prompt, Rollout, RolloutGroup, TokenRow, Turn
+from lit_async_rl.types import Branch, Rollout, RolloutGroup, TokenRow, Turn
 from lit_async_rl.utils.plain import plain
 
 # -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from lit_async_rl.errors import RewardError, StalledError
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.rewards.forms import BatchedReward, wanted
 from lit_async_rl.runtime.loop import run_once
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.elsewhere import original_of
 

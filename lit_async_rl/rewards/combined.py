@@ -12,10 +12,10 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from lit_async_rl.errors import RewardError
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.rewards.calls import NamedErrors, is_async, reward_name
 from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wanted, wants
 from lit_async_rl.rewards.scorer import MAX_QUEUED
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 
 Part = Callable[..., float | Awaitable[float | None] | None]

@@ -6,14 +6,12 @@ import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
-
-if TYPE_CHECKING:  # imports torch, which the process of an `IsolatedReward` does not need
-    from lit_async_rl.types import Prompt
 
 MAX_BATCH_SIZE = 16
 LOOK_INTERVAL_S = 0.2  # until a call that waits for a batch notices that it was abandoned

@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import comb
 from typing import Any
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
 from lit_async_rl.rewards.forms import as_reward_function, wanted
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades, references_of
 from lit_async_rl.runtime.isolation import IsolatedFunction
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.identity import module_code
 

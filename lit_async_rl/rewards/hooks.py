@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import is_async
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward
-from lit_async_rl.types import Prompt
 
 MAX_WAITING = 64  # threads waiting for one plain part of a combined reward
 

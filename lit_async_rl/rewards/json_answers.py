@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import reference_answer
 from lit_async_rl.rewards.references import any_accepted, explained, grades
-from lit_async_rl.types import Prompt
 
 TOLERANCE = 1e-9  # relative, of numbers
 MAX_STARTS = 10_000  # brackets of a completion that are tried as the beginning of JSON

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lit_async_rl.errors import ProducerError, RewardError, SetupError, StalledError, describe
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.rewards.async_calls import THREAD_NAME, AsyncCalls, CallUnderWay
 from lit_async_rl.rewards.calls import NotANumber, Reward, checked, is_async, naming, reward_name, scores_groups
 from lit_async_rl.rewards.forms import BatchedReward, wanted, wants
@@ -27,7 +28,6 @@ from lit_async_rl.runtime.retries import Retries, TryPolicy, Work
 from lit_async_rl.runtime.spans import recorder, reward_lane
 from lit_async_rl.runtime.threads import new_thread
 from lit_async_rl.runtime.waiting import clock
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import check_range
 
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------

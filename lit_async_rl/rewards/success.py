@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.problem import Score
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.references import references_of
-from lit_async_rl.types import SamplingParams, Score
+from lit_async_rl.types import SamplingParams
 
 DEFAULT_THRESHOLD = 0.5  # separates 0 from 1 and -1 from 1, also with small terms added
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from typing import Any
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import UsableSubset
 from lit_async_rl.rewards import hooks
@@ -28,7 +29,7 @@ from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
 FIRST_ID = 2**40  # ids of groups count from 0, those of their continued samples down from -1
 PRIORITY = 1

@@ -19,17 +19,10 @@ from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rollouts.packed_branches import PREFIX, pack_branches, pack_turns, unpack_branches, unpack_turns
 from lit_async_rl.sampler_records import pack_choices, pack_heads, unpack_choices, unpack_heads
-from lit_async_rl.types import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-)
+from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Rollout, RolloutGroup, SamplingParams
 
 
 class GroupState(Enum):

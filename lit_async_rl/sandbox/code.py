@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lit_async_rl.errors import FinalRewardError, RewardError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.references import References
 from lit_async_rl.sandbox.code_cases import Block, Cases, agrees, last_block, read_cases, solution_of
 from lit_async_rl.sandbox.plain_tests import (
@@ -29,7 +30,6 @@ from lit_async_rl.sandbox.plain_tests import (
 )
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxError, SandboxLimits
 from lit_async_rl.sandbox.sandbox import Sandbox
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_choice, check_range, meant
 from lit_async_rl.utils.elsewhere import Rebuildable
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 _OPENING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*")
 _CLOSING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter
@@ -17,7 +18,6 @@ from lit_async_rl.runtime.guarded_calls import in_thread
 from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, signal_name
 from lit_async_rl.sandbox.sandbox import Sandbox
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"

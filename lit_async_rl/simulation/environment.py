@@ -6,8 +6,8 @@ import asyncio
 import random
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.simulation.latency import Latency
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 

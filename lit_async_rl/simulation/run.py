@@ -19,6 +19,7 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.base import Environment
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
@@ -27,7 +28,7 @@ from lit_async_rl.scheduling.bottleneck import Intervals
 from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.simulation.virtual import VirtualRun
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.types import Completion, FinishReason, GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_range
 
 # -- Simulated engine: slots are occupied for random times, without model or computation ------------------------------

@@ -30,6 +30,7 @@ from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.run_clock import use_run_time
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import PromptStream
@@ -39,7 +40,7 @@ from lit_async_rl.rollouts.resume import START_ANEW
 from lit_async_rl.runtime.waiting import announced
 from lit_async_rl.supervised.records import as_demonstrations
 from lit_async_rl.supervised.rows import LossOn, Row, RowEncoder
-from lit_async_rl.types import Prompt, PromptBatch, Rollout, RolloutBatch, RolloutGroup, SamplingParams
+from lit_async_rl.types import PromptBatch, Rollout, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_choice, check_kinds, check_range
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.records import Records, csv_records, field_text, jsonl_records, load_dataset, parquet_records
 from lit_async_rl.prompts.sources import (
     WANTED,
@@ -22,7 +23,7 @@ from lit_async_rl.prompts.sources import (
     PromptSource,
     source_class,
 )
-from lit_async_rl.types import Prompt, is_missing
+from lit_async_rl.types import is_missing
 
 SEGMENTS = "segments"
 FORMS = "messages, prompt and completion, or segments"

@@ -17,8 +17,8 @@ import numpy as np
 from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
 from lit_async_rl.agents.rendering import REWRITES, ChatRenderer, checked_call_messages
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import TOOLS, Prompt
 from lit_async_rl.supervised.records import SEGMENTS
-from lit_async_rl.types import TOOLS, Prompt
 
 LossOn = Literal["all", "last"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations_with_replacement, product, starmap
 from typing import NamedTuple
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.tasks.splits import HELD_OUT_SHARE, Split, SplitPrompts, is_held_out
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 

@@ -6,9 +6,9 @@ import asyncio
 import re
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.references import References
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 CALL = re.compile(r"\[(\d{1,18})\+(\d{1,18})\]")

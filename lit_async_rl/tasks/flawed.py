@@ -6,8 +6,8 @@ import random
 import string
 from dataclasses import replace
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.records import check_template
 from lit_async_rl.rewards.references import References
 from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.tasks.splits import MAX_DRAWS_PER_PROBLEM, Split, SplitPrompts
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.tasks.splits import Split, SplitPrompts
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 KINDS = {"largest": max, "smallest": min}

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Literal
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 Split = Literal["train", "held_out"]

@@ -35,9 +35,10 @@ from lit_async_rl.models.loading import check_dtype, errors_naming, load_policy
 from lit_async_rl.models.policy import CausalPolicy, Compare, scatter
 from lit_async_rl.models.sharding import shard_frozen
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.training.token_stats import token_stats
-from lit_async_rl.types import Prompt, RolloutBatch
+from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_choice, check_range
 
 MAX_ASKED = 16  # sequences at a time

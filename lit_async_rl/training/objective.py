@@ -21,10 +21,11 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
+from lit_async_rl.problem import Prompt
 from lit_async_rl.training.distillation import Distillation, Distiller, SourceTeachers, TeacherView
 from lit_async_rl.training.token_stats import Reference, token_stats
 from lit_async_rl.training.whole_rollouts import WholeRollouts
-from lit_async_rl.types import Prompt, RolloutBatch
+from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_token_shape
 
 

@@ -18,9 +18,10 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.attention import decoding_attention
 from lit_async_rl.models.loading import evaluation_mode, load_policy
 from lit_async_rl.models.weights import apply_weights, is_sharded, receive_weights
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.rewards.success import Success
-from lit_async_rl.types import Prompt, PromptBatch
+from lit_async_rl.types import PromptBatch
 
 
 @dataclass(frozen=True, kw_only=True)

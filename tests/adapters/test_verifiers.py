@@ -19,8 +19,8 @@ from page_runs import TIMEOUT_S, check_that_no_file_has, metrics_of, shown, trai
 from lit_async_rl.agents.verifiers import INDEX, KEY, VerifiersAgent, VerifiersPrompts
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.problem import Prompt
 from lit_async_rl.tasks import CalculatorParser
-from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(400)
 PAGE = ROOT / "docs" / "agents.md"

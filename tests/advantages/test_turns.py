@@ -21,9 +21,10 @@ from lit_async_rl.environments.episode_engine import Conversation, EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import TokenMean
+from lit_async_rl.problem import Prompt
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+from lit_async_rl.types import Rollout, RolloutGroup, Turn
 
 TURNS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=4)
 GROUPS = st.lists(TURNS, min_size=1, max_size=5)

@@ -18,7 +18,7 @@ from agent_endpoints import MODEL, WAIT_S, Episodes, template, wait_for
 from lit_async_rl.agents import AgentEngine, AgentResult, CommandAgent, CommandAgentError
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EnvironmentFailure
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "agent-key-of-a-test"

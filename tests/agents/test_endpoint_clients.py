@@ -11,7 +11,7 @@ from agent_endpoints import TOOL, TOOLS, WAIT_S, held, template, wait_for
 from chat_models import chat_model
 
 from lit_async_rl.agents import ReplyMessage, ReplyParser, ToolCall
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 MODEL = "gpt-4o-mini"  # as unmodified scripts have it
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "8312="}]}

@@ -24,8 +24,8 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError, ProducerError, describe
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.tasks import Addition, CalculatorAgent, CalculatorParser
-from lit_async_rl.types import Prompt
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "8312="}]}
 pytestmark = pytest.mark.timeout(240)

@@ -30,11 +30,12 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.ray.placement import Placement
 from lit_async_rl.rollouts.group_book import GroupBook, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.resume import is_producer_state
 from lit_async_rl.tasks import Addition, CalculatorAgent, CalculatorParser
-from lit_async_rl.types import Completion, Prompt
+from lit_async_rl.types import Completion
 
 
 class Numbered(Instant):

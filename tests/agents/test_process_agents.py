@@ -16,8 +16,8 @@ from agent_endpoints import WAIT_S, importable, playing, wait_for
 from lit_async_rl.agents import AgentEngine, CommandAgent, InProcessClients, ProcessAgent, ProcessAgentError
 from lit_async_rl.agents.endpoint import process
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.loop import SharedLoop
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +53,10 @@ async def says_its_process(prompt, client):
 
 async def says_its_timeout(prompt, client):
     return client.timeout
+
+
+async def has_torch(prompt, client):
+    return float("torch" in sys.modules)
 
 
 async def fails(prompt, client):
@@ -158,6 +162,7 @@ def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
 def test_an_agent_gets_prompt_and_key_and_its_settings(module):
     assert run(ProcessAgent(f"{module}.says_its_timeout"), PROMPT)[0].reward == 7.0
     assert [one.reward for one in run(ProcessAgent(f"{module}.tells"), PROMPT, PROMPT)] == [4.0, 4.0]
+    assert run(ProcessAgent(f"{module}.has_torch"), PROMPT)[0].reward == 0.0, "a second and 200 MB of each process"
     made = __import__(module).Made
     assert run(ProcessAgent(made(0.25)), PROMPT)[0].reward == 0.25
 

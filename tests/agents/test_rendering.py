@@ -13,7 +13,7 @@ from lit_async_rl.agents.parsing import TaggedParser, TextParser
 from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages, message_key
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 CHATS = [name for name, family in FAMILIES.items() if family.template]
 

@@ -16,7 +16,8 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
 # -- an agent whose policy says what a test wants ----------------------------------------------------------------------
 

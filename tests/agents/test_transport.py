@@ -16,8 +16,8 @@ from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, AgentProcessEnded, _Worker
 from lit_async_rl.agents.engine import load_agent
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.process import Child
-from lit_async_rl.types import Prompt
 
 pytestmark = pytest.mark.timeout(240)
 USER = {"role": "user", "content": "8312="}

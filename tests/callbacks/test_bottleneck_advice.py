@@ -17,13 +17,13 @@ from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, adjustable_settings
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.scheduling.bottleneck import diagnose
 from lit_async_rl.simulation.latency import Constant, LogNormal
 from lit_async_rl.simulation.run import SimulatedEngine, SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Prompt
 
 VCPO = dict(
     loss=rl.Reinforce(),

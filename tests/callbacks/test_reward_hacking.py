@@ -16,10 +16,11 @@ from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.reward_hacking import length_pay, means_of
 from lit_async_rl.callbacks.parts import signs_of
 from lit_async_rl.errors import RewardSetupError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.runtime.retries import MAX_CONSECUTIVE_FAILURES
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 
 STEPS = 150
 RNG = random.Random(0)

@@ -18,8 +18,9 @@ from lit_async_rl.data.collate import StreamedStep
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import StalledError
 from lit_async_rl.losses.aggregation import Aggregation, FixedLength, PromptMean, SequenceMean, TokenBudget, TokenMean
+from lit_async_rl.problem import Prompt
 from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 
 AGGREGATIONS = [TokenMean(), SequenceMean(), PromptMean(), FixedLength(7), TokenBudget(50)]
 

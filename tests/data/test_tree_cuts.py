@@ -18,9 +18,10 @@ from lit_async_rl.data.tree_cuts import TreeSizes, split_trees
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.problem import Prompt
 from lit_async_rl.training.token_stats import token_stats
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 
 
 @dataclass(frozen=True)

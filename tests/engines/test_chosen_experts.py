@@ -25,10 +25,11 @@ from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.routers import Replaying, checkpoint_contexts, replay_in, routers_of
+from lit_async_rl.problem import Prompt
 from lit_async_rl.replay.tape import from_rows, to_row
 from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
 from lit_async_rl.sampler_records import OWN_CHOICE, ExpertChoices
-from lit_async_rl.types import Prompt, RolloutBatch
+from lit_async_rl.types import RolloutBatch
 
 families = pytest.mark.parametrize("make", list(SPARSE.values()), ids=list(SPARSE))
 

@@ -9,7 +9,7 @@ from instant_episodes import Instant
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.errors import CompletionError
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 
 def completion(number: int, sample: int = 0, **changes) -> Completion:

@@ -18,11 +18,12 @@ from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.problem import Prompt
 from lit_async_rl.replay.tape import from_rows, to_row
 from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
 from lit_async_rl.sampler_records import SamplerHead, blank_head, join_heads
 from lit_async_rl.training.token_stats import on_support
-from lit_async_rl.types import Prompt, RolloutBatch
+from lit_async_rl.types import RolloutBatch
 
 WIDTH = 12
 

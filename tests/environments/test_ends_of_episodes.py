@@ -18,9 +18,9 @@ from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
 from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.problem import Prompt
 from lit_async_rl.simulation.environment import Delayed
 from lit_async_rl.tasks import Addition
-from lit_async_rl.types import Prompt
 
 MODEL = asset("calculator_policy")
 DONE = Observation(reward=1.0, done=True)

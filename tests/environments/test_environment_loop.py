@@ -15,8 +15,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
+from lit_async_rl.problem import Prompt
 from lit_async_rl.tasks import Addition
-from lit_async_rl.types import Prompt
 
 
 class OneAtATime(Environment):

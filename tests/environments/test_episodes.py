@@ -19,8 +19,8 @@ from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
 from lit_async_rl.errors import EnvironmentFailure, ProducerError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.tasks import Addition, Calculator
-from lit_async_rl.types import Prompt
 
 MODEL = asset("calculator_policy")
 SAMPLING = SamplingParams(max_tokens=12)

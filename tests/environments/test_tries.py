@@ -22,11 +22,11 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EnvironmentFailure, ProducerError, StalledError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.runtime.retries import MAX_CONSECUTIVE_FAILURES, TryPolicy, Work
 from lit_async_rl.tasks import Addition, Calculator
-from lit_async_rl.types import Prompt
 
 MODEL = asset("calculator_policy")
 DONE = Observation(reward=1.0, done=True)

@@ -21,7 +21,8 @@ from lit_async_rl.agents.endpoint.server import Endpoint
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.types import Completion, GenerationRequest, Prompt
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import Completion, GenerationRequest
 
 MODEL = str(asset("sort_policy"))
 WAIT_S = 60.0

@@ -11,6 +11,7 @@ from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.intake import Intake
@@ -19,7 +20,7 @@ from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded
 from lit_async_rl.simulation.latency import LogNormal
 from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 
 
 def group(rewards, lengths=None, index=0, reasons=None) -> RolloutGroup:

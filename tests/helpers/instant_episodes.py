@@ -7,7 +7,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngi
 from lit_async_rl.environments.base import Environment
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 CODEC = TextCodec(asset("calculator_policy"))
 PROMPT = Prompt(text="1+2=")

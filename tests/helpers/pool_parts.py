@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.errors import FinalRewardError, RewardSetupError
-from lit_async_rl.types import Score
+from lit_async_rl.problem import Score
 from lit_async_rl.utils.elsewhere import Rebuildable
 
 

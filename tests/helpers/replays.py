@@ -12,7 +12,8 @@ from transformers import DynamicCache
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import Rollout, RolloutGroup
 
 
 def requests_of(sizes, max_tokens=12, num_samples=3, seed=0, first_id=0, **sampling) -> list[GenerationRequest]:

@@ -10,7 +10,8 @@ from instant_episodes import Instant
 
 from lit_async_rl.agents import AgentEngine, EndpointClients, InProcessClients
 from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 
 
 class Scripted(Instant):

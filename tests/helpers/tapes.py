@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import Rollout, RolloutGroup
 
 
 def groups_of_step(step: int, num_groups: int = 2) -> list[RolloutGroup]:

@@ -19,9 +19,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource, RecordPrompts
 from lit_async_rl.replay.tape import Tape
-from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 STOP = ["e", "an", "\n\n"]

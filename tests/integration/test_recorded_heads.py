@@ -17,11 +17,11 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.problem import Prompt
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.rules import of_engine, of_estimates, refuse
 from lit_async_rl.scheduling.admission import Bounded
-from lit_async_rl.types import Prompt
 
 TRUNCATED = SamplingParams(max_tokens=10, top_p=0.9, head=16)
 

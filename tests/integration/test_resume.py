@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import ProducerError, RewardError, StalledError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rollouts.group_book import unpack_groups
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_same_model
-from lit_async_rl.types import Prompt
 
 
 class Watch(pl.Callback):

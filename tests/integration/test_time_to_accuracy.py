@@ -23,8 +23,8 @@ from benchmarks.time_to_accuracy.statistics import difference, final, level_at, 
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
 from lit_async_rl import asset
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards import last_number
-from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 QUIET = ["--data.validation.prompts", "null", "--trainer.logger", "false", "--defaults.checkpoint", "null"]

@@ -18,7 +18,7 @@ from benchmarks.time_to_accuracy.recipes import Score, Setting, choose, search_c
 from benchmarks.time_to_accuracy.statistics import MeanCurve, mean_speedup, paired_speedup, self_speedup
 from benchmarks.time_to_accuracy.suite import Cell
 from lit_async_rl.environments import Environment, Episode, Observation
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy, load_tokenizer
 from lit_async_rl.models.tokenizer import MAX_TABLES, StopStrings, TextCodec, _may_end, cut_at_stop
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import InMemoryPrompts
 from lit_async_rl.rollouts.group_book import SampleRequests
-from lit_async_rl.types import Prompt
 from lit_async_rl.vllm.requests import end_at_stop
 
 FINDERS = {

@@ -6,9 +6,9 @@ import pytest
 
 from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.data.settings import Validation
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import InMemoryPrompts, as_source
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Prompt
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 ROWS = [{"prompt": "1+1=", "answer": 2, "level": "easy"}, {"prompt": "2+2=", "answer": "4", "level": "hard"}]

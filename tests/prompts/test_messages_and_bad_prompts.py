@@ -10,9 +10,9 @@ import pytest
 from flow import make_data, make_module
 
 import lit_async_rl as rl
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import HuggingFacePrompts, JsonlPrompts, ParquetPrompts, PromptSource
 from lit_async_rl.prompts.stream import PromptStream, UsablePrompts, UsableSubset
-from lit_async_rl.types import Prompt
 
 KINDS = ["jsonl", "parquet", "dataset"]
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]

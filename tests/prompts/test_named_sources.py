@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl import FromTape, PolicyModule, RolloutDataModule, Trainer, asset
 from lit_async_rl.cli.config_checks import expand_home_folders, name_prompt_classes, write_out_flags
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import (
     CsvPrompts,
     HuggingFacePrompts,
@@ -23,7 +24,6 @@ from lit_async_rl.prompts.sources import (
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.functions import exact_match, last_number, share_correct
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import with_home
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.identity import reward_identity

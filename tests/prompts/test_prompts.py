@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import HuggingFacePrompts, JsonlPrompts, ParquetPrompts, PromptSource
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Prompt
 
 ROWS = [{"question": f"q{n}", "answer": n, "level": n % 2} for n in range(5)]
 FIELDS = {"prompt_field": "question"}

@@ -17,7 +17,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.environments.episode_engine import Conversation
 from lit_async_rl.models.end_tokens import stored_end_tokens, stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 CHATS = [name for name, family in FAMILIES.items() if family.template]
 

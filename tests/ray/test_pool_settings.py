@@ -12,6 +12,7 @@ import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI, main
 from lit_async_rl.environments.episode_engine import name_of
 from lit_async_rl.errors import LostRewardError, RewardError, SetupError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.ray import actors as ray_actors
 from lit_async_rl.ray import pool
 from lit_async_rl.ray.dry_run import Node, described, find_lack, place, roles_of
@@ -23,7 +24,6 @@ from lit_async_rl.rewards.calls import reward_name
 from lit_async_rl.rewards.forms import BatchedReward, TRLReward
 from lit_async_rl.runtime.retries import LOST_TRIES, Retries, TryPolicy
 from lit_async_rl.tasks.calculator import Calculator
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
 QUICKSTART = ["--config", "configs/quickstart.yaml"]

@@ -24,6 +24,7 @@ from lit_async_rl.errors import (
     RewardError,
     RewardSetupError,
 )
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.ray.pool import pack_prompt
 from lit_async_rl.ray.reward_worker import RewardWorker
 from lit_async_rl.rewards import hooks
@@ -31,7 +32,6 @@ from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.tasks.arithmetic import Addition
 from lit_async_rl.tasks.calculator import Calculator
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.identity import reward_identity
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]  # a busy machine starts processes slowly

@@ -24,9 +24,9 @@ from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.ray import fleet
 from lit_async_rl.ray.engine import RayEngine
-from lit_async_rl.types import Prompt
 from lit_async_rl.vllm.engine import VLLMEngine
 from lit_async_rl.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer

@@ -27,13 +27,14 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.data.settings import Limits, Scoring
 from lit_async_rl.engines.base import Completion, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import share_correct
 from lit_async_rl.rollouts.group_book import GroupBook
 from lit_async_rl.scheduling.admission import Bounded, FixedLag
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.types import Prompt, RolloutGroup
+from lit_async_rl.types import RolloutGroup
 
 LAG = 2
 GROUPS = 2

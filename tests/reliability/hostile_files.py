@@ -32,11 +32,12 @@ import yaml
 
 from lit_async_rl.assets import asset
 from lit_async_rl.cli.app import AsyncRLCLI, command
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import JsonlPrompts
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 from lit_async_rl.utils.config_files import load_config
 
 # -- Mutations of a configuration, for `hostile_files.py` -------------------------------------------------------------

@@ -19,8 +19,9 @@ from lit_async_rl.callbacks import ReplayMonitor
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
+from lit_async_rl.problem import Prompt
 from lit_async_rl.replay.buffer import RecencyReplay, ReplayBuffer, RewardReplay, UniformReplay
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+from lit_async_rl.types import Rollout, RolloutGroup, Turn
 
 
 def group(index, prompt, texts, version, rewards=None):

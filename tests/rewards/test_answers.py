@@ -2,8 +2,8 @@
 
 import pytest
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import MathVerify, last_number
-from lit_async_rl.types import Prompt
 
 KINDS = {
     "numbers": [

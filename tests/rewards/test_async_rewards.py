@@ -9,9 +9,9 @@ from hostile_engines import wait_until
 
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.scorer import Scorer, score_all
-from lit_async_rl.types import Prompt
 
 PROMPT = Prompt(text="q", answer="a")
 

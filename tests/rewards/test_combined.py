@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import lit_async_rl as rl
 from lit_async_rl.cli.config_checks import files_first, write_out_rewards
 from lit_async_rl.errors import RewardError
+from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.calls import reward_name, score
 from lit_async_rl.rewards.forms import as_reward_function
@@ -24,7 +25,6 @@ from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty
-from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.identity import reward_identity
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.json_answers import json_match
 from lit_async_rl.rewards.math_grading import math_grader
-from lit_async_rl.types import Prompt
 
 FILES = [Path(__file__).with_name(f"graded_answers{name}.jsonl") for name in ("", "_held_out", "_third")]
 MISSED = {  # what was asked is not known, radians are no rational factor of degrees, and the library drops the x

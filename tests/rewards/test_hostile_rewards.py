@@ -5,13 +5,14 @@ import time
 from typing import Any
 
 import pytest
+from agent_endpoints import importable
 from processes import wait_for_the_end_of
 
 from lit_async_rl.errors import RewardError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.runtime.isolation import IsolatedCallError
-from lit_async_rl.types import Prompt
 
 LIMIT_S = 0.7
 PROMPT = Prompt(text="q", answer="a", metadata={"tuple": (1, 2)})
@@ -112,3 +113,11 @@ def test_values_that_are_no_rewards_are_refused_in_one_line(what, message, rewar
 def test_limits_must_be_positive():
     with pytest.raises(ValueError, match=r"max_memory_gb must be positive, got -1\.0"):
         IsolatedReward("a.b", max_memory_gb=-1.0)
+
+
+def test_the_process_of_a_reward_gets_prompts_without_loading_torch(tmp_path):
+    source = "import sys\nimport lit_async_rl as rl\n\n\ndef has_torch(prompt: rl.Prompt, completion: str) -> float:\n"
+    with importable(tmp_path, f'{source}    return float("torch" in sys.modules)\n') as name:
+        assert IsolatedReward(f"{name}.has_torch", timeout_s=30.0)(PROMPT, "b") == 0.0
+    graded = IsolatedReward("lit_async_rl.last_number", timeout_s=30.0)
+    assert graded(Prompt(text="2 + 2", answer="4"), "it is 4") == 1.0

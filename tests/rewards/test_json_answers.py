@@ -3,7 +3,7 @@
 import pytest
 
 import lit_async_rl as rl
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 REFERENCE = '{"name": "Ann", "ages": [3, 4.5], "ok": true, "none": null}'
 CASES = {

@@ -20,13 +20,13 @@ import lit_async_rl as rl
 from lit_async_rl.errors import RewardError, RewardSetupError
 from lit_async_rl.judges.judge import BudgetError
 from lit_async_rl.judges.judge_models import ConcurrencyLimiter, Permit, retry_after_s
+from lit_async_rl.problem import Prompt
 from lit_async_rl.report import write_report
 from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.hooks import metrics_of, num_threads
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.training.trackers import CSVLog
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
 PROMPT = Prompt(text="2 + 2 = ?", answer="4")

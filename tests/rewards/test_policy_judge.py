@@ -12,8 +12,8 @@ from judging_engines import JudgingEngine
 import lit_async_rl as rl
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import RewardError, RewardSetupError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import Scorer, score_all
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
 PROMPTS = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(40)]

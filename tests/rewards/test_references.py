@@ -9,11 +9,12 @@ from flow import fit, make_data, make_module
 from lightning.pytorch.callbacks import LambdaCallback
 from test_answers import KINDS
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.functions import IsolatedReward, MathVerify, exact_match, last_number, share_correct
-from lit_async_rl.rewards.references import ReferenceCheck, check_references, grades, references_of
+from lit_async_rl.rewards.reference_check import ReferenceCheck, check_references
+from lit_async_rl.rewards.references import grades, references_of
 from lit_async_rl.runtime.isolation import IsolatedCallError
 from lit_async_rl.tasks.calculator import Calculator
-from lit_async_rl.types import Prompt
 
 
 def prompts_of(answers):

@@ -13,8 +13,8 @@ from transformers import Gemma3Config, Gemma3ForSequenceClassification, LlamaCon
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError, RewardSetupError
 from lit_async_rl.judges import model as model_module
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import Scorer, score_all
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from lit_async_rl.assets import asset
 from lit_async_rl.errors import RewardError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import JsonlPrompts
 from lit_async_rl.rewards import functions
 from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.functions import IsolatedReward, MathVerify, exact_match, share_correct
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.identity import reward_identity
 
 PROBLEMS = JsonlPrompts(asset("word_problems.jsonl"), prompt_field="question")

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import MAX_LANES, Scorer, score_all
 from lit_async_rl.runtime.spans import Lane, start_recording, stop_recording
-from lit_async_rl.types import Prompt
 
 PROMPT = Prompt(text="1+1=", answer="2")
 

@@ -11,6 +11,7 @@ from hostile_engines import wait_until
 
 from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.errors import ProducerError, RewardError, SetupError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.forms import BatchedReward
 from lit_async_rl.rewards.scorer import CLOSE_TIMEOUT_S, Scorer, score_all
@@ -18,7 +19,6 @@ from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.runtime import files as log_limit
 from lit_async_rl.runtime.files import LimitedLog
 from lit_async_rl.runtime.retries import MAX_CONSECUTIVE_FAILURES
-from lit_async_rl.types import Prompt
 
 PROMPT = Prompt(text="1+1=", answer="2")
 

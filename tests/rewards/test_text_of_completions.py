@@ -16,8 +16,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import score
-from lit_async_rl.types import Prompt
 from lit_async_rl.vllm.requests import sampling_arguments
 
 

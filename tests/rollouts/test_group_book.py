@@ -6,8 +6,8 @@ from flow import MODEL
 from lit_async_rl.engines.base import Completion, SamplingParams
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
-from lit_async_rl.types import Prompt
 
 
 def test_a_group_that_is_given_up_before_any_rollout_began_has_no_tokens():

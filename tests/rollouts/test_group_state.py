@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_async_rl.engines.base import Completion
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
-from lit_async_rl.types import Prompt
 
 
 def made(n, reason, reward, masked):

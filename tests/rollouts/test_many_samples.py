@@ -5,6 +5,7 @@ from groups import simulated
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.group_book import GroupState, SampleRequests
@@ -14,7 +15,6 @@ from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Prompt
 
 
 class Noted(int):

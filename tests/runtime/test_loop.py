@@ -15,11 +15,11 @@ import lit_async_rl as rl
 from lit_async_rl.agents import EndpointClients
 from lit_async_rl.environments.base import Observation
 from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.runtime import loop
 from lit_async_rl.runtime.loop import LoopTasks, LoopThread, ReplaceableLoop, SharedLoop
 from lit_async_rl.runtime.waiting import CLOCK_INTERVAL_S, clock
-from lit_async_rl.types import Prompt
 
 PROMPT = Prompt(text="8312=", answer="1238")
 WAIT_S = 20.0

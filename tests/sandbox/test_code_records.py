@@ -12,7 +12,7 @@ from sandboxes import LIMITS, levels
 
 import lit_async_rl as rl
 from lit_async_rl.errors import FinalRewardError
-from lit_async_rl.rewards.references import check_references
+from lit_async_rl.rewards.reference_check import check_references
 from lit_async_rl.sandbox.code_cases import problem_of_tests
 
 pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")

@@ -137,7 +137,8 @@ def test_bad_settings_are_named(groups, bound, name):
 OLD = """
 from lit_async_rl.scheduling.admission import check_bound
 from lit_async_rl.errors import StalenessError
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.problem import Prompt
+from lit_async_rl.types import Rollout, RolloutGroup
 
 one = dict(token_ids=(1,), logprobs=(0.0,), versions=(50,), finish_reason="stop", text="", reward=0.0)
 group = RolloutGroup(index=0, prompt=Prompt(text=""), prompt_ids=(1,), rollouts=(Rollout(**one),), admitted_version=50,

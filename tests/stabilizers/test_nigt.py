@@ -13,10 +13,10 @@ from torch import nn
 from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.losses.aggregation import SequenceMean, SourceMean, TokenBudget, TokenMean
+from lit_async_rl.problem import Prompt
 from lit_async_rl.stabilizers.nigt import NIGT
 from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.training.optimizer import ConstantRate, adopt_settings
-from lit_async_rl.types import Prompt
 
 
 def quadratic(x):

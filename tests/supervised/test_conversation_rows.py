@@ -10,9 +10,9 @@ from tool_families import CASES, TOOL, codec_with_tools
 
 from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import TOOLS, Prompt
 from lit_async_rl.supervised.records import SEGMENTS, Demonstrations
 from lit_async_rl.supervised.rows import RowEncoder
-from lit_async_rl.types import TOOLS, Prompt
 
 TALK = [
     {"role": "user", "content": QUESTION},

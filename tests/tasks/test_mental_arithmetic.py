@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards import last_number
 from lit_async_rl.tasks import MentalArithmetic
-from lit_async_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 

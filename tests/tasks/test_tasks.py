@@ -13,10 +13,10 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import RewardError
+from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import score
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks import Addition, ReasoningGym, ReasoningGymReward, SortDigits
-from lit_async_rl.types import Prompt
 
 SOURCES = {
     "sort": SortDigits,

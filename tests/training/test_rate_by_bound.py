@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 import lit_async_rl as rl
 from lit_async_rl.losses import ScoreCentering
+from lit_async_rl.problem import Prompt
 from lit_async_rl.training.rate_by_bound import LOWEST_FACTOR, WHOLE_RATE_UP_TO, Handling, handling, rate_factor
-from lit_async_rl.types import Prompt
 
 KINDS = st.sampled_from([*Handling, None])
 

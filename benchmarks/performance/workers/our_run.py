@@ -11,7 +11,7 @@ from segments import Segments
 
 from lit_async_rl.callbacks import WeightSync
 from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.types import Prompt
+from lit_async_rl.problem import Prompt
 
 
 def odd_length(prompt: Prompt, completion: str) -> float:

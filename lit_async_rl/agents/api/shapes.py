@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, quoted
 from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS
-from lit_async_rl.types import Role
+from lit_async_rl.problem import Role
 
 MAX_CHOICES = 128
 MAX_TOOLS = 128

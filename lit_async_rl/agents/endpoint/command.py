@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from lit_async_rl.agents.calls import AgentResult, stated_result
 from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.commands import run_to_end
 from lit_async_rl.runtime.process import end_reason
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_choice
 from lit_async_rl.utils.identity import file_contents
 

@@ -28,8 +28,8 @@ from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
+from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.process import Child, InvalidMessage, end_reason, packed, receive_from
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
 

@@ -29,6 +29,7 @@ from lit_async_rl.errors import InvariantError, RewardError
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.end_tokens import EndTokens
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.calls import score
@@ -41,7 +42,7 @@ from lit_async_rl.runtime.retries import Retries, TryPolicy
 from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.whole_steps import WholeSteps
-from lit_async_rl.types import Completion, GenerationRequest, Prompt, RolloutBatch, SamplingParams
+from lit_async_rl.types import Completion, GenerationRequest, RolloutBatch, SamplingParams
 
 # -- Listener, scorer and producer without threads: every transition is an explicit call ------------------------------
 # Producer, group book, intake, admission and the bookkeeping of listener and scorer are the real ones.
