@@ -31,7 +31,7 @@ TRAINERS_THREAD = """
     data: collate engine_restarts module rollout_source
     distributed: liveness ranks scatter
     engines: base completion_check
-    .: importance types
+    .: importance problem types
     losses: aggregation base clipped
     models: architecture policy routers tokenizer weights
     prompts: curriculum records sources stream

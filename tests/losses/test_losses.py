@@ -132,10 +132,10 @@ WITHOUT_BOUNDS: dict[type[PolicyLoss], dict[str, float | None]] = {
 }
 
 
-def slowly_cut(case: Case, inputs: LossInputs) -> Tensor:
-    """Tokens whose gradient is another than without bounds, by the slow references.
+def slowly_cut(case: Case, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Tokens whose gradient is another than without bounds, by the slow references; and those where that is certain.
 
-    TOPR's bounds may be 1: there, a completion's weight within a rounding of 1e-4 nats a token is not counted as cut.
+    A truncated weight within a rounding of 1e-4 nats a token of its bound does not count as cut.
     """
     loss, reference = case.loss, case.reference
     batch = as_batch(inputs)
@@ -148,13 +148,13 @@ def slowly_cut(case: Case, inputs: LossInputs) -> Tensor:
             bounds = bounds | {"positive_low": 0.0, "positive_high": math.inf}
         free_values, free_grads = reference(batch, replace(loss, **bounds))  # type: ignore[type-var]
     if isinstance(loss, GSPO):  # a token's gradient is spread over its completion; its value is its own
-        return torch.tensor(values, dtype=torch.float64) != torch.tensor(free_values, dtype=torch.float64)
-    if isinstance(loss, TOPR):
-        slack = torch.exp(1e-4 * inputs.loss_mask.sum(-1, keepdim=True))
-        sizes = torch.tensor(grads, dtype=torch.float64).abs()
-        free_sizes = torch.tensor(free_grads, dtype=torch.float64).abs()
-        return (free_sizes > sizes * slack) | (free_sizes * slack < sizes)
-    return torch.tensor(grads, dtype=torch.float64) != torch.tensor(free_grads, dtype=torch.float64)
+        cut = torch.tensor(values, dtype=torch.float64) != torch.tensor(free_values, dtype=torch.float64)
+        return cut, torch.ones_like(cut)
+    slack = torch.exp(1e-4 * (inputs.loss_mask.sum(-1, keepdim=True) + 1))
+    sizes = torch.tensor(grads, dtype=torch.float64).abs()
+    free_sizes = torch.tensor(free_grads, dtype=torch.float64).abs()
+    cut = sizes != free_sizes
+    return cut, ~cut | (free_sizes > sizes * slack) | (free_sizes * slack < sizes)
 
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 7))
@@ -171,7 +171,8 @@ def test_values_and_gradients_equal_the_slow_reference(case: Case, seed: int, sh
     assert_close(output.per_token.detach(), values)
     assert_close(grad, grads)
     trains = inputs.loss_mask & (inputs.advantages != 0)  # without an advantage there is no gradient to cut
-    assert torch.equal(output.clipped & trains, slowly_cut(case, inputs) & trains)
+    cut, is_certain = slowly_cut(case, inputs)
+    assert torch.equal(output.clipped & trains & is_certain, cut & trains & is_certain)
 
 
 @every_loss
