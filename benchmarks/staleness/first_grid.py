@@ -186,5 +186,4 @@ def gac_before() -> str:
 
 def warning() -> str:
     """How often the effective sample size falls first, and how often it falls without a loss that follows."""
-    sign = str(warning_time(old()[old()["lag"] > 0]))
-    return f"In the first series of runs, {sign[0].lower()}{sign[1:]}"
+    return f"In the first series of runs, {warning_time(old()[old()['lag'] > 0])}"

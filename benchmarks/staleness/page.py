@@ -206,8 +206,9 @@ def hard() -> str:
     rows.append(["all", "", "", "", *map(str, total)])
     head = ["regime", "loss", "lag", "generations", "runs", "with the controller", "with an earlier version"]
     table = markdown([*head, "without it", f"`{CORRECTED}` from the start"], rows)
-    share = f"{total[1] / total[0]:.2f} (95 % interval {low:.2f} to {high:.2f})"
-    return f"{table}\n\nWith the controller, a share of {share} of the runs keeps half of the synchronous gain."
+    kept, lowest, highest = (round(100 * value) for value in (total[1] / total[0], low, high))
+    share = f"{total[1]} of {total[0]} runs ({kept} %, 95 % interval {lowest} to {highest} %)"
+    return f"{table}\n\nWith the controller, {share} keep half of the synchronous gain."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:
@@ -250,7 +251,7 @@ def blend() -> str:
     for name, blended, least_samples in (("blend", "estimator_blend", 32), ("blend_quarter", "blend_8", 8)):
         if (runs := runs_of(name)) is not None:
             rows += _blended(runs, blended, least_samples)
-    head = ["rollouts", "least samples", "lag", "generations", "sequence weights", "token weights", "blend"]
+    head = ["rollouts", "minimum ESS", "lag", "generations", "sequence weights", "token weights", "blend"]
     return markdown([*head, "share of sequence weights", "blend less the better", "at least (one-sided 95 %)"], rows)
 
 

@@ -185,12 +185,12 @@ class EarlySign:
     warned_others: int
 
     def __str__(self) -> str:
-        share = "All" if self.warned == self.fallen else f"{self.warned} of the"
+        share = "all" if self.warned == self.fallen else f"{self.warned} of the"
         return (
-            f"{share} {self.fallen} runs on stale data that lost half of their accuracy had an effective sample size "
-            f"(`importance/ess_ratio`) below one half, a median of {self.lead:.0f} steps before the accuracy fell. "
-            f"The effective sample size also fell below one half in {self.warned_others} of the {self.others} runs "
-            "that did not lose half of their accuracy."
+            f"`importance/ess_ratio` fell below one half in {share} {self.fallen} runs on stale data that lost half of "
+            f"their accuracy, a median of {self.lead:.0f} steps before the accuracy fell. `importance/ess_ratio` also "
+            f"fell below one half in {self.warned_others} of the {self.others} runs that did not lose half of their "
+            "accuracy."
         )
 
 

@@ -52,9 +52,9 @@ class EngineCheck(pl.Callback):
             every version if the copies for this take less than 1 GiB on all ranks together, else every 10th. Copies
             beyond 1 GiB are never kept, apart from a single one.
         num_rollouts: completions replayed per rank and check.
-        bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 on accelerators, 0.03 in float16
-            and 0.1 in bfloat16. For n tokens it is multiplied by 1 + 8 / n, because means of few tokens vary: 4 tokens
-            of a correct engine in bfloat16 differed by 0.12.
+        bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 in float32 on accelerators,
+            0.03 in float16 and 0.1 in bfloat16. For n tokens the bound is multiplied by 1 + 8 / n, because means of few
+            tokens vary: 4 tokens of a correct engine in bfloat16 differed by 0.12.
         on_error: reaction to a larger difference: `warn`, or `stop` by raising `EngineError`. Above 1 nat the run
             ends in any case, because the engine then samples from another policy.
 

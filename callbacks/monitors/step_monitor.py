@@ -466,7 +466,7 @@ class LengthBiasMonitor(StepMonitor):
     For each fate of groups (`trained`; `expired` at the staleness bound; `unbegun`: expired before its first token;
     `no_signal`) it logs:
 
-    * `intake/<fate>_share`: share of all completed groups.
+    * `intake/<fate>_share`: share of all groups that ended.
     * `intake/<fate>_length`: mean tokens per rollout; aborted groups count the tokens sampled so far, so a bias is
       underestimated.
     * `intake/<fate>_s`: mean seconds from admission to their last token.

@@ -110,7 +110,7 @@ def _kept_positions(length: int, max_tokens: int) -> tuple[Sequence[int], tuple[
 
 
 def thin_out(path: Path, max_bytes: int) -> None:
-    """Drops every second step of a table until it has at most `max_bytes`; the last step is kept."""
+    """Drops the samples of every other step of a table until it has at most `max_bytes`; the last step is kept."""
     while path.stat().st_size > max_bytes:
         with path.open() as lines:
             steps = sorted({step for line in lines if (step := _step(line)) is not None})
@@ -144,7 +144,7 @@ class SampleLogger(pl.Callback):
         num_groups: prompts per sample, with all of their completions.
         num_held_out: completions per validation.
         max_tokens: largest number of tokens per completion with values; longer ones lose their middle.
-        max_mb: size of a file beyond which every second step is dropped.
+        max_mb: size of a file beyond which the samples of every other step are dropped.
 
     Raises:
         ValueError: a number is out of range; when training starts, there is no `RolloutDataModule`.

@@ -104,9 +104,9 @@ class ESSLearningRate(SignalCallback):
         if signals.num_broken and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"ESSLearningRate: for {signals.num_broken} of {signals.num_samples} completions, the logarithm of the "
-                "importance weight is NaN or infinite. With NaN, the weight counts as 0; with +inf, as larger than all "
-                "finite weights"
+                f"ESSLearningRate: {signals.num_broken} of {signals.num_samples} completions have an importance weight "
+                "whose logarithm is NaN or infinite. A logarithm of NaN counts as a weight of 0, and +inf as a weight "
+                "larger than all finite ones"
             )
         if signals.ess_ratio is None:
             return 1.0

@@ -152,7 +152,10 @@ class GradientAlignmentControl(GradientTreatment):
         """Sets regime and residual share of the step, and counts skips."""
         if not math.isfinite(step.norm):
             if self.num_dropped == 0:
-                rank_zero_warn("GradientAlignmentControl: a gradient contains NaN or infinity; such steps are dropped")
+                rank_zero_warn(
+                    "GradientAlignmentControl: a gradient contains NaN or infinity; steps with such a gradient are "
+                    "dropped"
+                )
             self.num_dropped += 1
             step.regime = Regime.DROP
             step.kept = 0.0

@@ -179,10 +179,10 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         renderer = ChatRenderer(codec, _template(self.chat_template))
         if renderer.has_template and renderer.problem and not self.forks:
             raise SetupError(
-                f"data.engine.forks=false does not work with the model {codec.model!r}, because {renderer.problem}. "
-                "A conversation can therefore not be continued from its recorded tokens. Set "
-                "data.engine.chat_template to a template that only appends text, or set data.engine.forks=true, which "
-                "trains on each call as a separate row"
+                f"data.engine.forks=false does not work with the model {codec.model!r}, because {renderer.problem}, "
+                "so a conversation cannot continue from its recorded tokens. Set data.engine.chat_template to a "
+                "template that only appends text, or set data.engine.forks=true, which trains on each call as a "
+                "separate row"
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(

@@ -61,7 +61,7 @@ class Trainer(pl.Trainer):
         callbacks: beside the defaults.
         defaults: other callbacks by the key of the default that they replace; None switches it off.
         logger: one or several; None is a CSV log in `runs/`, False none.
-        adds_csv_log: whether a CSV log is written beside other loggers.
+        adds_csv_log: whether a CSV log is written in addition to other logs.
         **settings: of `lightning.pytorch.Trainer`.
 
     Raises:

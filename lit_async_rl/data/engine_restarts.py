@@ -142,9 +142,9 @@ class ReplaceableEngine:
             return
         num_groups = producer.replace_engine(self.engine)
         log.warning(
-            "the engine was restarted with the weights of version %d. This is restart %d of at most "
-            "data.limits.engine_restarts=%d in a row. %d unfinished groups are sampled again, and finished groups are "
-            "kept. The engine had failed with %s: %s",
+            "the engine was restarted with the weights of version %d (consecutive restart %d of at most "
+            "data.limits.engine_restarts=%d). %d unfinished groups are sampled again, and finished groups are kept. "
+            "The engine had failed with %s: %s",
             producer.version,
             self._restarts_in_a_row,
             self.max_restarts,

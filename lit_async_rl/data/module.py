@@ -313,8 +313,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if (reason := batches[0].as_rows) and not self._has_said_rows:
             self._has_said_rows = True
             log.warning(
-                "model.packing: in this step and similar ones, rows are computed separately, not as trees of "
-                "shared prefixes: %s",
+                "model.packing: in steps like this one, rows are computed separately, not as trees of shared "
+                "prefixes: %s",
                 reason,
             )
         return batches
@@ -373,8 +373,8 @@ class RolloutDataModule(pl.LightningDataModule):
             return None
         if len(found) != 1:
             raise ValueError(
-                f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the "
-                f"position in data.prompts would be lost. {START_ANEW}"
+                f"the checkpoint holds {len(found)} states of a RolloutDataModule instead of one, so rollouts "
+                f"and the position in data.prompts would be lost. {START_ANEW}"
             )
         return found[0]
 

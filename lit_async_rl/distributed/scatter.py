@@ -324,8 +324,9 @@ def _check_group(trainer: AnyTrainer) -> None:
     here = (trainer.global_rank, trainer.world_size)
     if there != here:
         raise ValueError(
-            f"this process is rank {there[0]} of {there[1]} in the existing process group, but rank {here[0]} of "
-            f"{here[1]} by trainer.devices and trainer.num_nodes: change these two settings, or {remedy}"
+            f"this process is rank {there[0]} of {there[1]} in the existing process group, but "
+            f"trainer.devices and trainer.num_nodes make it rank {here[0]} of {here[1]}: change these two settings, or "
+            f"{remedy}"
         )
     kind = trainer.strategy.root_device.type  # type: ignore[union-attr]
     kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
@@ -368,8 +369,8 @@ def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
             raise RankError(
-                f"rank {other} did not arrive within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, did it fail, "
-                f"or is it running something different from rank {dist.get_rank()}? ({problem})"
+                f"rank {other} did not join the other ranks within {START_TIMEOUT_SETTING}={limit_s:g}: was it killed, "
+                f"did it fail, or is it running something different from rank {dist.get_rank()}? ({problem})"
             ) from error
 
 

@@ -158,7 +158,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"the file {path} must hold settings of TRL (`name: value`), got {type(settings).__name__}")
     if sections := [name for name in VERL if isinstance(settings.get(name), dict)]:
         raise ValueError(
-            f"the file {path} must hold settings of TRL, but its section {sections[0]} is one of verl: "
+            f"the file {path} must hold settings of TRL, but its section {sections[0]} belongs to verl: "
             "docs/comparison.md lists settings of verl and lit-async-rl side by side"
         )
     if isinstance(settings.get("model"), dict) or isinstance(settings.get("trainer"), dict):

@@ -207,8 +207,8 @@ def grade(
     references = references_of(reward)
     if completion is None and references is None:
         raise ValueError(
-            "there is nothing to grade: the file has no field of completions (name it with --completion), and its "
-            "reference answers cannot be graded, because the reward does not say which answer is correct"
+            "there is nothing to grade: the file has no completions (name their field with --completion), and the "
+            "reward does not say which answer is correct, so the reference answers cannot be graded either"
         )
     full_marks = 1.0 if references is None else references.full_marks
     for number, record in records.items():

@@ -355,7 +355,7 @@ def check_complete(info: Mapping[str, Any], setting: str) -> None:
     """
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"{setting}: its files lack weights, and these weights would be random: {', '.join(missing[:4])}"
+            f"{setting}: the model's files lack these weights, which would be random: {', '.join(missing[:4])}"
         )
     for name, stored, built in sorted(info["mismatched_keys"]):
         raise ValueError(
@@ -510,8 +510,8 @@ def _load_base(loader: Any, model: str) -> Any:
         if base in (model, adapter_folder(model)):
             raise
         raise FileNotFoundError(
-            f"model.model={model!r} holds an adapter whose base model {base!r} (base_model_name_or_path in its "
-            f"{ADAPTER}) cannot be loaded: {error}"
+            f"model.model={model!r} holds an adapter, but the adapter's base model {base!r} "
+            f"(base_model_name_or_path in {ADAPTER}) cannot be loaded: {error}"
         ) from error
 
 

@@ -105,7 +105,7 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
             if not isinstance(getattr(base, "weight", None), nn.Parameter):
                 raise ValueError(
                     f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, which has "
-                    "no parameter named weight: it stores its experts as fused weights. Adapt the attention layers, "
+                    "no parameter named `weight`, because its experts' weights are fused. Adapt the attention layers, "
                     'for example ["q_proj", "k_proj", "v_proj", "o_proj"]'
                 )
             if len(names := owners.get(id(base.weight), [])) > 1:

@@ -177,8 +177,8 @@ class CausalPolicy(nn.Module):
         if self._rotary_length is not None and num_tokens > self._rotary_length:
             raise ValueError(
                 f"model type {self.causal_lm.config.model_type!r}: a prompt and its completion have {num_tokens} "
-                f"tokens. With more than {self._rotary_length} tokens, the model's rotary embedding, and so the "
-                "log-probabilities of all rows, would depend on the longest row of the batch. Choose a smaller "
+                f"tokens. With more than {self._rotary_length} tokens, the model's rotary embedding would depend on "
+                "the longest row of the batch, and so would the log-probabilities of all rows. Choose a smaller "
                 "data.sampling.max_tokens, or a smaller max_prompt_tokens of data.prompts"
             )
 

@@ -176,8 +176,8 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
                 left = " left" if role is not roles[0] else ""
                 raise SetupError(
                     f"{role.setting}={role.number}: not all of these processes fit on the cluster. Each process needs "
-                    f"{role.each}, all together {role.all}. The cluster has {_listed(had)}{left} on "
-                    f"{_nodes(len(nodes))}: room for {number} of the processes"
+                    f"{role.each}, and all of them need {role.all}. The cluster has {_listed(had)}{left} on "
+                    f"{_nodes(len(nodes))}, enough for {number} of the processes"
                 )
             held = [node.held[role.setting] for node in free]
             wanted = max(held) if role.is_packed else min(held)

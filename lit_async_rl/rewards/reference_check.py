@@ -178,9 +178,9 @@ def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> 
     named = [(fault, fault.prompt.text if fault.prompt.answer is None else fault.prompt.answer) for fault in faults]
     examples = "; ".join(f"{_short(name)} {fault.problem}" for fault, name in named[:NUM_EXAMPLES])
     log.warning(
-        "reward %s gives wrong grades to %d of %d reference answers sampled from %s: %s%s. Prompts with these "
-        "reference answers teach the policy errors, or nothing at all: rewrite these answers, leave out their prompts, "
-        "or use another reward",
+        "reward %s gives wrong grades to %d of %d reference answers sampled from %s: %s%s. The prompts of "
+        "these reference answers teach the policy wrong answers or nothing: rewrite the reference answers, leave out "
+        "the prompts, or use another reward",
         name,
         len(faults),
         num_checked,

@@ -79,7 +79,7 @@ class DynamicSampling(GroupFilter):
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "DynamicSampling: %d groups in a row had equal rewards, which is the limit max_in_a_row; the next "
+                "DynamicSampling: %d groups in a row (max_in_a_row) were dropped for equal rewards; from now on, "
                 "groups with equal rewards are kept, until a group has different rewards",
                 self.max_in_a_row,
             )

@@ -89,8 +89,8 @@ class _Watchdog:
         self._num_silent += 1
         if self._num_silent == round(BLOCKED_S / CLOCK_INTERVAL_S):
             log.warning(
-                "%s has blocked its event loop for %g s: nothing else in this loop runs, not even a time limit. Use "
-                "await, or asyncio.to_thread for calls that cannot be awaited\n%s",
+                "%s has blocked its event loop for %g s: meanwhile, nothing else in this loop runs, and time limits "
+                "have no effect. Use await, or asyncio.to_thread for calls that cannot be awaited\n%s",
                 self._runs,
                 BLOCKED_S,
                 running_line(sys._current_frames().get(self._thread_id)),
@@ -132,7 +132,7 @@ def _run(stopped: asyncio.Future[None], runs: str) -> None:
                 loop.run_until_complete(stopped)
             except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
                 name = threading.current_thread().name
-                log.warning("the event loop of thread %r continues despite %s: %s", name, type(error).__name__, error)
+                log.warning("the event loop of thread %r keeps running after %s: %s", name, type(error).__name__, error)
 
 
 class LoopThread:

@@ -122,7 +122,7 @@ class Retries:
             if num_failed >= LOST_TRIES:
                 raise error
             self._tries_log.warning(
-                "try %d of %d failed, because its process or machine was lost; trying again: %s",
+                "try %d of %d failed, because the process or machine that ran it was lost; trying again: %s",
                 num_failed,
                 LOST_TRIES,
                 error,

@@ -259,8 +259,8 @@ class CodeReward(Rebuildable):
         if tests.is_weak and self.tests == "plain":
             weak = "\n".join([*tests.weak.asserts, tests.weak.check]).strip()
             raise ValueError(
-                f"CodeReward.tests=plain refuses the prompt: its tests {weak!r:.200} are not calls with plain values, "
-                "so a program can pass them without solving the task"
+                f"CodeReward.tests=plain refuses the prompt: its tests {weak!r:.200} are weak (a plain test "
+                "compares the result of one call with a literal), so a program can pass them without solving the task"
             )
         return cases, tests
 

@@ -79,7 +79,7 @@ class Rows(PromptSource):
                 if length > max_tokens and too_long == "refuse":
                     raise ValueError(
                         f"the record has {length} tokens, but the limit is {limit}: shorten the record, or set "
-                        "data.too_long to truncate or drop"
+                        "data.too_long=truncate or data.too_long=drop"
                     )
             except ValueError as error:
                 where = source.where(number)
@@ -101,7 +101,7 @@ class Rows(PromptSource):
         if num_unknown:
             token = encode.unknown_id
             log.warning(
-                "%d of %d records have text to train on that the tokenizer cannot encode (unknown token %d)",
+                "%d of %d records have training text that the tokenizer cannot encode (unknown token %d)",
                 num_unknown,
                 len(source),
                 token,

@@ -208,8 +208,8 @@ class _OpenLocalTeacher(OpenTeacher):
         if self._lacks_ids and (largest := int(input_ids.max())) >= self._size:
             raise EngineError(
                 f"model.distillation.teacher={self.policy.causal_lm.name_or_path!r} has only {self._size} token ids, "
-                f"but the student has sampled token id {largest}, which is padding of its vocabulary: start training "
-                "from weights with which the student does not sample padding"
+                f"but the student has sampled token id {largest}, which is padding in the student's "
+                "vocabulary: start training from weights that do not sample padding"
             )
 
 
@@ -538,8 +538,8 @@ class Distiller:
         size = vocabulary_of(student)
         if self.settings.top_k is not None and self.settings.top_k >= size:
             raise ValueError(
-                f"model.distillation.top_k={self.settings.top_k} must be less than the size of the vocabulary, {size} "
-                "tokens; with top_k=null, all tokens are compared"
+                f"model.distillation.top_k={self.settings.top_k} must be less than the vocabulary size, {size}; "
+                "with top_k=null, all tokens are compared"
             )
         self.settings.source.check(model)
 

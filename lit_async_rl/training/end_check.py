@@ -44,7 +44,7 @@ def _check_space(callback: ModelCheckpoint, trainer: AnyTrainer, size: int) -> N
         also = "" if num_at_once == 1 else " (two exist while one replaces the other)"
         log.warning(
             "ModelCheckpoint.dirpath=%s has only %.3g GB of free space for each checkpoint%s, but a checkpoint takes "
-            "about %.3g GB: free some space, or the run loses its last steps",
+            "about %.3g GB: free some space, or no checkpoint of the last steps can be saved",
             callback.dirpath,
             free_bytes / 1e9,
             also,

@@ -174,7 +174,7 @@ def check_objects(owner: str, **settings: object) -> None:
     """
     for name, value in settings.items():
         if isinstance(value, type):
-            raise ValueError(f"{owner}.{name} must be an object, got the class: write {value.__name__}(...)")
+            raise ValueError(f"{owner}.{name} must be an instance, got the class: write {value.__name__}(...)")
         if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
             raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
 
@@ -235,7 +235,7 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
             continue
         wanted = EXAMPLES[kind.__name__]
         if own_class is not None:
-            raise ValueError(f"{owner}.{name} must be an object, got the class: write rl.{own_class.__name__}(...)")
+            raise ValueError(f"{owner}.{name} must be an instance, got the class: write rl.{own_class.__name__}(...)")
         if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
             wanted = f"{meant_class}()"
         article = "an" if kind.__name__[0] in "AEIO" else "a"

@@ -132,7 +132,7 @@ def _register(memory: Tensor) -> bool:
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
         log.warning(
-            "%.1f GiB of CPU memory could not be pinned (CUDA error %d), so copies of weights to the GPU are slower",
+            "%.1f GiB of CPU memory could not be pinned (CUDA error %d), so copying weights to the GPU is slower",
             *(memory.nbytes / 2**30, error),
         )
     return not error

@@ -132,7 +132,7 @@ class IpcTransfer(_VLLMBackend):
         """
         if len(gpus) != 1:
             raise ValueError(
-                f"data.engine.transfer=IpcTransfer needs an engine on the trainer's GPU only; this engine has "
+                f"data.engine.transfer=IpcTransfer needs an engine with a single GPU, the trainer's; this engine has "
                 f"{len(gpus)} GPUs: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
             )
         if trainer_gpu is not None and gpus[0] != trainer_gpu:

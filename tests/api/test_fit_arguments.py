@@ -116,9 +116,9 @@ def test_every_setting_that_is_an_object_has_an_example_of_its_class(kind):
     [
         (dict(sampling=6), "sampling must be a SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6"),
         (dict(loss="ppoclip"), "loss must be a PolicyLoss, such as rl.PPOClip(), got 'ppoclip'"),
-        (dict(loss=rl.PPOClip), "loss must be an object, got the class: write rl.PPOClip(...)"),
+        (dict(loss=rl.PPOClip), "loss must be an instance, got the class: write rl.PPOClip(...)"),
         (dict(loss=rl.GroupMeanStd()), "loss must be a PolicyLoss, such as rl.PPOClip(), got a GroupMeanStd"),
-        (dict(scheduler=rl.Cosine), "scheduler must be an object, got the class: write rl.Cosine(...)"),
+        (dict(scheduler=rl.Cosine), "scheduler must be an instance, got the class: write rl.Cosine(...)"),
         (dict(engine="vllm"), "engine must be a RolloutEngine, such as rl."),
         (dict(validation=3), "validation must be a Validation, such as rl.Validation(prompts=held_out), got 3"),
         (dict(model=3), "model must be the name or folder of a model, a transformers.PreTrainedModel, or"),

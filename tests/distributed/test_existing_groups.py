@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     try:
         said, _ = ranks[0].communicate(timeout=100)
         assert ranks[0].returncode == 1
-        assert "RankError: rank 1 did not arrive within data.limits.start_timeout_s=3: was it killed" in said
+        assert "RankError: rank 1 did not join the other ranks within data.limits.start_timeout_s=3" in said
     finally:
         for rank in ranks:
             rank.kill()

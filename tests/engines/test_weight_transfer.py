@@ -212,8 +212,8 @@ def test_two_threads_may_close_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("transfer", "settings", "message"),
     [
-        (IpcTransfer, {"tensor_parallel_size": 2}, r"IpcTransfer needs an engine on the trainer's GPU only.* has 2"),
-        (IpcTransfer, {"device_ids": [0, 1]}, r"IpcTransfer needs an engine on the trainer's GPU only.* has 2"),
+        (IpcTransfer, {"tensor_parallel_size": 2}, r"IpcTransfer needs an engine with a single GPU.* has 2"),
+        (IpcTransfer, {"device_ids": [0, 1]}, r"IpcTransfer needs an engine with a single GPU.* has 2"),
         (IpcTransfer, {"engine_args": {"data_parallel_size": 4}}, r"IpcTransfer .* has 4"),
     ],
 )

@@ -370,7 +370,7 @@ def test_what_is_not_carried_over_is_said(settings, said):
         (
             "verl.yaml",
             "actor_rollout_ref: {model: {path: m}}\ntrainer: {n_gpus_per_node: 8}\n",
-            "is one of verl",
+            "belongs to verl",
         ),
         ("ours.yaml", "model: {model: m}\ndata: {reward: r}\n", "is it already a configuration of lit-async-rl?"),
         ("grpo.py", "from trl import GRPOConfig\nGRPOConfig(beta=0.1)\n", "is a Python script"),

@@ -58,7 +58,8 @@ def test_an_engine_that_ties_what_the_policy_does_not_refuses_its_weights():
 def test_weights_that_are_missing_are_named(tmp_path):
     model = folder_of(tmp_path, lambda w: {name: value for name, value in w.items() if "layers.1.mlp" not in name})
     with pytest.raises(
-        ValueError, match=r"its files lack weights, and these weights would be random: model\.layers\.1\.mlp\.down_proj"
+        ValueError,
+        match=r"the model's files lack these weights, which would be random: model\.layers\.1\.mlp\.down_proj",
     ):
         load_policy(model)
 
@@ -72,7 +73,7 @@ def test_a_shard_without_its_weights_is_named(tmp_path):
     file = tmp_path / files["weight_map"].pop(name)
     save_file({one: value for one, value in load_file(file).items() if one != name}, file, metadata={"format": "pt"})
     index.write_text(json.dumps(files))
-    with pytest.raises(ValueError, match=rf"its files lack weights, and these weights would be random: {name}"):
+    with pytest.raises(ValueError, match=rf"the model's files lack these weights, which would be random: {name}"):
         load_policy(str(tmp_path))
 
 

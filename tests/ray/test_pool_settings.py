@@ -238,13 +238,13 @@ TOO_LARGE = rl.EnvironmentActors(resources={"CPU": 3})
     [
         (
             dict(rewards=TOO_MANY),
-            "cluster.rewards.actors=5: not all of these processes fit on the cluster. Each process needs GPU 1, all "
-            "together GPU 5. The cluster has GPU 2 on 2 nodes: room for 2 of the processes",
+            "cluster.rewards.actors=5: not all of these processes fit on the cluster. Each process needs GPU 1, and "
+            "all of them need GPU 5. The cluster has GPU 2 on 2 nodes, enough for 2 of the processes",
         ),
         (
             dict(trainer_ranks=4, trainer_resources={"CPU": 1}, environments=TOO_LARGE),
             "cluster.environments.actors=2: not all of these processes fit on the cluster. Each process needs CPU 3, "
-            "all together CPU 6. The cluster has CPU 4 left on 2 nodes: room for 1 of the processes",
+            "and all of them need CPU 6. The cluster has CPU 4 left on 2 nodes, enough for 1 of the processes",
         ),
         (
             dict(trainer_ranks=5, trainer_resources={"CPU": 1}),

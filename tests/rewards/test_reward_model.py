@@ -129,7 +129,7 @@ def test_weights_that_are_missing_end_the_run(tmp_path):
         (tmp_path / "body" / name).write_bytes((tmp_path / name).read_bytes())
     reward = rl.RewardModel(str(tmp_path / "body"))
     with pytest.raises(
-        RewardSetupError, match=r"its files lack weights, and these weights would be random: score\.weight"
+        RewardSetupError, match=r"the model's files lack these weights, which would be random: score\.weight"
     ):
         scores(reward, [(Prompt(text="q"), "x")], max_tries=3)
     reward.close()

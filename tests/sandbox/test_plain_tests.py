@@ -313,7 +313,7 @@ def test_prompts_with_weak_tests_are_refused():
     right = fenced("def f(x): return 2 * x")
     assert made(prompt(test_list=["assert f(2) == 4"]), right) == 1.0
     weak = prompt(test_list=["assert f(1) == 2", WEAK])
-    words = r"CodeReward.tests=plain refuses the prompt: its tests 'assert f\(2\) in \(4, 5\)' are not calls"
+    words = r"CodeReward.tests=plain refuses the prompt: its tests 'assert f\(2\) in \(4, 5\)' are weak"
     with pytest.raises(ValueError, match=words):
         made.check_prompt(weak)
     with pytest.raises(FinalRewardError, match=words):

@@ -157,7 +157,7 @@ def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
         assert len(shorter.rows[0]) == 4, "of one nothing is left that trains"
         assert "1 of 5 records were left out: longer than 10 tokens, data.too_long=truncate" in caplog.text
         make_data(records=[{"prompt": "é=", "completion": "12"}, {"prompt": "21=", "completion": "1ü"}]).read_records()
-        assert "1 of 2 records have text to train on that the tokenizer cannot encode (unknown token 0)" in caplog.text
+        assert "1 of 2 records have training text that the tokenizer cannot encode (unknown token 0)" in caplog.text
     with pytest.raises(ValueError, match="all records were left out"):
         make_data(records=RECORDS[1:2], max_tokens=12, too_long="drop").read_records()
 

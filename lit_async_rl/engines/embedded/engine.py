@@ -140,8 +140,8 @@ class EmbeddedEngine(EngineWrapper):
             )
         if cuda_graphs and not own_process:
             raise ValueError(
-                "data.engine.own_process must be True with data.engine.cuda_graphs, got False: while a graph is "
-                "recorded, a trainer in the same process must not wait for the GPU"
+                "data.engine.own_process must be True with data.engine.cuda_graphs, got False: while the engine "
+                "records a CUDA graph, no other thread of its process, such as the trainer's, may wait for the GPU"
             )
         super().__init__(DecodeProcess(settings) if own_process else DecodeLoop(settings, self.cache_class))
         self.seed = seed
