@@ -153,6 +153,7 @@ def test_a_shared_server_that_has_ended_is_started_again_and_ends_with_the_run(s
         again = Scripted(("count", "{}"), ("count", "{}"))
         rewards.append(await agent(prompt, again))  # its last reply is a call
         assert again.seen[0][0][0] == {"role": "system", "content": "Count."}
+        assert [getattr(one, "tool_calls", None) is not None for one in again.seen[1][0]] == [False, False, True, False]
         assert again.seen[1][0][-1]["content"] == "1"
         await agent.aclose()
         await agent.aclose()

@@ -26,7 +26,7 @@ class Quick(RolloutEngine):
     num_slots = 8
     act: ClassVar[Callable[[int, str, object], None]] = lambda seed, what, given: None
     calls: ClassVar[list[tuple[int, str, object]]] = []
-    end: ClassVar[int | None] = None  # token that ends each completion; None leaves that to its limit
+    last_id: ClassVar[int | None] = None  # token that ends each completion; None leaves that to its limit
 
     def __init__(self, seed: int = 0, update_timeout_s: float = 30.0, sleep_level: int = 0) -> None:
         self.seed = seed
@@ -42,7 +42,7 @@ class Quick(RolloutEngine):
     def reset(cls, act: Callable[[int, str, object], None] = lambda seed, what, given: None) -> None:
         cls.act = act
         cls.calls = []
-        cls.end = None
+        cls.last_id = None
 
     def note(self, what: str, given: object = None) -> None:
         Quick.calls.append((self.seed, what, given))
@@ -93,10 +93,10 @@ class Quick(RolloutEngine):
             Completion(
                 request_id=request.id,
                 sample_index=n,
-                token_ids=(5,) * (length - (self.end is not None)) + (self.end,) * (self.end is not None),
+                token_ids=(5,) * (length - (self.last_id is not None)) + (self.last_id,) * (self.last_id is not None),
                 logprobs=(-1.0,) * length,
                 versions=(self.version,) * length,
-                finish_reason="length" if self.end is None else "stop",
+                finish_reason="length" if self.last_id is None else "stop",
             )
             for n in range(request.num_samples)
         ]

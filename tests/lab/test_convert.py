@@ -189,6 +189,13 @@ def test_a_batch_that_does_not_hold_whole_groups_is_refused():
         convert({"per_device_train_batch_size": 12})
 
 
+def test_what_loads_the_model_is_a_mapping_or_a_text_with_one():
+    for given in ({"dtype": "bfloat16"}, "{dtype: bfloat16}"):
+        assert yaml.safe_load(convert({"model_init_kwargs": given}))["model"]["dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match=r"model_init_kwargs must be a mapping, got \[1, 2\]"):
+        convert({"model_init_kwargs": "[1, 2]"})
+
+
 # -- Numbers, by the formulas of trl/trainer/grpo_trainer.py and trl/experimental/async_grpo of the commit above -------
 
 
@@ -353,6 +360,10 @@ def test_loss_and_gradient_are_those_of_trl(settings):
         ({"max_staleness": 2, "beta": 0.04}, "left out: beta: 0.04 (AsyncGRPOConfig has no such setting)"),
         ({"max_staleness": 2, "gradient_accumulation_steps": 4}, "look at: data.aggregation=TokenMean"),
         ({"beta": 0.04}, "look at: model.kl_estimator=k3 (use_bias_correction_kl is off; from TRL 1.16 on: token)"),
+        (
+            {"loss_type": "grpo", "mask_truncated_completions": True},
+            "look at: data.aggregation (SequenceMean leaves cut completions out; TRL counts them as 0)",
+        ),
         ({"not_a_field": None}, "left out: not_a_field: None (not known)"),
         ({"report_to": "wandb", "logging_steps": 5}, "no influence on what is learned: report_to, logging_steps"),
         ({"hub_token": "hf_abcdefghijklmnop", "api_key": "secret"}, "left out: api_key: '***'"),

@@ -449,7 +449,7 @@ class Counting(Environment):
 def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning(stand_in):
     engine = quick(stand_in, MODEL, replicas=3)
     engine._fleet.requests.placement.session_margin = 1e9  # however much it has to do
-    Quick.end = 1  # of the policy
+    Quick.last_id = 1  # of the policy
     asked = [replace(r, prompt=Prompt(text="x"), session=r.id) for r in requests_of([1] * 12, max_tokens=3)]
     episodes = EpisodeEngine(engine, Counting()).around(engine, TextCodec(MODEL))
     for completions in run_requests(episodes, asked):

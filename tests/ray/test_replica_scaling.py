@@ -2,11 +2,15 @@
 
 import itertools
 import random
+import time
 
+import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
+from quick_engines import Quick
 
 from lit_async_rl.callbacks import ReplicaScaling
+from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.ray.replica_scaling import wanted_replicas
 from lit_async_rl.scheduling.bottleneck import Intervals
 
@@ -54,6 +58,37 @@ def test_waiting_for_rewards_or_for_the_bound_starts_no_replica():
         Intervals(wall_s=2.0, wait_s=1.0, sync_s=0.0, engine_busy_s=1.0),
     ):
         assert wanted_replicas(seen, 2, 1, high=8) == 2
+
+
+class Laborious(Quick):
+    """Takes a while for each request, and says so."""
+
+    def poll(self, timeout_s):
+        found = super().poll(timeout_s)
+        if found:
+            time.sleep(0.1)
+            self.busy += 0.1
+        return found
+
+
+class EndWith(pl.Callback):
+    """Ends a run when it has so many replicas."""
+
+    def __init__(self, replicas):
+        self.replicas = replicas
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = trainer.datamodule.engine.num_ready == self.replicas
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_run_that_waits_for_its_only_replica_gets_more(stand_in):
+    Quick.reset()
+    engine = RayEngine(Laborious(), replicas=1, num_cpus=0.1)
+    data = make_data(engine=engine, max_staleness=2)
+    run = fit(make_module(), data, 50, [ReplicaScaling(max_replicas=3, every_n_steps=1), EndWith(3)])
+    assert run.global_step < 50
+    assert run.callback_metrics["perf/replicas"] in (2, 3)  # as it was before the last change
 
 
 def test_settings_and_engines_that_do_not_fit_are_refused():

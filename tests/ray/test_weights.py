@@ -147,6 +147,13 @@ def test_of_weights_of_which_little_has_changed_little_travels_and_all_is_as_it_
     assert held < 4 * whole
 
 
+@pytest.mark.parametrize(("bucket_bytes", "number"), [(15, 4), (16, 2), (31, 2), (32, 1)])
+def test_a_bucket_is_as_large_as_it_may_be_and_no_larger(bucket_bytes, number):
+    ray = Store()
+    WeightStore(ray, None, bucket_bytes).publish(0, ((f"w{n}", torch.ones(2)) for n in range(4)))
+    assert len(ray.objects) == number
+
+
 def test_buckets_that_nothing_is_in_any_more_are_let_go():
     ray = Store()
     store = WeightStore(ray, None)
