@@ -124,6 +124,7 @@ def test_what_could_never_run_is_refused_and_the_rest_is_counted():
     assert [c.token_ids for c in engine.poll(1.0)] == [(1,)]
     engine.submit([request()])
     engine.abort([0])
+    engine._process.soon.assert_called_once_with(engine._runner.cancel, {0})  # vLLM samples no more of it
     assert engine.poll(0.01) == []
     assert engine.num_tokens == 2
     assert engine.update_pauses_s == [0.5]

@@ -1,7 +1,10 @@
 """Settings of `cluster:`, and a package that imports ray only where it is needed."""
 
 import importlib.util
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,21 @@ def test_mistakes_come_again_and_lost_ranks_do_not():
     assert _status(ValueError("data.max_staleness")) == supervise.FINAL_STATUS
     for error in (RankError("x"), EngineError("x"), ConnectionError("x"), RuntimeError("Connection closed by peer")):
         assert _status(error) == 1
+
+
+ALONE = """
+import signal
+from lit_async_rl.ray import rank
+rank.connect = lambda **settings: signal.pause()  # what it does until it ends
+rank.main()
+"""
+
+
+def test_a_rank_ends_when_the_other_end_of_its_stdin_is_gone():
+    variables = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", supervise.RESUME: ""}
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, env=os.environ | variables, input=b"", capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
 @pytest.mark.parametrize(

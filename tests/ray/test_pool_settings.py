@@ -2,6 +2,8 @@
 
 import asyncio
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,6 +300,22 @@ def test_a_wrong_model_is_said_before_ray_starts(at_the_root, capsys, monkeypatc
     cluster = rl.RayCluster(trainer_ranks=2)
     with pytest.raises(FileNotFoundError, match="/nowhere/model"):
         rl.fit("/nowhere/model", [{"prompt": "1", "answer": "1"}], rl.exact_match, max_steps=1, cluster=cluster)
+
+
+DYING = """
+import faulthandler, os, threading
+from lit_async_rl.ray.pool_worker import PoolWorker
+faulthandler.enable(all_threads=False)  # as Ray does
+PoolWorker()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+os.abort()
+"""
+
+
+def test_an_actor_that_dies_leaves_the_stacks_of_all_its_threads_in_its_log():
+    done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=120)
+    assert done.stderr.startswith("Fatal Python error: Aborted")
+    assert "in _bootstrap" in done.stderr  # of the other one
 
 
 def test_without_anything_to_place_a_dry_run_starts_no_ray(at_the_root, capsys, monkeypatch):

@@ -148,6 +148,28 @@ def test_a_replica_has_caught_up_when_it_has_the_weights_before_the_newest(stand
     engine.close()
 
 
+def test_one_that_catches_up_while_newer_weights_are_stored_is_behind_those(stand_in, model):
+    slow = Slow(r1=[1, 2])
+    engine = slow_pair(stand_in, model, slow)
+    late = engine._entries[1]
+    for version in (1, 2):
+        engine.load_weights(version, WEIGHTS)
+        until(accepted(engine, 0, version), engine)
+    assert late.state is State.LOADING
+
+    def weights():
+        slow.release(1, 1)
+        until(lambda: late.state is State.READY, engine)  # with the weights before the newest that are published
+        yield from WEIGHTS
+
+    engine.load_weights(3, weights())
+    assert (late.accepted, late.sent, late.state, engine.num_ready) == (1, 2, State.LOADING, 1)
+    slow.release(1, 2)
+    until(lambda: engine.num_ready == 2, engine)
+    assert asked(1, "load_weights") == [0, 1, 2, 3]
+    engine.close()
+
+
 def published(engine, version):
     """A thread that publishes; ends when the trainer would go on."""
     thread = threading.Thread(target=engine.load_weights, args=(version, WEIGHTS), daemon=True)

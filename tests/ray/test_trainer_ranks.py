@@ -83,6 +83,16 @@ def _of_ray():
     return [process for process in psutil.process_iter() if process.username() == psutil.Process().username()]
 
 
+def wait_until_nothing_is_reserved():
+    """Ray gives back the room of ranks a little later."""
+    from ray.util import placement_group_table
+
+    ends_at = time.monotonic() + LIMIT_S
+    while any(group["state"] != "REMOVED" for group in placement_group_table().values()):
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
+
+
 def folder_of(tmp_path):
     (folder,) = tmp_path.glob("runs/quickstart/version_*")
     return folder
@@ -162,6 +172,7 @@ def test_ranks_are_told_their_places_and_each_line_is_shown_once(address, capfd)
 def test_a_mistake_ends_the_run_at_once(address, capfd):
     outcome = launch(rl.RayCluster(address=address, trainer_ranks=2, max_failures=-1), ray_jobs.fail)
     assert outcome.status == 1
+    wait_until_nothing_is_reserved()
     assert "rank 1: ValueError: data.max_staleness must be >= 0, got -1" in capfd.readouterr().err
 
 

@@ -59,6 +59,8 @@ def test_short_runs_have_all_spans_and_long_ones_windows(tmp_path):
     payload = read(tmp_path).payload()
     assert [len(window["spans"]) for window in payload["windows"]] == [payload["num_spans"]]
     assert payload["windows"][0]["steps"] == [1, 20]
+    steps = [args["step"] for *_, args in payload["windows"][0]["spans"] if "step" in args]
+    assert sorted(set(steps)) == list(range(1, 21)), "counted as those of the window"
     (tmp_path / "long").mkdir()
     write_timeline(tmp_path / "long", 2000, 2)
     payload = read(tmp_path / "long").payload()

@@ -169,6 +169,18 @@ def test_a_rate_limit_is_kept_by_all_questions_and_uses_up_no_tries(judge, serve
     assert len(refused) < 60, "without a common pause each refusal is followed by the next question's at once"
 
 
+def test_after_four_refusals_in_a_row_all_questions_wait(judge, serve):
+    times = []
+
+    def fault(asked):
+        times.append(time.monotonic())
+        return (429, {"Retry-After": "1"}, "") if len(times) <= 4 else None
+
+    limits = rl.JudgeLimits(max_concurrent=1, backoff_s=0.01)
+    assert scores(judge(serve(fault=fault), limits=limits), map(str, range(6))) == [0.7] * 6
+    assert times[4] - times[3] >= 1.0
+
+
 def test_a_failure_of_one_question_does_not_lengthen_its_pauses_while_others_are_answered(judge, serve, monkeypatch):
     """The pauses of a question that fails five times: as long as the first, unless all fail."""
     pauses = []
@@ -198,26 +210,26 @@ def test_a_failure_of_one_question_does_not_lengthen_its_pauses_while_others_are
 
 def test_no_permit_is_granted_while_the_limiter_is_paused():
     async def run():
-        limiter, taken = ConcurrencyLimiter(2), []
+        loop = asyncio.get_running_loop()
+        limiter, taken = ConcurrencyLimiter(2), {}
 
         async def take(order):
             await limiter.acquire(order)
-            taken.append(order)
+            taken[order] = loop.time()
 
         await take(0)
+        ends_at = loop.time() + 0.05
         limiter.pause_for(0.05)
         limiter.pause_for(0.01)  # shorter than what was said before
         tasks = [asyncio.ensure_future(take(order)) for order in (2, 1)]
         await asyncio.sleep(0.02)
         limiter.release()
-        await asyncio.sleep(0)
-        before = list(taken)
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
-        return before, taken
+        return taken, ends_at
 
-    before, taken = asyncio.run(run())
-    assert before == [0]
-    assert taken == [0, 1, 2]
+    taken, ends_at = asyncio.run(run())
+    assert list(taken) == [0, 1, 2]
+    assert taken[1] > ends_at - 0.001  # as exact as the loop's clock
 
 
 def test_retry_after_is_a_number_or_a_date():

@@ -266,16 +266,20 @@ print(made)
         "x = []\nwhile True: x.append(bytearray(10**7))",
         "x = bytearray(10**10)",
         "import mmap\nx = mmap.mmap(-1, 2 * 10**9)\nfor n in range(0, len(x), 4096): x[n] = 1",
-        "import os, time\nfor n in range(8):\n    if not os.fork():\n        x = bytearray(b'1') * 10**8; time.sleep(30)\n"
-        "time.sleep(30)",
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
         "x = 9 ** 9 ** 9",
     ],
-    ids=["heap", "at_once", "shared", "together", "stack", "number"],
+    ids=["heap", "at_once", "shared", "stack", "number"],
 )
 def test_memory(sandbox, source):
     result = sandbox.run(source, SandboxLimits(wall_s=6.0, cpu_s=3, memory_mb=200, processes=16))
     assert not result.is_ok
+    runs_another(sandbox)
+
+
+def test_memory_of_all_processes_together(sandbox):
+    source = "import os, time\nfor n in range(8):\n    if not os.fork():\n        x = bytearray(b'1') * 10**8; time.sleep(60)\n"
+    assert sandbox.run(source + "time.sleep(60)").verdict == "memory"
     runs_another(sandbox)
 
 

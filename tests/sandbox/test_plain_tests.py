@@ -194,6 +194,35 @@ def test_answers_that_collide_cost_no_time(kind):
     assert decode(encode([large, set(large)])) == [large, set(large)]
 
 
+class Odd:
+    """Equal to everything."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 0
+
+
+def test_an_object_of_another_class_is_no_answer_and_neither_is_one_without_end():
+    for value in (Odd(), [Odd()], {"a": Odd()}):
+        with pytest.raises(NotPlain, match="an object of the class Odd"):
+            encode(value)
+    encode(nested(200))
+    with pytest.raises(NotPlain, match="nested more than 200 levels deep"):
+        encode(nested(201))
+
+
+@pytest.mark.parametrize(("expected", "right", "wrong"), [(True, True, (False, 1, None)), (1, 1, (True, None))])
+def test_truth_is_no_number_in_json(expected, right, wrong):
+    case = PlainCase("json", expected, "f", args=[], kwargs={})
+    assert case.holds(json.dumps([right]).encode())
+    assert not any(case.holds(json.dumps([value]).encode()) for value in wrong)
+
+
 def test_answers_of_a_program_that_ends_or_fails():
     truth = PlainCase("constant", True)
     assert passed_cases([FOUR, FOUR, truth], b"[null]\n[4]\n[4") == [True, False, True]

@@ -159,6 +159,27 @@ def test_closing_it_ends_a_program_that_runs_and_a_later_one_gets_a_new_process(
     made.close()
 
 
+ORPHAN = """
+import os, time
+reads, writes = os.pipe()
+if not os.fork():
+    child = os.getpid()
+    if not os.fork():
+        while os.getppid() == child:
+            time.sleep(0.01)
+        os.write(writes, str(os.getppid()).encode())
+    os._exit(0)
+os.wait()
+print(os.read(reads, 20).decode(), os.getppid())
+"""
+
+
+@linux
+def test_what_a_program_leaves_behind_becomes_a_child_of_the_process_that_ends_it(sandbox):
+    parent, of_the_program = sandbox.run(ORPHAN).stdout.split()
+    assert parent == of_the_program
+
+
 @linux
 def test_the_lowest_level_without_the_trainer(tmp_path):
     """Its programs end with the socket of a trainer that was killed."""
