@@ -151,7 +151,7 @@ def test_a_replica_has_caught_up_when_it_has_the_weights_before_the_newest(stand
 def test_one_that_catches_up_while_newer_weights_are_stored_is_behind_those(stand_in, model):
     slow = Slow(r1=[1, 2])
     engine = slow_pair(stand_in, model, slow)
-    late = engine._entries[1]
+    late = engine._fleet.entries[1]
     for version in (1, 2):
         engine.load_weights(version, WEIGHTS)
         until(accepted(engine, 0, version), engine)
