@@ -118,10 +118,12 @@ def test_greedy_samples_of_one_request_are_alike(engine):
 
 
 def test_aborted_requests_end_and_others_go_on(engine):
-    engine.submit(requests_of([3, 4, 5], max_tokens=400, num_samples=2))
-    engine.abort([0, 2])
+    long, short = requests_of([3, 5], max_tokens=400, num_samples=2), requests_of([4], 40, 2, first_id=2)
+    engine.submit([*long, *short])
+    engine.abort([0, 1])
     completions = collect(engine, 2)
-    assert {key(c) for c in completions} == {(1, 0), (1, 1)}
+    assert {key(c) for c in completions} == {(2, 0), (2, 1)}
+    assert not engine._runner._tasks, "vLLM samples what was aborted"
     assert engine.poll(0.5) == []
     assert engine.busy_s > 0
     busy = engine.busy_s
