@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -22,18 +21,6 @@ from lit_async_rl.sampler_records import ExpertChoices, SamplerHead, join_heads
 from lit_async_rl.utils.checks import MANY, check_range
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
-    if value is None:
-        return True
-    if isinstance(value, (str, bytes, Mapping, list, tuple, np.ndarray)):
-        return False
-    try:
-        return bool(value != value)
-    except (TypeError, ValueError):  # NA compares as NA, which is neither true nor false
-        return type(value).__name__ == "NAType"
 
 
 @dataclass(frozen=True)

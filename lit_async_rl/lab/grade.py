@@ -202,7 +202,7 @@ def grade(
     from lit_async_rl.problem import Prompt
     from lit_async_rl.prompts.records import NUMBERS, answer_fields, field_text
     from lit_async_rl.rewards.references import references_of
-    from lit_async_rl.types import is_missing
+    from lit_async_rl.utils.plain import is_missing
 
     references = references_of(reward)
     if completion is None and references is None:

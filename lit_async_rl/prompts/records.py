@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lit_async_rl.models.hub import go_offline_if_unreachable
-
 if TYPE_CHECKING:
     import pyarrow
 
@@ -246,6 +244,10 @@ def load_dataset(path: str, name: str | None, split: str) -> Records:
         raise ModuleNotFoundError('HuggingFacePrompts needs: pip install "lit-async-rl[data]"') from None
     folder = Path(path).expanduser()
     if not folder.is_dir():
+        from lit_async_rl.models.hub import (
+            go_offline_if_unreachable,  # imports torch, which reading files does not need
+        )
+
         go_offline_if_unreachable()
     where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
     try:

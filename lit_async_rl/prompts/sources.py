@@ -21,8 +21,8 @@ from lit_async_rl.prompts.records import (
     load_dataset,
     parquet_records,
 )
-from lit_async_rl.types import is_missing
 from lit_async_rl.utils.checks import check_choice, check_range
+from lit_async_rl.utils.plain import is_missing
 
 T = TypeVar("T")
 OnBadPrompt = Literal["error", "skip"]

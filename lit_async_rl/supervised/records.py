@@ -23,7 +23,7 @@ from lit_async_rl.prompts.sources import (
     PromptSource,
     source_class,
 )
-from lit_async_rl.types import is_missing
+from lit_async_rl.utils.plain import is_missing
 
 SEGMENTS = "segments"
 FORMS = "messages, prompt and completion, or segments"

@@ -1,4 +1,4 @@
-"""Conversion to values that a checkpoint can hold: checkpoints are loaded without executing code."""
+"""Values of records and settings: those that a checkpoint can hold, and empty cells of tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Converts a value, with its items, to Python's containers, numbers and strings; other types become strings."""
+    """Converts a value, with its items, to Python's containers, numbers and strings; other types become strings.
+
+    Checkpoints hold nothing else, because they are loaded without executing code.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if value is None or isinstance(value, bool):
@@ -22,3 +25,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return str(value)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
+    if value is None:
+        return True
+    if isinstance(value, (str, bytes, Mapping, list, tuple, np.ndarray)):
+        return False
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # NA compares as NA, which is neither true nor false
+        return type(value).__name__ == "NAType"

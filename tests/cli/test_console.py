@@ -68,6 +68,16 @@ def test_importing_the_package_takes_no_time_and_no_torch():
     )
 
 
+def test_grading_a_file_needs_no_torch(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"answer": "4", "completion": "it is 4"}\n')
+    words = ["grade", str(path), "--reward", "last_number"]
+    code = f"import sys; from lit_async_rl.cli.console import main; main({words}); "
+    done = python(["-c", code + "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 right" in done.stdout
+
+
 def test_the_version_is_there_at_once():
     assert seconds("from lit_async_rl.cli.console import main; main(['--version'])") < 0.3
 
