@@ -32,6 +32,11 @@ OWN_PACKAGE = __name__.partition(".")[0]
 MOVED = {  # modules by the names that they had when the first identities were saved
     "agents.calculator_agent": "tasks.calculator_agent",
     **{f"judges.{name}": f"rewards.{name}" for name in ("judge", "judge_models", "judge_policy", "model")},
+    "problem": "types",
+    "prompts.records": "prompts.sources",
+    "rewards.calls": "rewards.scorer",
+    "rewards.reference_check": "rewards.references",
+    "sampler_records": "types",
     "sandbox.code": "rewards.code",
     "sandbox.python_tool": "environments.python_tool",
 }

@@ -214,6 +214,8 @@ def test_what_has_moved_has_the_identity_that_checkpoints_know():
         "PythonTool": "lit_async_rl.environments.python_tool",
         "CalculatorAgent": "lit_async_rl.tasks.calculator_agent",
         "exact_match": "lit_async_rl.rewards.functions",
+        "grades": "lit_async_rl.rewards.references",
+        "Prompt": "lit_async_rl.types",
     }.items():
         assert name_of(getattr(rl, moved)) == f"{was}.{moved}"
 
