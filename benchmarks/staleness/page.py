@@ -208,7 +208,7 @@ def hard() -> str:
     table = markdown([*head, "without it", f"`{CORRECTED}` from the start"], rows)
     kept, lowest, highest = (round(100 * value) for value in (total[1] / total[0], low, high))
     share = f"{total[1]} of {total[0]} runs ({kept} %, 95 % interval {lowest} to {highest} %)"
-    return f"{table}\n\nWith the controller, {share} keep half of the synchronous gain."
+    return f"{table}\n\nWith the controller, {share} keep at least half of the synchronous gain."
 
 
 def _keeping(runs: pd.DataFrame, gain: float) -> int:

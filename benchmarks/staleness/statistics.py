@@ -185,10 +185,10 @@ class EarlySign:
     warned_others: int
 
     def __str__(self) -> str:
-        share = "all" if self.warned == self.fallen else f"{self.warned} of the"
+        share = f"all {self.fallen}" if self.warned == self.fallen else f"{self.warned} of them"
         return (
-            f"`importance/ess_ratio` fell below one half in {share} {self.fallen} runs on stale data that lost half of "
-            f"their accuracy, a median of {self.lead:.0f} steps before the accuracy fell. `importance/ess_ratio` also "
+            f"{self.fallen} runs on stale data lost half of their accuracy; in {share}, `importance/ess_ratio` had "
+            f"already fallen below one half, in the median {self.lead:.0f} steps earlier. `importance/ess_ratio` also "
             f"fell below one half in {self.warned_others} of the {self.others} runs that did not lose half of their "
             "accuracy."
         )

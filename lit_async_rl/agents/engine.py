@@ -385,8 +385,9 @@ def _check_address(agent: Agent, clients: ClientFactory) -> None:
     own = _own_clients(agent)
     if own is not None and own.has_address and not clients.has_address:
         raise ValueError(
-            f"data.engine.clients={type(clients).__name__} gives no address for {type(agent).__name__}, whose agent "
-            "runs in another process and needs an address. Leave clients out, or use EndpointClients"
+            f"data.engine.clients={type(clients).__name__} gives agents no address, but the agent of "
+            f"{type(agent).__name__} runs in another process and needs an address to call the policy. Leave clients "
+            "out, or use EndpointClients"
         )
 
 

@@ -69,7 +69,8 @@ class McpTools:
             raise ValueError("McpTools.environment must be a list of names of environment variables")
         missing = [name for name in environment if name not in os.environ]
         if missing:
-            raise ValueError(f"{variable('McpTools.environment', missing[0])}: this environment variable is not set")
+            named = variable("McpTools.environment", missing[0])
+            raise ValueError(f"{named} names an environment variable that is not set")
         check_range("McpTools", "positive", timeout_s=timeout_s)
         self.command = list(command)
         self.environment = list(environment)

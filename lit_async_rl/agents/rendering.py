@@ -244,9 +244,9 @@ class ChatRenderer:
         written = self.segments(messages, tools, closed, sampled=sampled)[-1]
         if not written.startswith(asked):
             raise AgentCallError(
-                f"the chat template of {self.codec.model!r} ends a prompt with {asked[-40:]!r}, but begins the "
-                "finished turn differently: include the turn's reasoning, or switch thinking off "
-                "(chat_template_kwargs)",
+                f"the chat template of {self.codec.model!r} ends a prompt with {asked[-40:]!r}, but writes a "
+                "different beginning of the assistant's turn once the turn is complete: include the turn's reasoning, "
+                "or switch thinking off (chat_template_kwargs)",
                 UNSTABLE,
             )
         calls = messages[-1].get("tool_calls", ())

@@ -121,7 +121,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
     """
     wanted = "the name or folder of a model, a transformers.PreTrainedModel, or an rl.PolicyModule"
     if isinstance(model, type):
-        raise ValueError(f"model must be {wanted}, got the class: write {model.__name__}(...)")
+        raise ValueError(f"model must be {wanted}, but {model.__name__} is a class: write {model.__name__}(...)")
     if hasattr(model, "merge_and_unload"):
         raise ValueError(f"model must be {wanted}, got a {type(model).__name__}: pass model.merge_and_unload()")
     if not isinstance(model, str | os.PathLike | PreTrainedModel | PolicyModule):

@@ -98,9 +98,9 @@ def collate_step(
         for rollout, values in zip(group.rollouts, rows, strict=True):
             if rollout.branches and needs_single_rows:
                 raise ValueError(
-                    "this agent's conversations branch, so a rollout has several rows (training sequences). Use an "
-                    "agent whose conversations do not branch, or change the setting that needs rollouts of one row: "
-                    f"{needs_single_rows}"
+                    "a conversation of this agent has branches, so its rollout has several rows (training sequences). "
+                    "Use an agent whose conversations have no branches, or change the setting that needs rollouts of "
+                    f"one row: {needs_single_rows}"
                 )
             if len(values) != rollout.num_tokens:
                 raise ValueError(

@@ -142,7 +142,7 @@ class ReplaceableEngine:
             return
         num_groups = producer.replace_engine(self.engine)
         log.warning(
-            "the engine was restarted with the weights of version %d (consecutive restart %d of at most "
+            "the engine was restarted with the weights of version %d (restarts in a row: %d; limit: "
             "data.limits.engine_restarts=%d). %d unfinished groups are sampled again, and finished groups are kept. "
             "The engine had failed with %s: %s",
             producer.version,

@@ -595,7 +595,7 @@ class JudgeReward(Rebuildable):
             if error is not None:
                 raise error
             raise RewardError(
-                f"no reply from the judge {self.model!r} ended with a verdict in the required format within "
+                f"the judge {self.model!r} gave no verdict in the required format within "
                 f"JudgeReward.max_tokens={self.max_tokens}; to choose a reward for completions without "
                 "a verdict, set JudgeReward.on_unreadable"
             )

@@ -197,9 +197,9 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
             raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
         if "trust_remote_code" in text:
             raise ValueError(
-                f"model.model={model!r} needs Python code of its own (trust_remote_code), which is not executed here: "
-                "trainer, engines and exports support only the model families built into transformers. Use a version "
-                "of the model without custom code (no auto_map in its config.json)"
+                f"model.model={model!r} needs Python code of its own (trust_remote_code), which lit-async-rl does not "
+                "execute: trainer, engines and exports support only the model families built into transformers. Use a "
+                "version of the model without custom code (no auto_map in its config.json)"
             ) from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error

@@ -87,8 +87,8 @@ class WholeFolders:
             except CheckpointException as error:  # a `BaseException` with the failures of all ranks
                 reason = next((str(one) for one, _ in error.failures.values()), str(error))
                 raise ValueError(
-                    f"ckpt_path={str(path)!r} cannot be loaded: {reason} Shards load only with the model.model, "
-                    "model.lora and kind of trainer.strategy that wrote them"
+                    f"ckpt_path={str(path)!r} cannot be loaded: {reason} Shards can be loaded only with the same "
+                    "model.model, model.lora and kind of trainer.strategy with which they were saved"
                 ) from None
 
 
@@ -153,7 +153,7 @@ def check_folder(folder: Path, where: str, is_of_policy: bool = True) -> None:
         candidates = (folder / "last.ckpt", folder / "checkpoints" / "last.ckpt")
         inside = next((one for one in candidates if one.exists()), None)
         hint = "" if inside is None else f"; did you mean {inside}?"
-        raise ValueError(f"{where} is not a sharded checkpoint: such a folder contains .metadata and meta.pt{hint}")
+        raise ValueError(f"{where} is not a sharded checkpoint (a folder that contains .metadata and meta.pt){hint}")
     if (folder / MANIFEST).is_file():
         _check_manifest(folder, where)
     else:

@@ -186,7 +186,7 @@ class RayCluster(ClusterSettings, Cluster):
             return reward
         if reward is None:
             raise ValueError(
-                "cluster.rewards is set, but data.reward is not, so the rewards come from the engine: leave "
+                "cluster.rewards needs data.reward, which is not set. The engine computes the rewards: leave "
                 "cluster.rewards out"
             )
         from lit_async_rl.ray.reward_pool import in_pool

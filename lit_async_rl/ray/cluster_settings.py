@@ -150,7 +150,7 @@ class ClusterSettings:
             SetupError: says how to install it.
         """
         if (self.places_ranks or self.has_actors) and importlib.util.find_spec("ray") is None:
-            raise SetupError("cluster is set, but Ray is not installed here: pip install 'lit-async-rl[ray]'")
+            raise SetupError("cluster needs Ray, which is not installed: pip install 'lit-async-rl[ray]'")
 
     @contextmanager
     def connected(self) -> Iterator[Any]:

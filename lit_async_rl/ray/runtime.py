@@ -22,7 +22,7 @@ from lit_async_rl.runtime.waiting import announced
 NAMESPACE = "lit_async_rl"
 RETRY_S = 2.0  # before the second and last try
 MISSING = (
-    "{what} runs its parts as Ray actors, and Ray is not installed here: pip install 'lit-async-rl[ray]'. "
+    "{what} runs its parts as Ray actors, but Ray is not installed: pip install 'lit-async-rl[ray]'. "
     "One engine, in this process or in its own (data.engine.own_process), needs no Ray"
 )
 log = logging.getLogger(__name__)

@@ -78,9 +78,9 @@ def follow(address: str) -> None:
         _set_mode("token" if is_on else "disabled")
     elif asks is not None and (mode.lower() == "token") != asks:
         raise SetupError(
-            f"cluster: {AUTH_MODE}={mode} here, but the Ray cluster at {address} requires {'a' if asks else 'no'} "
-            f"token: set {AUTH_MODE}={'token' if asks else 'disabled'} here, or start the cluster with "
-            f"{AUTH_MODE}={mode}"
+            f"cluster: this process has {AUTH_MODE}={mode}, but the Ray cluster at {address} requires "
+            f"{'a' if asks else 'no'} token: set {AUTH_MODE}={'token' if asks else 'disabled'} for this process, "
+            f"or start the cluster with {AUTH_MODE}={mode}"
         )
 
 

@@ -56,7 +56,7 @@ def check_reward(reward: Any) -> None:
         raise ValueError(f"data.reward must be a function, {form}, got {reward!r:.100}")
     if isinstance(reward, type):
         name = reward.__name__
-        raise ValueError(f"data.reward must be a function of the form {form}, got the class {name}: write {name}(...)")
+        raise ValueError(f"data.reward must be a function of the form {form}, but {name} is a class: write {name}(...)")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # a C function without a signature

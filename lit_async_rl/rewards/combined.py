@@ -79,7 +79,7 @@ class CombinedReward:
             if unknown := sorted(set(names) - set(rewards)):
                 parts = ", ".join(rewards)
                 raise ValueError(
-                    f"data.reward.{setting} refers to {', '.join(unknown)}, but the rewards are called {parts}"
+                    f"data.reward.{setting} refers to {', '.join(unknown)}, but the rewards are named {parts}"
                 )
         check_range("data.reward.weights", "finite", **(weights or {}))
         check_range("data.reward.gates", "finite", **(gates or {}))

@@ -137,7 +137,10 @@ class Retries:
             return True
         if keeps_prompt:
             self._log.warning(
-                "a completion of a prompt is left out, because it failed %s=%s times: %s", setting, tries, error
+                "a completion of a prompt is left out, because its episode failed in all tries (%s=%s): %s",
+                setting,
+                tries,
+                error,
             )
             return False
         is_new = not any(prompt is other for other in self._left_out)

@@ -143,7 +143,7 @@ def as_reward(value: Any) -> float:
         number = float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
         raise ValueError(
-            "a number that is too large to be a reward: rewards must be finite, and at most 3.4e38"
+            "a number that is too large; a reward may be at most 3.4e38 in size, the largest float32 number"
         ) from None
     except (TypeError, ValueError):
         raise TypeError(f"{shown}, which is not a number") from None
@@ -174,7 +174,8 @@ def check_objects(owner: str, **settings: object) -> None:
     """
     for name, value in settings.items():
         if isinstance(value, type):
-            raise ValueError(f"{owner}.{name} must be an instance, got the class: write {value.__name__}(...)")
+            kind = value.__name__
+            raise ValueError(f"{owner}.{name} must be an instance, but {kind} is a class: write {kind}(...)")
         if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
             raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
 
@@ -235,7 +236,8 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
             continue
         wanted = EXAMPLES[kind.__name__]
         if own_class is not None:
-            raise ValueError(f"{owner}.{name} must be an instance, got the class: write rl.{own_class.__name__}(...)")
+            named = f"rl.{own_class.__name__}"
+            raise ValueError(f"{owner}.{name} must be an instance, but {named} is a class: write {named}(...)")
         if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
             wanted = f"{meant_class}()"
         article = "an" if kind.__name__[0] in "AEIO" else "a"

@@ -132,8 +132,8 @@ class IpcTransfer(_VLLMBackend):
         """
         if len(gpus) != 1:
             raise ValueError(
-                f"data.engine.transfer=IpcTransfer needs an engine with a single GPU, the trainer's; this engine has "
-                f"{len(gpus)} GPUs: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
+                f"data.engine.transfer=IpcTransfer needs an engine that uses only the trainer's GPU, but this engine "
+                f"uses {len(gpus)} GPUs: set tensor_parallel_size=1, or use NcclTransfer or SharedMemoryTransfer"
             )
         if trainer_gpu is not None and gpus[0] != trainer_gpu:
             raise ValueError(

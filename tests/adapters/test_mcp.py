@@ -120,7 +120,7 @@ def test_a_server_that_does_not_start_is_one_error(command):
         (dict(command=["a"], environment="KEY"), "McpTools.environment must be a list"),
         (
             dict(command=["a"], environment=["NO_SUCH_KEY"]),
-            "McpTools.environment='NO_SUCH_KEY': this environment variable is not set",
+            "McpTools.environment='NO_SUCH_KEY' names an environment variable that is not set",
         ),
         (dict(command=["a"], timeout_s=0.0), "McpTools.timeout_s must be positive"),
         (dict(command=["a"], max_turns=0), "McpAgent.max_turns must be"),

@@ -233,7 +233,7 @@ def test_a_run_goes_on_when_its_server_dies_again_and_again(caplog):
     ends = FailsServers(engine)
     trainer = fit(make_module(model=data.model), data, 40, callbacks=[ends])
     assert len(ends.failed) == 3
-    assert "(consecutive restart 1 of at most data.limits.engine_restarts=" in caplog.text
+    assert "(restarts in a row: 1; limit: data.limits.engine_restarts=" in caplog.text
     stats = engine.stats
     assert stats.num_lost == 0
     assert stats.num_episodes >= 4 * 4 * trainer.global_step

@@ -286,7 +286,9 @@ def test_what_another_process_cannot_make_is_refused(module, tmp_path, monkeypat
 
 def test_clients_without_an_address_are_refused(module):
     for agent in (ProcessAgent(f"{module}.tells"), CommandAgent(["true"])):
-        with pytest.raises(ValueError, match=r"data\.engine\.clients=InProcessClients gives no address for \w+Agent"):
+        with pytest.raises(
+            ValueError, match=r"clients=InProcessClients gives agents no address, but the agent of \w+Agent"
+        ):
             AgentEngine(EmbeddedEngine(), agent=agent, clients=InProcessClients())
         assert AgentEngine(EmbeddedEngine(), agent=agent).clients is agent.clients
 

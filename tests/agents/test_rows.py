@@ -104,7 +104,7 @@ def test_the_length_of_a_rollout_is_that_of_all_rows():
 def test_an_objective_that_needs_single_rows_refuses_branches_by_its_name():
     parts = dict(loss=Reinforce(), proximal=CurrentProximal(), correction=TokenTruncatedIS())
     needs = make_module(model=MODEL, baseline=OptimalBaseline(), **parts).objective.needs_single_rows
-    with pytest.raises(ValueError, match=r"this agent's conversations branch.*norms=GHOST: use SCORE"):
+    with pytest.raises(ValueError, match=r"a conversation of this agent has branches.*norms=GHOST: use SCORE"):
         collated(groups(), needs_single_rows=needs)
     without = [replace(g, rollouts=tuple(replace(r, branches=()) for r in g.rollouts)) for g in groups()]
     assert collated(without, needs_single_rows=needs)

@@ -116,14 +116,14 @@ def test_every_setting_that_is_an_object_has_an_example_of_its_class(kind):
     [
         (dict(sampling=6), "sampling must be a SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6"),
         (dict(loss="ppoclip"), "loss must be a PolicyLoss, such as rl.PPOClip(), got 'ppoclip'"),
-        (dict(loss=rl.PPOClip), "loss must be an instance, got the class: write rl.PPOClip(...)"),
+        (dict(loss=rl.PPOClip), "loss must be an instance, but rl.PPOClip is a class: write rl.PPOClip(...)"),
         (dict(loss=rl.GroupMeanStd()), "loss must be a PolicyLoss, such as rl.PPOClip(), got a GroupMeanStd"),
-        (dict(scheduler=rl.Cosine), "scheduler must be an instance, got the class: write rl.Cosine(...)"),
+        (dict(scheduler=rl.Cosine), "scheduler must be an instance, but rl.Cosine is a class: write rl.Cosine(...)"),
         (dict(engine="vllm"), "engine must be a RolloutEngine, such as rl."),
         (dict(validation=3), "validation must be a Validation, such as rl.Validation(prompts=held_out), got 3"),
         (dict(model=3), "model must be the name or folder of a model, a transformers.PreTrainedModel, or"),
         (dict(model=torch.nn.Linear(1, 1)), "rl.PolicyModule, got a Linear: "),
-        (dict(model=rl.PolicyModule), "got the class: write PolicyModule(...)"),
+        (dict(model=rl.PolicyModule), "but PolicyModule is a class: write PolicyModule(...)"),
         (dict(tokenizer="gpt2"), "tokenizer must be a transformers tokenizer, got str"),
         (dict(max_staleness=-1), "max_staleness must be >= 0, got -1"),
         (dict(prompts="nowhere.jsonl"), "prompts: path='nowhere.jsonl' is not a file"),
@@ -144,7 +144,7 @@ REWARDS = {
     "nothing gives it weight": lambda prompt, completion, weight: 1.0,
     "nothing gives it scale": lambda prompt, completion, *, scale: 1.0,
     "swap the two parameters": lambda response, prompt: 1.0,
-    "got the class MathVerify: write MathVerify": rl.MathVerify,
+    "but MathVerify is a class: write MathVerify": rl.MathVerify,
     "got 'exact_match'": "exact_match",
 }
 

@@ -130,7 +130,7 @@ def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, limit_s, capl
     began = time.monotonic()
     attack(engine, rollout_timeout_s=limit_s)
     assert time.monotonic() - began < 30 * limit_s
-    (line,) = said(caplog, "(consecutive restart 1 of at most data.limits.engine_restarts=3)")
+    (line,) = said(caplog, "(restarts in a row: 1; limit: data.limits.engine_restarts=3)")
     assert "StalledError" in line
     assert f"rollout_timeout_s={limit_s:g}" in line
     if where in ("load_weights", "submit"):

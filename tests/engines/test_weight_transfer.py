@@ -212,9 +212,9 @@ def test_two_threads_may_close_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("transfer", "settings", "message"),
     [
-        (IpcTransfer, {"tensor_parallel_size": 2}, r"IpcTransfer needs an engine with a single GPU.* has 2"),
-        (IpcTransfer, {"device_ids": [0, 1]}, r"IpcTransfer needs an engine with a single GPU.* has 2"),
-        (IpcTransfer, {"engine_args": {"data_parallel_size": 4}}, r"IpcTransfer .* has 4"),
+        (IpcTransfer, {"tensor_parallel_size": 2}, r"IpcTransfer needs an engine that uses only .* uses 2"),
+        (IpcTransfer, {"device_ids": [0, 1]}, r"IpcTransfer needs an engine that uses only .* uses 2"),
+        (IpcTransfer, {"engine_args": {"data_parallel_size": 4}}, r"IpcTransfer .* uses 4"),
     ],
 )
 def test_gpus_that_a_transfer_cannot_reach_are_refused_before_anything_starts(transfer, settings, message):

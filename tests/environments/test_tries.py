@@ -237,7 +237,7 @@ def test_an_engine_that_is_replaced_while_environments_work_is_not_blamed_on_the
     watch = Watch()
     fit(make_module(model=MODEL), data, 3, [watch])
     assert len(set(watch.trained)) == 12
-    assert len(said(caplog, "(consecutive restart 1 of at most data.limits.engine_restarts=3)")) == 1
+    assert len(said(caplog, "(restarts in a row: 1; limit: data.limits.engine_restarts=3)")) == 1
 
 
 def test_a_closed_engine_reports_no_failure_of_episodes_it_has_cancelled():

@@ -82,7 +82,7 @@ def test_a_process_that_is_killed_or_stopped_is_replaced_and_nothing_is_lost(how
     fit(module, data, 6, [watch, Kill(how)])
     assert module.version == 6
     assert len(set(watch.trained)) == len(watch.trained) == 12
-    (line,) = said(caplog, "(consecutive restart 1 of at most data.limits.engine_restarts=3)")
+    (line,) = said(caplog, "(restarts in a row: 1; limit: data.limits.engine_restarts=3)")
     assert ("SIGKILL" if how == signal.SIGKILL else "StalledError") in line
 
 

@@ -52,7 +52,7 @@ def test_an_engine_that_fails_is_restarted_and_nothing_is_lost(where, how, in_fl
     assert module.version == 8
     assert len(set(watch.trained)) == len(watch.trained) == 16
     assert set(range(16)) <= set(watch.trained) | set(data._slots.deadlines)
-    lines = said(caplog, "(consecutive restart 1 of at most data.limits.engine_restarts=3)")
+    lines = said(caplog, "(restarts in a row: 1; limit: data.limits.engine_restarts=3)")
     assert len(lines) == 1
     assert ("StalledError" if how == "hang" else "KeyError") in lines[0]
     assert data.engine is not engine
@@ -237,7 +237,7 @@ def test_an_engine_that_does_not_start_counts_as_a_restart(caplog):
 def test_restarts_with_steps_between_them_do_not_add_up(caplog):
     data = make_data(engine=failing("step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     fit(make_module(), data, 20)
-    assert len(said(caplog, "(consecutive restart 1 of at most data.limits.engine_restarts=1)")) == 3
+    assert len(said(caplog, "(restarts in a row: 1; limit: data.limits.engine_restarts=1)")) == 3
 
 
 def test_a_run_that_restarts_its_engine_every_few_steps_says_so_and_its_summary_counts_them(caplog):

@@ -74,12 +74,12 @@ def test_a_mode_that_is_set_and_differs_is_refused_with_what_to_set(head, modes,
     address = head(False)
     with pytest.raises(
         SetupError,
-        match=rf"RAY_AUTH_MODE=token here, but the Ray cluster at {address} requires no token: set RAY_AUTH_MODE=disab",
+        match=rf"has RAY_AUTH_MODE=token, but the Ray cluster at {address} requires no token: set RAY_AUTH_MODE=disab",
     ):
         follow(address)
     monkeypatch.setenv(AUTH_MODE, "disabled")
     with pytest.raises(
-        SetupError, match=r"requires a token: set RAY_AUTH_MODE=token here, or start the cluster with RAY_AUTH_MODE="
+        SetupError, match=r"requires a token: set RAY_AUTH_MODE=token for this process, or start the cluster with"
     ):
         follow(head(True))
     assert modes == []

@@ -93,7 +93,7 @@ def test_plain_and_async_parts_are_combined_and_token_ids_go_to_those_that_want_
         (dict(rewards={"a b": digits}), "names of rewards must consist of letters"),
         (
             dict(rewards={"a": digits}, weights={"b": 1.0}),
-            r"data\.reward\.weights refers to b, but the rewards are called a",
+            r"data\.reward\.weights refers to b, but the rewards are named a",
         ),
         (dict(rewards={"a": digits}, gates={"b": 1.0}), r"data\.reward\.gates refers to b"),
         (dict(rewards={"a": digits}, success="b"), r"data\.reward\.success refers to b"),

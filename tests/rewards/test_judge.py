@@ -258,7 +258,7 @@ def test_an_answer_without_a_verdict_is_none_or_an_error_and_never_cached(judge,
     assert asyncio.run(judge(server, on_unreadable="none")(PROMPT, "4")) is None
     strict = judge(server)
     with pytest.raises(
-        RewardError, match=r"no reply from the judge 'a-judge' ended with a verdict.*JudgeReward\.on_unreadable"
+        RewardError, match=r"the judge 'a-judge' gave no verdict in the required format.*JudgeReward\.on_unreadable"
     ):
         score(strict, PROMPT, "4")
     assert score(strict, PROMPT, "4") == 1.0

@@ -327,5 +327,5 @@ def test_effective_samples_and_versions_are_of_rollouts(found):
 
 def test_a_loss_of_what_comes_before_a_token_refuses_branches(found):
     module = make(MinPRO())
-    with pytest.raises(ValueError, match=r"this agent's conversations branch.*model\.loss=MinPRO"):
+    with pytest.raises(ValueError, match=r"a conversation of this agent has branches.*model\.loss=MinPRO"):
         collated(found, module)
