@@ -181,7 +181,7 @@ def test_the_map_names_every_folder_and_files_that_exist():
     named = {name for row in listing.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
     package = ROOT / "lit_async_rl"
     folders = {path.parent.name for path in package.glob("*/__init__.py")} - {"assets"}
-    assert named == folders | {"errors", "sampler_records", "types", "importance", "rules"}
+    assert named == folders | {"errors", "problem", "sampler_records", "types", "importance", "rules"}
     rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", text, re.M)
     assert len(rows) >= 8
     assert all((ROOT / row).is_file() for row in rows)
