@@ -21,6 +21,8 @@ The life of a replica:
 
 What a replica holds that is silent, or LOADING again, others continue after a while (`_move_on`): from its tokens so
 far, if it answers.
+
+Apart from `engine.py`, which has the interface of an engine and the waits of its callers: here only `turn` waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Requests as assignments of replicas: which replica samples which, those that wait for one, and what has come."""
+"""Requests as assignments of replicas: which replica samples which, those that wait for one, and what has come.
+
+Apart from `fleet.py`, because none of it depends on how a replica lives: no clock, and no call that is answered.
+"""
 
 from __future__ import annotations
 
