@@ -40,7 +40,7 @@ TRAINERS_THREAD = """
     stabilizers: step_lr
     training: module objective optimizer token_stats whole_steps
     runtime: guarded_calls spans waiting
-    utils: checks logged_rows
+    utils: checks logged_rows plain
 """
 OTHER_THREADS = """
     engines/embedded: cuda_stream engine forward kv_cache queue sampling settings slots
