@@ -17,7 +17,6 @@ from .advantages.group import TurnReturns as TurnReturns
 from .agents.calculator_agent import CalculatorAgent as CalculatorAgent
 from .agents.calculator_agent import CalculatorParser as CalculatorParser
 from .agents.calls import AgentCallError as AgentCallError
-from .agents.calls import AgentResult as AgentResult
 from .agents.calls import CallSampling as CallSampling
 from .agents.calls import Reply as Reply
 from .agents.clients import ClientFactory as ClientFactory
@@ -38,6 +37,7 @@ from .agents.mcp import McpTools as McpTools
 from .agents.parsing import ReplyParser as ReplyParser
 from .agents.parsing import TaggedParser as TaggedParser
 from .agents.parsing import TextParser as TextParser
+from .agents.results import AgentResult as AgentResult
 from .agents.template_parser import AutoParser as AutoParser
 from .agents.template_parser import TemplateParser as TemplateParser
 from .agents.verifiers import VerifiersAgent as VerifiersAgent

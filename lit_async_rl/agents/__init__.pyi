@@ -1,5 +1,4 @@
 from .calls import AgentCallError as AgentCallError
-from .calls import AgentResult as AgentResult
 from .calls import CallSampling as CallSampling
 from .calls import Reply as Reply
 from .calls import ReplyMessage as ReplyMessage
@@ -27,6 +26,7 @@ from .mcp import McpTools as McpTools
 from .parsing import ReplyParser as ReplyParser
 from .parsing import TaggedParser as TaggedParser
 from .parsing import TextParser as TextParser
+from .results import AgentResult as AgentResult
 from .template_parser import AutoParser as AutoParser
 from .template_parser import TemplateParser as TemplateParser
 from .token_session import TokenSession as TokenSession

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from lit_async_rl.utils.checks import as_reward, check_range
-
-if TYPE_CHECKING:  # imports torch, which an agent's process does not need
-    from lit_async_rl.sampler_records import SamplerHead
+from lit_async_rl.sampler_records import SamplerHead
+from lit_async_rl.utils.checks import check_range
 
 ReplyReason = Literal["stop", "length", "tool_calls"]
 MAX_STOPS = 4  # as in OpenAI's API; the engine of all agents looks for each of them
@@ -149,42 +145,3 @@ class Reply:
     prompt_token_count: int
     head: SamplerHead | None = None
     token_texts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentResult:
-    """Result of an agent, in place of a plain number.
-
-    Attributes:
-        reward: reward of the whole episode.
-        parts: parts of the reward by name, for reports and `GDPO`.
-    """
-
-    reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
-def result_of(returned: Any) -> AgentResult:
-    """Converts the return value of an agent to an `AgentResult`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if isinstance(returned, AgentResult):
-        as_reward(returned.reward)
-        return returned
-    return AgentResult(reward=as_reward(returned))
-
-
-def stated_result(value: Any) -> AgentResult | None:
-    """Result that JSON of another process states: a number, or an object with `reward` and perhaps `parts`.
-
-    None if it states none.
-    """
-    stated = value if isinstance(value, dict) else {"reward": value}
-    reward = stated.get("reward")
-    parts = stated.get("parts", {})
-    numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):  # True and False are 1 and 0
-        return None
-    return AgentResult(reward=float(reward or 0.0), parts={name: float(x) for name, x in parts.items()})

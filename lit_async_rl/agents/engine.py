@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lit_async_rl.agents.calls import AgentCallError, AgentResult, result_of
+from lit_async_rl.agents.calls import AgentCallError
 from lit_async_rl.agents.clients import ClientFactory, InProcessClients
 from lit_async_rl.agents.credit import BranchCredit, Share
 from lit_async_rl.agents.episode import AgentCallInfo, AgentEpisode, EpisodeRules
 from lit_async_rl.agents.graph import DriftCounts
 from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import ChatRenderer
+from lit_async_rl.agents.results import AgentResult, result_of
 from lit_async_rl.agents.rows import trained_turns
 from lit_async_rl.agents.template_parser import AutoParser
 from lit_async_rl.agents.token_session import TokenSession
@@ -186,9 +187,9 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
             )
         if renderer.has_template and renderer.tool_problem and not self.forks:
             log.warning(
-                "data.engine.forks=false works only in part with the model %r: when tools are used, %s. A call that "
-                "cannot continue a recorded conversation for this reason is trained on as a separate row, and counted "
-                "in the metric agent/drift_template",
+                "data.engine.forks=false works only in part with the model %r: when tools are used, %s. Calls that "
+                "therefore cannot continue a recorded conversation become separate training rows, counted in the "
+                "metric agent/drift_template",
                 codec.model,
                 renderer.tool_problem,
             )

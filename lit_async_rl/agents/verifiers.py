@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling, Reply
+from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
 from lit_async_rl.agents.held import Held
+from lit_async_rl.agents.results import AgentResult
 from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.utils.checks import check_range

@@ -199,7 +199,7 @@ def _check_names(settings: Iterable[str], is_module: bool) -> None:
         if name not in known:
             if is_module and name in MODULE_SETTINGS:
                 raise TypeError(
-                    f"fit: {name!r} is a setting of PolicyModule: set it in the PolicyModule given as model"
+                    f"fit: {name!r} is a setting of PolicyModule, and model is a PolicyModule already: set it there"
                 )
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
 

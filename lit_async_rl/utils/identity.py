@@ -31,6 +31,7 @@ LIMIT_SETTINGS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size", "
 OWN_PACKAGE = __name__.partition(".")[0]
 MOVED = {  # modules by the names that they had when the first identities were saved
     "agents.calculator_agent": "tasks.calculator_agent",
+    "agents.results": "agents.calls",
     **{f"judges.{name}": f"rewards.{name}" for name in ("judge", "judge_models", "judge_policy", "model")},
     "problem": "types",
     "prompts.records": "prompts.sources",

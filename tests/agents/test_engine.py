@@ -22,10 +22,11 @@ from flow import fit, make_data, make_module, parameters
 from instant_episodes import Instant, poll_for
 
 import lit_async_rl as rl
-from lit_async_rl.agents.calls import AgentCallError, AgentResult, CallSampling
+from lit_async_rl.agents.calls import AgentCallError, CallSampling
 from lit_async_rl.agents.credit import BranchCredit, Discount, MeanByLeaf, Share
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses, EndpointClients
 from lit_async_rl.agents.engine import AgentEngine
+from lit_async_rl.agents.results import AgentResult
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine

@@ -128,9 +128,7 @@ def test_a_tool_loop_is_one_row_that_extends_what_was_sampled(codec_of, name, ca
         assert whole.endswith(new)
         assert messages[-1]["content"].replace('"', "") in new.replace("\\", "").replace('"', "")
         known = (*prompt_ids, *ids)
-    assert (
-        "cannot continue a recorded conversation for this reason is trained on as a separate row" in caplog.text
-    ) is not case.goes_on
+    assert ("cannot continue a recorded conversation become separate training rows" in caplog.text) is not case.goes_on
 
 
 def test_a_template_that_moves_tools_begins_a_row_with_the_next_question(codec_of, caplog):

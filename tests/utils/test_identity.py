@@ -216,6 +216,7 @@ def test_what_has_moved_has_the_identity_that_checkpoints_know():
         "exact_match": "lit_async_rl.rewards.functions",
         "grades": "lit_async_rl.rewards.references",
         "Prompt": "lit_async_rl.types",
+        "AgentResult": "lit_async_rl.agents.calls",
     }.items():
         assert name_of(getattr(rl, moved)) == f"{was}.{moved}"
 

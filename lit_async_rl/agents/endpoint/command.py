@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lit_async_rl.agents.calls import AgentResult, stated_result
 from lit_async_rl.agents.endpoint.clients import EndpointClients
+from lit_async_rl.agents.results import AgentResult, stated_result
 from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.commands import run_to_end

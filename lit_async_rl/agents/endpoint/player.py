@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClients, import_openai
-from lit_async_rl.agents.calls import result_of
+from lit_async_rl.agents.results import result_of
 from lit_async_rl.runtime.loop import run_once, watched
 from lit_async_rl.runtime.process import Channel, Message
 from lit_async_rl.runtime.threads import start_thread

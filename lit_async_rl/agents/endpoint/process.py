@@ -22,12 +22,12 @@ from dataclasses import asdict
 from typing import Any
 
 from lit_async_rl.agents.api.openai_clients import EndpointAddress, address_of
-from lit_async_rl.agents.calls import AgentResult, stated_result
 from lit_async_rl.agents.endpoint.clients import EndpointAddresses
 from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
 from lit_async_rl.agents.held import Held
+from lit_async_rl.agents.results import AgentResult, stated_result
 from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.process import Child, InvalidMessage, end_reason, packed, receive_from
 from lit_async_rl.utils.checks import check_range
