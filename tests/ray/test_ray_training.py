@@ -48,15 +48,16 @@ class Kill(pl.Callback):
         if trainer.global_step == 2:
             os.kill(engine.pids[0], signal.SIGKILL)
         if trainer.global_step == 5:
-            send = engine._send_weights
+            fleet = engine._fleet
+            send = fleet._send_weights
 
-            def killing(entry, table):
-                send(entry, table)
+            def killing(entry):
+                send(entry)
                 if entry.number == 1:
                     os.kill(entry.place["pid"], signal.SIGKILL)
-                    engine._send_weights = send
+                    fleet._send_weights = send
 
-            engine._send_weights = killing
+            fleet._send_weights = killing
 
 
 def test_killed_replicas_cost_no_group_and_the_engine_is_not_restarted(ray_cluster, caplog):
