@@ -11,7 +11,7 @@ import pandas as pd
 
 from benchmarks.common.process import RESULT
 from benchmarks.time_to_accuracy.cell import ACCURACY
-from benchmarks.time_to_accuracy.latency import read_clock
+from benchmarks.time_to_accuracy.latency import with_clock
 from benchmarks.time_to_accuracy.suite import Cell, workloads
 
 
@@ -20,7 +20,7 @@ def read_run(folder: Path, cell: Cell) -> pd.DataFrame:
     workload = workloads()[cell.workload]
     rows = pd.read_csv(folder / ACCURACY)
     if workload.slept_as:
-        rows["wall_s"] = rows["step"].map(read_clock(folder, workload.latency_factor)).fillna(0.0)
+        rows = with_clock(rows, folder, workload.latency_factor)
     elif not workload.sleeps:  # `recipes` tells the time of such runs
         rows["wall_s"] = math.nan
     steps = pd.read_csv(folder / "metrics.csv")

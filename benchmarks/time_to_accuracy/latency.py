@@ -210,10 +210,11 @@ def added_s(waits: pd.DataFrame, factor: float = 1.0) -> pd.Series:
     return ends - waits["ended_s"].groupby(waits["step"]).max()
 
 
-def read_clock(folder: Path, factor: float = 1.0) -> pd.Series:
-    """`clock` of the finished run in a folder."""
+def with_clock(curve: pd.DataFrame, folder: Path, factor: float = 1.0) -> pd.DataFrame:
+    """A curve over `step` with `wall_s` by the `clock` of the finished run in a folder; 0 before the first step."""
     steps = pd.read_csv(folder / "metrics.csv").dropna(subset="bench/cpu_s")
-    return clock(steps.assign(step=range(1, len(steps) + 1)), pd.read_csv(folder / LATENCIES), factor)
+    seconds = clock(steps.assign(step=range(1, len(steps) + 1)), pd.read_csv(folder / LATENCIES), factor)
+    return curve.assign(wall_s=curve["step"].map(seconds).fillna(0.0))
 
 
 def clock(steps: pd.DataFrame, waits: pd.DataFrame, factor: float = 1.0) -> pd.Series:

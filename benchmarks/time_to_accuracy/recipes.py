@@ -39,7 +39,7 @@ from benchmarks.common.grid import Grid
 from benchmarks.common.measurement import ROOT, measurement, write_measurement
 from benchmarks.common.process import RESULT
 from benchmarks.time_to_accuracy.cell import ACCURACY, run_cell
-from benchmarks.time_to_accuracy.latency import read_clock
+from benchmarks.time_to_accuracy.latency import with_clock
 from benchmarks.time_to_accuracy.report import speedup_with_interval
 from benchmarks.time_to_accuracy.statistics import SHARES, MeanCurve, paired_speedup, self_speedup
 from benchmarks.time_to_accuracy.suite import RATE, Cell, workloads
@@ -213,8 +213,7 @@ def read_curve(cell: Cell, out: Path, mean_s: float, recorded: Recorded) -> pd.D
     curve = pd.read_csv(folder / ACCURACY)
     if cell.system.startswith(ASYNCHRONOUS):
         return curve.assign(wall_s=curve["step"] * recorded.step_s())
-    seconds = read_clock(folder, factor=mean_s)
-    return curve.assign(wall_s=curve["step"].map(seconds).fillna(0.0))  # before the first step
+    return with_clock(curve, folder, factor=mean_s)
 
 
 def read_curves(
