@@ -30,7 +30,7 @@ from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.types import Completion
 
 log = logging.getLogger(__name__)

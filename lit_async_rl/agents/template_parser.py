@@ -18,7 +18,7 @@ from typing import Any
 from lit_async_rl.agents.calls import REASONING_KEYS, ReplyMessage
 from lit_async_rl.agents.parsing import NewId, ReplyParser, TaggedParser, read_call
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 
 XML_MARK = "<function="  # in chat templates of models that write calls as XML
 XML_CALLS: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_async_rl.rollouts.resume import START_ANEW
-from lit_async_rl.runtime.files import read_safely
+from lit_async_rl.runtime.checkpoint_files import read_safely
 from lit_async_rl.training.module import PolicyModule
 
 OPTIMIZERS = "optimizer_states"

@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
-from lit_async_rl.runtime.files import check_writable, locked, read_safely, remove_stale_parts, replacing
+from lit_async_rl.runtime.checkpoint_files import read_safely
+from lit_async_rl.runtime.files import check_writable, locked, remove_stale_parts, replacing
 from lit_async_rl.training.trackers import CSVLog, identify_wandb_run, move_into_folder
 from lit_async_rl.training.wandb_runs import prepare_logging
 from lit_async_rl.utils.lightning_types import AnyTrainer

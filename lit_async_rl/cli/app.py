@@ -52,8 +52,9 @@ from lit_async_rl.cli.config_checks import (
     stage_of,
     trees_of,
 )
-from lit_async_rl.cli.error_report import Parser, one_line_errors
+from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.model_card import push, write_card
+from lit_async_rl.cli.one_line_errors import one_line_errors
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model

@@ -1,6 +1,6 @@
 """The console script: `lit-async-rl train --config ...`. Each command is imported when it is called.
 
-Commands that import torch, lightning and transformers say so first, because that takes seconds.
+Commands whose imports take seconds say so first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.loading import loading
 
 CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a configuration
-QUICK = ("grade", "env")  # begin within a tenth of a second: no notice
+QUICK = ("convert", "report", "watch", "grade", "env")  # begin within half a second: no notice
 COMMANDS = {
     "train": (CONFIGURED, "main", "train a policy: --config file.yaml, see train --help"),
     "sft": ("lit_async_rl.supervised.command", "main", "fine-tune a model on records before RL: --config file.yaml"),

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line that names the setting, instead of a traceback or the usage text."""
+"""Errors in settings: one line that names the setting, instead of the messages of jsonargparse or the usage text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -24,40 +23,21 @@ import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
 import torch
 from jsonargparse import Namespace
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
 import lit_async_rl
 from lit_async_rl.cli.config_checks import expand_home_folders, name_prompt_classes, write_out_rewards
-from lit_async_rl.errors import (
-    EngineError,
-    EnvironmentFailure,
-    NonFiniteError,
-    ProducerError,
-    RankError,
-    RewardError,
-    SetupError,
-    StalledError,
-    describe,
-)
+from lit_async_rl.cli.one_line_errors import explains_itself, sentence, shorten
+from lit_async_rl.errors import describe
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import FILE_SOURCES
 from lit_async_rl.utils.checks import closest, did_you_mean, meant, similar
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.public_names import public
-from lit_async_rl.utils.secrets import without_secrets
-from lit_async_rl.utils.user_code import user_line, wants_traceback, write_traceback
-
-# -- Errors of a whole command -----------------------------------------------------------------------------------------
-
+from lit_async_rl.utils.user_code import wants_traceback
 
 log = logging.getLogger(__name__)
 
-SELF_EXPLAINING_ERRORS = (
-    *(ValueError, OSError, ImportError, MisconfigurationException),
-    *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
-)
-MAX_ERROR_CHARS = 600
 NEGATIVE_NUMBER = re.compile(r"^-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # argparse takes `-1e-4` for an option
 COMPARED_TYPES = (str, int, float, bool)
 
@@ -71,50 +51,6 @@ def _integers_first(tried: Callable[[Any], float], subtype: Any) -> float:
 jsonargparse._typehints.union_subtype_sort_key = partial(  # type: ignore[assignment]
     _integers_first, jsonargparse._typehints.union_subtype_sort_key
 )
-
-
-@contextmanager
-def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Ends the process with `error: ...` and status 1 where an exception would end it with a traceback.
-
-    The traceback of an exception that no setting is known to cause, or that the user's own code raised, goes to
-    `traceback.txt`. The line of that code is the last thing on the screen.
-
-    Args:
-        folder: of the run, asked for when something was raised; None if there is none yet.
-    """
-    try:
-        yield
-    except Exception as error:
-        if wants_traceback():
-            raise
-        if type(error).__module__.startswith("wandb"):  # compared by name: wandb need not be imported
-            without = "WANDB_MODE=offline logs without an account"
-            sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
-        if type(error).__module__.startswith("pydantic") and " for Settings" in str(error):  # of wandb, from WANDB_MODE
-            reason = re.sub(r"\[type=.*", "", str(error).partition("\n")[2], flags=re.S)
-            sys.exit(f"error: a variable WANDB_* of the environment is refused by W&B: {shorten(reason)}")
-        line = user_line(error)
-        hint = _hint(error, folder, is_users=bool(line))
-        sys.exit("\n".join(part for part in (f"error: {shorten(_sentence(error))}{hint}", line) if part))
-
-
-def shorten(text: str) -> str:
-    """Text on one line of at most `MAX_ERROR_CHARS` characters, printable in any terminal, without keys."""
-    line = re.sub(r"\s+", " ", without_secrets(text)).strip().encode("utf-8", "backslashreplace").decode()
-    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 100]} ... {line[-90:]}"
-
-
-def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) -> str:
-    """Location of the full traceback, if it adds to the message; frames of user code are shown without it."""
-    if isinstance(error, SELF_EXPLAINING_ERRORS) and not is_users:
-        return ""
-    found = folder()
-    if is_users and found is not None and not Path(found).is_dir():
-        found = None  # of a run that has not trained yet nothing is kept
-    if path := write_traceback(error, found):
-        return f"\n{path} says where it was raised"
-    return f"\nLIT_ASYNC_RL_TRACEBACK=1 shows {'the whole traceback' if is_users else 'where it was raised'}"
 
 
 class Parser(LightningArgumentParser):
@@ -170,19 +106,13 @@ class Parser(LightningArgumentParser):
 
 def _with_setting(error: Exception, where: str, kind: type) -> Exception:
     """The error of a constructor, with the setting that chose its class where the message does not name it."""
-    if isinstance(error, SELF_EXPLAINING_ERRORS):
-        message = _sentence(error)
+    if explains_itself(error):
+        message = sentence(error)
         named = (where.rpartition(".")[0], where, f"{kind.__name__}.")
         if not where or any(name and message.startswith(name) for name in named):
             return error
         return ValueError(f"{where}: {message}").with_traceback(error.__traceback__)
     return ValueError(f"{where}: {kind.__name__} cannot be made: {describe(error)}").with_traceback(error.__traceback__)
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo's, within a collective of torch
-        return "the connection to another rank broke: it has ended, was killed, or its machine is lost"
-    return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))
 
 
 def _on_one_line(error: Exception) -> str:

@@ -38,7 +38,7 @@ from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, set_up
 from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.errors import EnvironmentFailure
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.loop import LoopTasks, SharedLoop
 from lit_async_rl.runtime.retries import Retries, TryPolicy, Work
 from lit_async_rl.types import Completion, GenerationRequest

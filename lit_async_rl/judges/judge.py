@@ -34,8 +34,9 @@ from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Que
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward
 from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.runtime.files import LimitedLog, absolute, append, tolerate_full_disk
+from lit_async_rl.runtime.files import absolute, append, tolerate_full_disk
 from lit_async_rl.runtime.guarded_calls import in_thread
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.types import SamplingParams
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range

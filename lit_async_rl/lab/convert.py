@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lit_async_rl.cli.error_report import one_line_errors
+from lit_async_rl.cli.one_line_errors import one_line_errors
 from lit_async_rl.utils.checks import OneLineParser, check_range, meant
 from lit_async_rl.utils.secrets import without_secrets
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.api.trainer import quiet
-from lit_async_rl.cli.error_report import one_line_errors
+from lit_async_rl.cli.one_line_errors import one_line_errors
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy

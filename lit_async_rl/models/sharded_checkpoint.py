@@ -26,15 +26,8 @@ import xxhash
 from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
-from lit_async_rl.runtime.files import (
-    CHUNK_BYTES,
-    OF_POLICY,
-    absolute,
-    check_content,
-    part_name,
-    read_safely,
-    remove_stale_parts,
-)
+from lit_async_rl.runtime.checkpoint_files import CHUNK_BYTES, OF_POLICY, check_content, read_safely
+from lit_async_rl.runtime.files import absolute, part_name, remove_stale_parts
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)

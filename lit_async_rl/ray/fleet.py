@@ -58,7 +58,7 @@ from lit_async_rl.ray.ownership import ReplicaActors
 from lit_async_rl.ray.process import TakenOver, call_actor, stop_actors
 from lit_async_rl.ray.requests import Requests
 from lit_async_rl.ray.weights import GivenWeights, Table, find_difference
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.threads import start_thread
 from lit_async_rl.types import Completion
 

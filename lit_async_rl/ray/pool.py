@@ -45,7 +45,7 @@ from lit_async_rl.ray import runtime
 from lit_async_rl.ray.actors import RETRY_S, Resources, first_line, is_refused, kill_actor, last_line, log_of
 from lit_async_rl.ray.logs import describe_place, read_place
 from lit_async_rl.ray.pool_worker import find_fault
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.loop import LoopThread
 from lit_async_rl.utils.checks import as_reward
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.utils.checks import check_range
 
 LOST_TRIES = 5  # of a call that repeatedly loses its process, if `tries` is not set

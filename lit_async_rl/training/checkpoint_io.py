@@ -22,16 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
-from lit_async_rl.runtime.files import (
-    DigestWriter,
-    absolute,
-    check_file,
-    is_disk_full,
-    part_name,
-    read_in_thread,
-    remove_stale_parts,
-    replacing,
-)
+from lit_async_rl.runtime.checkpoint_files import DigestWriter, check_file, read_in_thread
+from lit_async_rl.runtime.files import absolute, is_disk_full, part_name, remove_stale_parts, replacing
 from lit_async_rl.runtime.threads import OrderedTasks
 from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
 

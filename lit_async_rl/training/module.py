@@ -39,7 +39,7 @@ from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
-from lit_async_rl.runtime.files import OF_POLICY, check_content
+from lit_async_rl.runtime.checkpoint_files import OF_POLICY, check_content
 from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
 from lit_async_rl.training.distillation import Distillation, Distiller

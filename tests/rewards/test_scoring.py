@@ -17,7 +17,7 @@ from lit_async_rl.rewards.forms import BatchedReward
 from lit_async_rl.rewards.scorer import CLOSE_TIMEOUT_S, Scorer, score_all
 from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.runtime import files as log_limit
-from lit_async_rl.runtime.files import LimitedLog
+from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.retries import MAX_CONSECUTIVE_FAILURES
 
 PROMPT = Prompt(text="1+1=", answer="2")

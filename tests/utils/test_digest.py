@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_async_rl.runtime.files import check_content
+from lit_async_rl.runtime.checkpoint_files import check_content
 
 NEEDED = ("state_dict", "version", "updated")
 

@@ -5,7 +5,7 @@ import torch
 from flow import MODEL
 
 import lit_async_rl as rl
-from lit_async_rl.cli.error_report import shorten
+from lit_async_rl.cli.one_line_errors import shorten
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.utils.secrets import check_address, concealed, key_of_variable, without_secrets
