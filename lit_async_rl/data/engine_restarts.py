@@ -125,7 +125,7 @@ class ReplaceableEngine:
             probe = self.engine.probe
             self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(needs_less))
             self.engine.probe = probe  # of the weights that it gets now
-            if (slots := self.engine.num_slots) < before:
+            if needs_less and (slots := self.engine.num_slots) < before:
                 log.warning(
                     "the engine ran out of memory: data.engine.num_slots is now %d instead of %d", slots, before
                 )

@@ -376,7 +376,8 @@ class RolloutSource:
         if not isinstance(producer, Producer):
             raise SetupError("evaluation needs an engine, but data.admission=FromTape runs without one")
         evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
-        producer.owners.add(FIRST_ID, evaluation)
+        with producer.changed:  # the producer's thread looks owners up
+            producer.owners.add(FIRST_ID, evaluation)
         evaluation.submit()
         return evaluation
 

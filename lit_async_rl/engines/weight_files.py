@@ -83,10 +83,13 @@ class WeightFolders:
         return folder
 
     def close(self) -> None:
-        """Releases the lock; the caller removes the folders. Safe to call twice, also from two threads at once."""
+        """Removes the folders that are left and releases the lock. Safe to call twice, and from two threads at once."""
         with self._is_changing:
             if self._lock is not None:
-                Path(self._lock.lock_file).unlink(missing_ok=True)  # before others can take it
+                lock_file = Path(self._lock.lock_file)
+                for folder in lock_file.parent.glob(f"{self._name}_*"):
+                    shutil.rmtree(folder, ignore_errors=True)
+                lock_file.unlink(missing_ok=True)  # before others can take it
                 self._lock.release()
                 self._lock = None
 

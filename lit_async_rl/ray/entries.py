@@ -243,6 +243,13 @@ class ReplicaEntry(ReplicaProcess):
         self.num_starts += 1
         vars(self).update(vars(ReplicaProcess()))
 
+    def skip(self, seconds: float) -> None:
+        """Leaves out of its times a while in which nobody could hear it."""
+        self.began = self.began and self.began + seconds
+        self.heard += seconds
+        self.answered += seconds
+        self.behind = self.behind and self.behind + seconds
+
     @property
     def may_prove(self) -> bool:
         """Whether it was given weights and not asked yet to prove what it computes with them."""

@@ -159,6 +159,9 @@ class Fleet:
             model: that they load.
             actors: makes and ends them.
             number: of replicas; those beyond it that an earlier start of the trainer has left are ended.
+
+        Raises:
+            EngineError: `close` was called before.
         """
         self.engine = engine
         self._ray = ray
@@ -166,8 +169,12 @@ class Fleet:
         self._described = describe_model(base_of(model))
         self.vocab_size = int(load_config(base_of(model)).get_text_config().vocab_size)
         self._made = actors
-        actors.end_beyond(number)
+        if not self.closed:
+            actors.end_beyond(number)
         with self.lock:
+            if self.closed:
+                actors.leave()
+                self.check()
             self.entries = [ReplicaEntry(number) for number in range(number)]
             for entry in self.entries:
                 self._begin(entry)
@@ -299,10 +306,11 @@ class Fleet:
             for entry in [one for one in self.entries if one.is_draining][: max(0, replicas - len(staying))]:
                 entry.is_draining = False  # it is still there
                 if entry.state is State.READY:
-                    self.requests.let_in(entry)
+                    self._let_in(entry)
                 staying.append(entry)
             for _ in range(replicas - len(staying)):
-                entry = ReplicaEntry(self._next_number())
+                used = {entry.number for entry in self.entries}
+                entry = ReplicaEntry(min(set(range(len(used) + 1)) - used))
                 self.entries.append(entry)
                 self._begin(entry)
             # those that are not ready yet first, then those with the least to do
@@ -311,10 +319,6 @@ class Fleet:
             for entry in by_work[: max(0, len(staying) - replicas)]:
                 entry.is_draining = True
                 self.requests.placement.remove(entry.number)
-
-    def _next_number(self) -> int:
-        used = {entry.number for entry in self.entries}
-        return next(number for number in range(len(used) + 1) if number not in used)
 
     def _remove(self, entry: ReplicaEntry) -> None:
         """Ends a replica that has finished what it had. The lock is held."""
@@ -486,11 +490,11 @@ class Fleet:
         if still_s < LOOK_INTERVAL_S:
             return
         self._looked = now
+        if still_s > FROZEN_AFTER_S:
+            self.none_since = self.none_since and self.none_since + still_s
         for entry in list(self.entries):
             if still_s > FROZEN_AFTER_S:
-                entry.heard += still_s
-                entry.answered += still_s
-                entry.behind = entry.behind and entry.behind + still_s
+                entry.skip(still_s)
             if entry.is_draining and not entry.held and not entry.unverified:
                 self._remove(entry)
                 continue
@@ -601,7 +605,7 @@ class Fleet:
 
     def _tell(self, entry: ReplicaEntry, name: str, *args: Any) -> None:
         """Calls a replica, whose answer says nothing unless it is an error. The lock is held."""
-        self._call(entry, _ignore, name, *args)
+        self._call(entry, lambda entry, answer: None, name, *args)
 
     def _forget_calls(self, entry: ReplicaEntry) -> None:
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] is not entry}
@@ -693,7 +697,3 @@ class Fleet:
 
 
 _AS_ENGINE_ERROR = {"type": "EngineError", "traceback": ""}
-
-
-def _ignore(entry: ReplicaEntry, answer: Any) -> None:
-    pass

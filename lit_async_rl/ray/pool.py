@@ -47,6 +47,7 @@ from lit_async_rl.ray.logs import describe_place, read_place
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.loop import LoopThread
+from lit_async_rl.runtime.waiting import clock
 from lit_async_rl.utils.checks import as_reward
 
 TICK_S = 0.2  # between two looks whether an actor is there
@@ -216,7 +217,7 @@ class ActorPool(ABC):
                 runtime.release(self)
                 raise SetupError(f"{settings.name}: {self.what} cannot be sent to another process: {error}") from error
             self._num_given_up = 0
-            self._none_since = time.monotonic()
+            self._none_since = clock.now()
             self._why = ""
             self._loop = LoopThread("ray-pool")
             self._loop.begin(self._serve())
@@ -440,7 +441,7 @@ class ActorPool(ABC):
         self.num_lost += 1
         self.ready.remove(process)
         if not self.ready:
-            self._none_since = time.monotonic()
+            self._none_since = clock.now()
         self.on_lost(process)
         if is_running:
             kill_actor(self._ray, process.actor, is_for_good=False)
@@ -468,7 +469,7 @@ class ActorPool(ABC):
         settings = self.settings
         if self._num_given_up == settings.actors:
             return f"{settings.name}: none of {settings.actors} actors could be started; {self._why}"
-        if self._none_since is None or time.monotonic() - self._none_since <= settings.start_timeout_s:
+        if self._none_since is None or clock.now() - self._none_since <= settings.start_timeout_s:
             return ""
         return (
             f"{settings.name}: none of {settings.actors} actors had started within "

@@ -51,6 +51,8 @@ def import_ray(what: str) -> Any:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's own default to come, and no warning
+    # a call after the end of the connection would start a Ray of its own, which listens on all addresses
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
     except ImportError:

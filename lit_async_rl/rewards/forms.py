@@ -17,6 +17,7 @@ MAX_BATCH_SIZE = 16
 LOOK_INTERVAL_S = 0.2  # until a call that waits for a batch notices that it was abandoned
 NAMES = ("prompt", "completion")
 BATCH_NAMES = ("prompts", "completions")
+_Call = tuple[Prompt, str, Future[Any]]
 
 
 def wants(reward: Callable[..., Any], parameter: str) -> bool:
@@ -101,7 +102,7 @@ class BatchedReward:
         self._batch_lock = threading.Lock()
         self._began: float | None = None  # start of the running batch
         self._queue_lock = threading.Lock()  # of the list of waiting calls; never held while a batch is scored
-        self._waiting: list[tuple[Prompt, str, Future[Any]]] = []
+        self._waiting: list[_Call] = []
 
     def __reduce__(self) -> Any:
         """Locks and waiting calls stay here."""
@@ -110,15 +111,18 @@ class BatchedReward:
     def __call__(self, prompt: Prompt, completion: str) -> Any:
         """Value of the completion. Blocks until its batch is scored; the scorer limits the time."""
         future = Future[Any]()
+        waiting: _Call = (prompt, completion, future)
         with self._queue_lock:
-            self._waiting.append((prompt, completion, future))
-        while not future.done():
+            self._waiting.append(waiting)
+        # once it no longer waits, it is in a batch, which another worker scores; if that batch was abandoned, only the
+        # worker that left with it can still answer
+        while self._is_waiting(waiting):
             lock = self._batch_lock
             if not lock.acquire(timeout=LOOK_INTERVAL_S):
                 continue
             try:
-                # another worker may have scored it meanwhile, or more calls wait before it than fit in one batch
-                if not future.done() and lock is self._batch_lock:
+                # more calls may wait before it than fit in one batch
+                if lock is self._batch_lock and self._is_waiting(waiting):
                     self._began = clock.now()
                     self._score_batch()
             finally:
@@ -126,6 +130,10 @@ class BatchedReward:
                     self._began = None
                 lock.release()
         return future.result()
+
+    def _is_waiting(self, call: _Call) -> bool:
+        with self._queue_lock:
+            return any(one is call for one in self._waiting)
 
     def abandon_batch(self, age_s: float) -> None:
         """Lets others be scored beside a batch that has not returned for `age_s`, and may never."""
@@ -138,6 +146,8 @@ class BatchedReward:
         with self._queue_lock:
             batch = self._waiting[: self.max_batch_size]
             del self._waiting[: self.max_batch_size]
+        if not batch:  # the worker of a batch that was abandoned at this moment has taken them
+            return
         try:
             values = self.values([prompt for prompt, _, _ in batch], [completion for _, completion, _ in batch])
         except BaseException as error:

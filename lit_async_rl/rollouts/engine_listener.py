@@ -71,8 +71,21 @@ class EngineCalls:
         return call(function, self._wait(what))
 
     def setup(self, model: str) -> None:
-        """Sets the engine up within `startup_timeout_s`."""
-        self.ask("setup", lambda: self.engine.setup(model))
+        """Sets the engine up within `startup_timeout_s`. One that is ready when nobody waits any longer is closed."""
+        is_abandoned = threading.Event()
+
+        def set_up() -> None:
+            try:
+                self.engine.setup(model)
+            finally:
+                if is_abandoned.is_set():  # it was closed before it had anything to close
+                    self.engine.close()
+
+        try:
+            self.ask("setup", set_up)
+        except BaseException:
+            is_abandoned.set()
+            raise
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
@@ -413,8 +426,9 @@ class EngineListener:
                 self._on_turn()
         except BaseException as error:
             with self.changed:
-                self.error = error
-                self.changed.notify_all()
+                if engine is self.engine:  # else nobody waits for this thread any more
+                    self.error = error
+                    self.changed.notify_all()
 
     def _receive(self, completion: Any, engine: RolloutEngine) -> None:
         """Passes completions on, unless the engine was replaced or has failed."""

@@ -228,6 +228,11 @@ class GroupBook:
         group.finished_at = time.monotonic()
         self.requests.forget(group.requests)
 
+    def reopen(self, group: GroupEntry) -> None:
+        """Undoes the finish of a group: it has all rewards, and is finished again after a resume."""
+        group.state = GroupState.SCORING
+        group.result = None
+
     def hand_out(self, index: int, deadline: int, max_staleness: int) -> RolloutGroup:
         """A finished group to train on, with its staleness bound."""
         group = self.groups.pop(index)

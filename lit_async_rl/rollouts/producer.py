@@ -500,7 +500,11 @@ class Producer:
     def _filter(self, group: GroupEntry) -> None:
         """Filters a finished group; if it is dropped, another prompt takes its slot."""
         number = self.stream.number_at(group.position)
-        group.result = self.intake.filter_group(group.finished, number)
+        try:
+            group.result = self.intake.filter_group(group.finished, number)
+        except BaseException:  # ends the run, whose resume filters the group: it must not be saved as filtered
+            self.book.reopen(group)
+            raise
         if group.result is None:
             self._drop(group)
         else:

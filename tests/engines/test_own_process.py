@@ -6,9 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +227,55 @@ def test_no_files_stay_behind(tmp_path, monkeypatch):
     assert [path.name[: len(PREFIX)] for path in (tmp_path / "shm").iterdir() if path.is_dir()] == [PREFIX]
     engine.close()
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_no_files_stay_behind_of_weights_that_its_process_did_not_live_to_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.weight_files.SHARED_MEMORY", str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir()
+    lm = tiny_llama()
+    engine = own_engine(lm, tmp_path, own_process=True)
+
+    def ended(*args, **fields):
+        raise EngineError("the process has ended")
+
+    monkeypatch.setattr(engine.engine.connection, "begin", ended)
+    with pytest.raises(EngineError, match="has ended"):
+        engine.load_weights(1, lm.named_parameters())
+    assert not [path for path in (tmp_path / "shm").iterdir() if path.is_dir()]
+    left = engine.engine._folders.make()
+    (left / "weights").write_bytes(b"1")
+    engine.close()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+class Interrupted(deque):
+    """Its first `popleft` waits, as in a thread that the system has stopped there."""
+
+    entered = threading.Event()
+    goes_on = threading.Event()
+
+    def popleft(self):
+        if not self.entered.is_set():
+            self.entered.set()
+            assert self.goes_on.wait(20)
+        return super().popleft()
+
+
+def test_a_poll_and_an_abort_at_once_take_each_completion_once():
+    (samples,) = EmbeddedEngine.from_module(tiny_llama()).run(requests_of([4]))
+    engine = EmbeddedEngine(own_process=True).engine
+    engine._connection = SimpleNamespace(wait_for=lambda *_: True, ask=lambda *_, **__: ({}, {}))
+    engine._finished = Interrupted(samples)
+    with ThreadPoolExecutor(2) as threads:
+        polled = threads.submit(engine.poll, 0.0)
+        assert engine._finished.entered.wait(20)
+        aborted = threads.submit(engine.abort, [samples[0].request_id])
+        wait([aborted], timeout=0.3)  # it would take all in this time
+        engine._finished.goes_on.set()
+        aborted.result(20)
+        found = polled.result(20) + list(engine._finished)
+    assert found == samples
 
 
 @pytest.mark.slow

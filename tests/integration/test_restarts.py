@@ -22,6 +22,7 @@ from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.rollouts.group_book import GroupState
+from lit_async_rl.rollouts.intake import GroupFilter
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks.calculator import Calculator
@@ -312,3 +313,32 @@ def test_where_several_steps_share_a_version_each_comes_with_its_log_probabiliti
     engine = Proved(update_timeout_s=20.0)
     fit(make_module(), make_data(engine=engine, max_staleness=1, weight_sync_steps=2), 4)
     assert [(version, of_probe) for version, of_probe, _ in engine.loaded] == [(0, 0), (1, 1), (2, 2)]
+
+
+class RaisesOnce(GroupFilter):
+    """Raises for the ninth group; what it has seen is in a file, because a filter with other values is another one."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, group):
+        with open(self.path, "a") as file:
+            print(group.index, file=file)
+        if len(self.seen()) == 9:
+            raise OSError("a disk was away")
+        return group
+
+    def seen(self):
+        return Path(self.path).read_text().split()
+
+
+def test_a_group_whose_filter_raised_is_filtered_after_a_resume(tmp_path):
+    found = RaisesOnce(str(tmp_path / "seen.txt"))
+    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=1000), SaveOnFailure()]
+    with pytest.raises(ProducerError, match="a disk was away"):
+        fit(make_module(), make_data(filters=[found]), 30, callbacks, enable_checkpointing=True)
+    before = found.seen()
+    fit(make_module(), make_data(filters=[found]), 5, ckpt_path=str(tmp_path / "failed.ckpt"))
+    after = found.seen()[9:]
+    assert before[8] in after
+    assert not set(before[:8]) & set(after), "finished groups are kept as they were filtered"

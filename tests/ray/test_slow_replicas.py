@@ -15,8 +15,10 @@ from tiny_models import save, tiny_llama
 
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import EngineError
 from lit_async_rl.ray import engine as ray_engine
 from lit_async_rl.ray import fleet
+from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.ray.entries import Assignment, Part, State
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")]
@@ -231,6 +233,48 @@ def test_the_time_without_a_replica_counts_from_the_loss_of_the_last_one(stand_i
         engine.load_weights(version, WEIGHTS)
     assert engine._fleet.none_since is None
     engine.close()
+
+
+def test_a_replica_that_is_taken_back_gets_the_requests_that_wait(stand_in, model):
+    engine = slow_pair(stand_in, model, Slow())
+    replicas = engine._fleet
+    until(lambda: len(replicas.ready) == 2, engine)
+    engine.resize(1)
+    (draining,) = [entry for entry in replicas.entries if entry.is_draining]
+    (other,) = [entry for entry in replicas.entries if not entry.is_draining]
+    with replicas.lock:
+        replicas.lose(other, "is gone", is_running=False)
+    requests = requests_of([4])
+    engine.submit(requests)
+    engine.resize(2)
+    assert replicas.none_since is None
+    assert [one.part.submitted_id for one in draining.held.values()] == [request.id for request in requests]
+    engine.close()
+
+
+def test_the_time_in_which_nobody_looked_is_no_time_without_a_replica(stand_in, model):
+    engine = slow_pair(stand_in, model, Slow())
+    replicas = engine._fleet
+    replicas.engine.startup_timeout_s = 30.0
+    until(lambda: len(replicas.ready) == 2, engine)
+    with replicas.lock:
+        for entry in replicas.entries:
+            replicas.lose(entry, "is gone", is_running=False)
+        now = time.monotonic()
+        since = replicas.none_since
+        replicas._looked = now - 1000.0  # as if the whole process had been stopped meanwhile
+        replicas._look_after(now)
+        assert replicas.none_since >= since + 1000.0 - 1.0
+    replicas.check()
+    engine.close()
+
+
+def test_replicas_are_not_made_after_the_end(stand_in, model):
+    engine = RayEngine(Quick(), replicas=2)
+    engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        engine.setup(model)
+    assert not stand_in.handles
 
 
 def test_with_log_lines_for_a_replica_that_stays_behind(stand_in, model, caplog, monkeypatch):

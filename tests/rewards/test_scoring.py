@@ -13,10 +13,10 @@ from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.errors import ProducerError, RewardError, SetupError
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.combined import CombinedReward
-from lit_async_rl.rewards.forms import BatchedReward
+from lit_async_rl.rewards.forms import LOOK_INTERVAL_S, BatchedReward
 from lit_async_rl.rewards.scorer import CLOSE_TIMEOUT_S, Scorer, score_all
 from lit_async_rl.rollouts.intake import GroupFilter
-from lit_async_rl.runtime import files as log_limit
+from lit_async_rl.runtime import limited_log as log_limit
 from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.runtime.retries import MAX_CONSECUTIVE_FAILURES
 
@@ -332,6 +332,35 @@ def test_a_batch_that_never_returns_keeps_no_others_from_being_scored(is_part):
         ends.set()
         scorer.close()
     assert sorted(found) == [1, 2, 3, 4, 5]
+
+
+def test_calls_whose_batch_was_abandoned_wait_for_it_and_score_nothing():
+    began = threading.Event()
+    ends = threading.Event()
+    sizes = []
+
+    def hangs(prompts, completions):
+        sizes.append(len(prompts))
+        if len(sizes) == 1:
+            began.set()
+            ends.wait(30)
+        return [1.0] * len(prompts)
+
+    reward = BatchedReward(hangs)
+    reward._batch_lock.acquire()
+    threads = [threading.Thread(target=reward, args=(PROMPT, str(n)), daemon=True) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(reward._waiting) == 3)
+    reward._batch_lock.release()
+    assert began.wait(30)
+    reward.abandon_batch(0.0)
+    time.sleep(3 * LOOK_INTERVAL_S)  # so often they look
+    assert reward(PROMPT, "another") == 1.0
+    ends.set()
+    for thread in threads:
+        thread.join(30)
+    assert sizes == [3, 1]
 
 
 def test_a_worker_scores_nothing_more_after_its_result_could_not_be_filed():

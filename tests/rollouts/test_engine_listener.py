@@ -4,10 +4,11 @@ import threading
 import time
 
 import pytest
+from hostile_engines import wait_until
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.errors import EnvironmentFailure, ProducerError
-from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.engine_listener import EngineCalls, EngineListener
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 
@@ -181,3 +182,35 @@ def test_an_environment_that_fails_under_a_working_engine_does():
     until(lambda: listener.error is not None)
     with pytest.raises(ProducerError, match="raised KeyError: 0"):
         listener.check_thread()
+
+
+class LateStart(SimulatedEngine):
+    """Starts when it is told to, and has nothing to close before."""
+
+    def __init__(self):
+        super().__init__(Constant(0.0))
+        self.began, self.go, self.has_process = threading.Event(), threading.Event(), None
+
+    def setup(self, model):
+        self.began.set()
+        assert self.go.wait(20)
+        self.has_process = True
+
+    def close(self):
+        self.has_process = self.has_process and False
+
+
+def test_an_engine_that_starts_when_nobody_waits_for_it_any_more_is_closed():
+    engine = LateStart()
+
+    def check():
+        if engine.began.is_set():
+            raise InterruptedError
+
+    calls = EngineCalls(engine, 60.0, check=check)
+    with pytest.raises(InterruptedError):
+        calls.setup("model")
+    calls.close(20.0)
+    assert engine.has_process is None
+    engine.go.set()
+    wait_until(lambda: engine.has_process is False)

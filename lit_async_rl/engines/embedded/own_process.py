@@ -56,7 +56,8 @@ class DecodeProcess(Decoder):
         super().__init__(settings)
         self._connection: Connection | None = None
         self._folders: WeightFolders | None = None
-        self._finished: deque[Completion] = deque()  # without a lock: the reader's thread appends, the producer's pops
+        self._finished: deque[Completion] = deque()  # appended to by the reader's thread
+        self._taking = threading.Lock()  # of `poll` and `abort`, which take from it in different threads
         self._recorder: SpanRecorder = recorder()  # `setup` sets the recorder of the run
         self._update: tuple[int, Path] | None = None  # message number and folder of the last update sent
 
@@ -99,13 +100,18 @@ class DecodeProcess(Decoder):
         except Exception:
             if not self._closed:  # another thread may have closed the engine
                 raise
+        with self._taking:
+            return self._take()
+
+    def _take(self) -> list[Completion]:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._ask("abort", request_ids=list(request_ids))
         # completions finished before the abort have arrived before its answer, see `Child`
-        kept = [c for c in self.poll(0.0) if c.request_id not in set(request_ids)]
-        self._finished.extendleft(reversed(kept))
+        with self._taking:
+            kept = [c for c in self._take() if c.request_id not in set(request_ids)]
+            self._finished.extendleft(reversed(kept))
 
     def partial_completions(self) -> list[Completion]:
         fields, tensors = self._ask("partial_completions")
@@ -137,18 +143,18 @@ class DecodeProcess(Decoder):
         try:
             shards = chunks(changed(), FILE_BYTES, "cpu", dtype=getattr(torch, self.dtype))
             write_folder(folder, shards, {"version": str(version)})
+            is_awaited = not self.in_flight_weight_updates or not self._has_weights
+            number = self.connection.begin(
+                "load_weights",
+                must_succeed=not is_awaited,
+                version=version,
+                folder=str(folder),
+                unchanged=unchanged,
+                is_recorded=self._recorder.is_started,  # in time: nothing is sampled before the first weights
+            )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        is_awaited = not self.in_flight_weight_updates or not self._has_weights
-        number = self.connection.begin(
-            "load_weights",
-            must_succeed=not is_awaited,
-            version=version,
-            folder=str(folder),
-            unchanged=unchanged,
-            is_recorded=self._recorder.is_started,  # in time: nothing is sampled before the first weights
-        )
         self._update = (number, folder)
         if is_awaited:
             self._finish_update()
@@ -199,8 +205,6 @@ class DecodeProcess(Decoder):
         self._closed = True
         if self._connection is not None:
             self._connection.close()
-        if self._update is not None:
-            shutil.rmtree(self._update[1], ignore_errors=True)
         if self._folders is not None:
             self._folders.close()
 
