@@ -52,6 +52,7 @@ from lit_async_rl.advantages.group import (
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import BlendedIS, Correction
 from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, Proximal
+from lit_async_rl.distributed.ranks import num_copies
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
@@ -613,7 +614,7 @@ def of_fit(trainer: AnyTrainer, module: AnyModule) -> Iterator[str]:
             "model.attn_implementation=flex_attention cannot train on a CPU: its kernel has no backward pass there. "
             "Leave it out, or train on a GPU."
         )
-    yield from of_norms(module.objective.baseline, str(trainer.precision))
+    yield from of_norms(module.objective.baseline, str(trainer.precision), tensor_parallel_size=num_copies(trainer))
     # AdamW's eps of 1e-8 is 0 in float16, so that weights with a vanishing gradient move without bound. Gradients below
     # 6e-8 vanish, unless `precision: 16-mixed` scales the loss. DeepSpeed keeps float32 weights of its own.
     has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -627,8 +628,13 @@ def of_fit(trainer: AnyTrainer, module: AnyModule) -> Iterator[str]:
         )
 
 
-def of_norms(baseline: OptimalBaseline | None, precision: str) -> Iterator[str]:
-    """Gradients of the baseline's norms, which no loss scaler keeps from vanishing: 1e-8 is 0 in float16."""
+def of_norms(baseline: OptimalBaseline | None, precision: str, tensor_parallel_size: int = 1) -> Iterator[str]:
+    """Gradients of the baseline's norms: no loss scaler keeps them from vanishing, and they are of whole layers."""
+    if baseline is not None and baseline.norms is Norms.GHOST and tensor_parallel_size > 1:
+        yield (
+            f"model.baseline.norms=GHOST with trainer.strategy.tensor_parallel_size={tensor_parallel_size}: its norms "
+            "are of whole layers, which tensor parallelism divides. Use norms=SCORE, or FSDP alone."
+        )
     if baseline is not None and baseline.reads_weights and precision == "16-mixed":
         yield (
             f"model.baseline.norms={baseline.norms.name} with trainer.precision={precision}: its norms are of single "

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.distributed.ranks import num_copies
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.errors import EngineError
 from lit_async_rl.importance import sum_over_ranks
 from lit_async_rl.models.weights import copy_weights, is_wrapped, num_bytes, with_weights
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import can_be_called, compute_dtype
-from lit_async_rl.training.token_stats import on_support
+from lit_async_rl.training.token_stats import token_stats
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -188,15 +189,7 @@ class EngineCheck(pl.Callback):
         few = batch.select(rows, length).replace(loss_mask=mask[:, :length])
         mask = few.loss_mask
         with with_weights(module.policy, copies), trainer.precision_plugin.train_step_context():
-            stats = module.policy(
-                few.input_ids,
-                mask,
-                few.temperature,
-                entropy_grad=False,
-                group_index=few.tree_groups,
-                head_ids=few.head_ids,
-            )
-            stats = on_support(stats, few)
+            stats = token_stats(module.policy, few, experts=few.experts)  # as in training
         log_ratio = torch.where(mask, stats.logprobs - few.behavior_logprobs, 0.0)
         if copies is not None:  # with the present weights they are fresh tokens of the step already
             self.replayed.append((log_ratio[mask], few.behavior_logprobs[mask]))
@@ -207,7 +200,7 @@ class EngineCheck(pl.Callback):
         """Compares the differences of all ranks with the bound. A collective: all ranks call."""
         dtypes = compute_dtype(policy_module(trainer.lightning_module, "EngineCheck")), str(data.engine.dtype)
         bound = self.bound or default_bound(*dtypes) if trainer.is_global_zero else 0.0
-        total, number = sum_over_ranks(sums[:2]).tolist()
+        total, number = (sum_over_ranks(sums[:2]) / num_copies(trainer)).tolist()
         largest = float(trainer.strategy.reduce(sums[2], reduce_op="max"))
         # the maximum hands the leading rank's bound to all others: it alone has set the engine up and knows its dtype
         bound = float(trainer.strategy.reduce(torch.as_tensor(bound, device=sums.device), reduce_op="max"))

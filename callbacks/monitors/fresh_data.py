@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_async_rl.callbacks.monitors.engine_check import EngineCheck, tokens_of
 from lit_async_rl.callbacks.monitors.ratio_parts import RatioSplit, stale_sums
 from lit_async_rl.callbacks.parts import callbacks_of, policy_module, rollout_data
+from lit_async_rl.distributed.ranks import num_copies
 from lit_async_rl.errors import EngineError
 from lit_async_rl.importance import safe_exp, sum_over_ranks
 from lit_async_rl.training.module import PolicyModule
@@ -254,7 +255,7 @@ class FreshDataMonitor(pl.Callback):
         self._micro = torch.zeros(8, dtype=torch.float64)
         self._stale = torch.zeros(3, dtype=torch.float64)
         if trainer.world_size > 1:
-            sums = sum_over_ranks(sums.to(module.device)).cpu()
+            sums = sum_over_ranks(sums.to(module.device)).cpu() / num_copies(trainer)
         return sums[:8], sums[8:]
 
     def _check_window(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:

@@ -29,7 +29,7 @@ class GradientMonitor(pl.Callback):
 
     Args:
         cosine: False logs the norm only, and stores no gradient.
-        max_copied: largest number of elements of this rank's gradient to copy.
+        max_copied: largest number of elements of a rank's piece of the gradient to copy.
 
     Raises:
         ValueError: `max_copied` is negative.
@@ -44,6 +44,7 @@ class GradientMonitor(pl.Callback):
     def _reset(self) -> None:
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
+        self._decided: dict[int, tuple[GradSpace, bool]] = {}  # by optimizer: whether its gradient is copied
         self._sketches: dict[int, tuple[GradSpace, list[Tensor], float]] = {}  # by optimizer, with the squared norm
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -56,7 +57,7 @@ class GradientMonitor(pl.Callback):
         suffix = metric_suffix(trainer, None, index)
         space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         gradients = space.gradients()
-        copies = self.cosine and sum(p.numel() for p in space.params if p.requires_grad) <= self.max_copied
+        copies = self.cosine and self._may_copy(trainer, space, index)
         gg, gp, pp = self._previous.products(space, gradients, index)[0].tolist()
         if not math.isfinite(gg):
             return
@@ -67,6 +68,17 @@ class GradientMonitor(pl.Callback):
             gp, pp = self._sketched(space, gradients, index, gg=gg)
         if (c := cosine(gg, gp, pp)) is not None:
             pl_module.log(f"grad/cosine{suffix}", c)
+
+    def _may_copy(self, trainer: AnyTrainer, space: GradSpace, index: int) -> bool:
+        """Whether no rank's piece of the gradient is too large. All decide alike: a sketch takes another collective."""
+        known = self._decided.get(index)
+        if known is None or known[0] is not space:
+            pieces = zip(space.weights(), space.params, strict=True)
+            size = sum(piece.numel() for piece, param in pieces if param.requires_grad)
+            own = torch.tensor(float(size), device=space.weights()[0].device)
+            largest = float(trainer.strategy.reduce(own, reduce_op="max"))
+            known = self._decided[index] = space, largest <= self.max_copied
+        return known[1]
 
     def _sketched(self, space: GradSpace, gradients: Pieces, index: int, gg: float) -> tuple[float, float]:
         """Estimated inner product with the previous gradient, and the latter's squared norm; 0 if there is none."""

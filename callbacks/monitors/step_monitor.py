@@ -19,7 +19,7 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import CatMetric
 
 from lit_async_rl.callbacks.parts import rollout_data
-from lit_async_rl.distributed.ranks import cpu_group, data_parallel
+from lit_async_rl.distributed.ranks import cpu_group, num_copies
 from lit_async_rl.importance import ess_ratio, kl_k1, kl_k2, kl_k3, safe_exp, sequence_log_ratio
 from lit_async_rl.rewards.hooks import metrics_of
 from lit_async_rl.rewards.success import CutWatch
@@ -176,7 +176,7 @@ class RolloutMonitor(StepMonitor):
             "rollout/no_signal_share": no_signal,
         }
         if not entropy.isnan():  # NaN if no token trained
-            values |= {"policy/entropy": entropy, "policy/loss": loss * self._gradient_scale}
+            values |= {"policy/entropy": entropy, "policy/loss": loss * self._gradient_scale / num_copies(trainer)}
         return values | {name: value for name, value in measured.items() if not value.isnan()}
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -284,7 +284,8 @@ class StalenessMonitor(StepMonitor):
 class ImportanceMonitor(StepMonitor):
     """Logs statistics of the importance ratios pi / mu over a step.
 
-    * `importance/ess_ratio`: effective sample size of whole rollouts, as a share of their number (VCPO's definition).
+    * `importance/ess_ratio`: effective sample size of whole rollouts, as a share of those with a trained token (VCPO's
+      definition).
     * `importance/ess_ratio_token`: the same over tokens (PipelineRL's definition); the two are not comparable.
     * `importance/kl_{k1,k2,k3}`: estimates of KL(mu || pi) per token.
     * `importance/ratio_max`, `importance/clip_fraction`: largest token ratio; share of clipped tokens.
@@ -301,7 +302,8 @@ class ImportanceMonitor(StepMonitor):
         signals: Any = pl_module.stabilizer_signals
         log_ratio = signals["log_ratio"].cpu()
         mask = signals["mask"].cpu()
-        self.sequences.update(_of_rollouts(sequence_log_ratio(log_ratio, mask), batch, "sum"))
+        has_tokens = _of_rollouts(mask.any(-1), batch, "amax")
+        self.sequences.update(_of_rollouts(sequence_log_ratio(log_ratio, mask), batch, "sum")[has_tokens])
         self.tokens.update(log_ratio[mask])
         self.clipped.update(signals["clipped"].cpu()[mask].float())
         self.largest.update(log_ratio[mask])
@@ -408,8 +410,7 @@ class ThroughputMonitor(StepMonitor):
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         now = time.monotonic()
         step_s = now - self._began
-        # ranks of one tensor-parallel group train on the same tokens, and must not be counted twice
-        tokens = float(*_taken(self.tokens)) * data_parallel(trainer)[0] / trainer.world_size
+        tokens = float(*_taken(self.tokens)) / num_copies(trainer)
         values = {"perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
         if (share := _share(self.computed, self.in_rows)) is not None:
             values["perf/computed_share"] = share

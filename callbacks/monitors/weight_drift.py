@@ -90,11 +90,13 @@ class WeightDriftMonitor(SignalCallback):
         self.radius: float | None = None
         self._spaces = GradSpaces()
         self._sampled_of: GradSpace | None = None
+        self._are_trained: list[bool] = []
         self._places: list[Tensor] = []  # of the entries, in this rank's piece of each parameter
         self._factors: list[float] = []
         self._first: Pieces = []
         self._last: Pieces = []
-        self._versions: OrderedDict[int, Pieces] = OrderedDict()  # the weights of each, newest last
+        # of each, newest last: number of steps before it, and its weights
+        self._versions: OrderedDict[int, tuple[int, Pieces]] = OrderedDict()
         self._path = 0.0
         self._sums = [0.0, 0.0]  # of d^2 (-log e) and of d^4
         self._num_steps = 0
@@ -112,11 +114,14 @@ class WeightDriftMonitor(SignalCallback):
         version = getattr(pl_module, "version", None)
         if not isinstance(version, int):  # of a module that counts none: each step is one
             version = self._num_steps
-        self._num_steps += 1
-        self._versions[version] = now
+        # those that sampled: with `weight_sync_steps` a version trains several steps, which the engine does not see
+        self._versions.setdefault(version, (self._num_steps, now))
         while len(self._versions) > self.max_lag + 1:
             self._versions.popitem(last=False)
-        before = None if signals.staleness is None else self._versions.get(version - round(signals.staleness))
+        age = 0 if signals.staleness is None else round(signals.staleness)
+        sampled_at, before = self._versions.get(version - age, (self._num_steps, None))
+        num_steps_old = self._num_steps - sampled_at
+        self._num_steps += 1
         pairs = [difference(now, then) for then in (self._last, self._first, before or now)]
         # in float64: the sample is small, and `drift/path` adds the rounding of all steps
         squares = space.dots(*((pair, pair) for pair in pairs), dtype=torch.float64)
@@ -137,15 +142,24 @@ class WeightDriftMonitor(SignalCallback):
         if self.radius is not None:
             pl_module.log("drift/radius", self.radius)
             if stale > 0:
-                lag = half_lag(round(signals.staleness), step=step, stale=stale, radius=self.radius)
-                pl_module.log("drift/half_lag", lag)
+                lag = half_lag(num_steps_old, step=step, stale=stale, radius=self.radius)
+                pl_module.log("drift/half_lag", lag / self._steps_per_version())
+
+    def _steps_per_version(self) -> float:
+        """Of the versions remembered; 1 while there is only one."""
+        oldest = next(iter(self._versions))
+        newest = next(reversed(self._versions))
+        num_steps = self._versions[newest][0] - self._versions[oldest][0]
+        return num_steps / (newest - oldest) if newest > oldest else 1.0
 
     def _sample(self, space: GradSpace) -> Pieces:
         """Entries of the weights, scaled so that their squares sum to those of all; in float32."""
         weights = space.weights()
-        if self._sampled_of is not space:
+        are_trained = [param.requires_grad for param in space.params]
+        if self._sampled_of is not space or self._are_trained != are_trained:
             self._sampled_of = space
-            self._choose(weights)
+            self._are_trained = are_trained
+            self._choose(weights, are_trained)
             self._versions.clear()
             self._first = []
             self._last = []
@@ -158,19 +172,21 @@ class WeightDriftMonitor(SignalCallback):
         self._last = self._last or found
         return found
 
-    def _choose(self, weights: list[Tensor]) -> None:
-        share = self.num_entries / max(1, sum(weight.numel() for weight in weights))
+    def _choose(self, weights: list[Tensor], are_trained: list[bool]) -> None:
+        """Frozen weights, such as those under adapters, do not move: no entry is spent on them."""
+        sizes = [weight.numel() if is_trained else 0 for weight, is_trained in zip(weights, are_trained, strict=True)]
+        share = self.num_entries / max(1, sum(sizes))
         generator = torch.Generator().manual_seed(SEED)
         self._places = []
         self._factors = []
-        for weight in weights:
-            number = weight.numel() if share >= 1 else math.ceil(share * weight.numel())
-            if number == weight.numel():
+        for weight, size in zip(weights, sizes, strict=True):
+            number = size if share >= 1 else math.ceil(share * size)
+            if number == size:
                 places = torch.arange(number)
             else:
-                places = torch.randint(weight.numel(), (number,), generator=generator)
+                places = torch.randint(size, (number,), generator=generator)
             self._places.append(places.to(weight.device))
-            self._factors.append(math.sqrt(weight.numel() / number) if number else 0.0)
+            self._factors.append(math.sqrt(size / number) if number else 0.0)
 
     def _fit(self, distance: float, ess_ratio: float) -> None:
         worth = -math.log(min(1.0, ess_ratio))
@@ -185,7 +201,7 @@ def difference(now: Pieces, then: Pieces) -> Pieces:
 
 
 def half_lag(lag: int, *, step: float, stale: float, radius: float) -> float:
-    """Lag at which the distance would be `radius`, if it is `step` at a lag of 1 and `stale` at `lag`."""
+    """Lag at which the distance would be `radius`, if it is `step` at a lag of 1 and `stale` at `lag`, in steps."""
     growth = MAX_GROWTH
     if lag > 1 and step > 0:
         growth = min(MAX_GROWTH, max(MIN_GROWTH, math.log(stale / step) / math.log(lag)))

@@ -42,7 +42,8 @@ class Flavour(Enum):
 class Norms(Enum):
     """Computation of the gradient norms.
 
-    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports sharded models.
+    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports DDP and FSDP, but
+        not tensor parallelism, which divides the layers.
     PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP).
     SCORE: a proxy without a backward pass, sum_t c_t^2 (1 - p_t)^2 from the probabilities of the sampled tokens; see
         `score_squared_norms`. Any model, any layout.
@@ -92,7 +93,7 @@ def per_trajectory_squared_norms(
     if has_sharded_parameters(policy):
         raise ValueError(
             "model.baseline.norms=PER_TRAJECTORY does not work with sharded parameters: with FSDP, set "
-            "model.baseline.norms=GHOST"
+            "model.baseline.norms=GHOST; with tensor parallelism, SCORE"
         )
     parameters = [p for p in policy.parameters() if p.requires_grad]
     norms = []

@@ -22,6 +22,14 @@ def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
     return kwargs["num_replicas"], kwargs["rank"]
 
 
+def num_copies(trainer: AnyTrainer) -> int:
+    """Number of ranks that train on the same data: those of one tensor-parallel group.
+
+    A sum over all ranks counts everything so often.
+    """
+    return int(trainer.world_size) // data_parallel(trainer)[0]
+
+
 def cpu_group() -> dist.ProcessGroup | None:
     """Process group of all ranks for CPU tensors, with any default backend; None in a single process.
 

@@ -35,6 +35,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.distributed.ranks import num_copies
 from lit_async_rl.errors import SetupError
 from lit_async_rl.importance import ess_of_sums, kl_k3, weight_sums
 from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, chosen_optimizers
@@ -73,10 +74,14 @@ class SignalCollector:
 
     Args:
         extract: adapter for modules that set no signals, see the module docstring.
+
+    Attributes:
+        num_copies: ranks that see the same data, such as those of one tensor-parallel group; they count once.
     """
 
     def __init__(self, extract: Extract | None = None) -> None:
         self.extract = extract
+        self.num_copies = 1
         self._recorder: _StepRecorder | None = None
         self._seen: Any = None
         self._has_stale_signals = False  # pending signals belong to another optimizer's completed step
@@ -130,7 +135,7 @@ class SignalCollector:
         # rows that do not count get -inf (weight 0): removing them would synchronise with the device
         self._log_weights.append(torch.where(is_sample, log_weights, -torch.inf))
         kl = kl_k3(torch.where(tokens, log_ratio, 0.0)).sum()
-        rewards = _wide(signals["rewards"]) if "rewards" in signals else log_ratio.new_zeros(0)
+        rewards = log_ratio.new_zeros(0) if signals.get("rewards") is None else _wide(signals["rewards"])
         entropy, num_entropies = _sum_and_count(signals, "entropy", mask)
         staleness, num_stalenesses = _sum_and_count(signals, "staleness", mask)
         broken = (is_sample & ~log_weights.isfinite()).sum()
@@ -140,7 +145,8 @@ class SignalCollector:
         sums += [entropy, num_entropies]
         sums += [staleness, num_stalenesses]
         sums += [rewards.nan_to_num(0, 0, 0).sum(), rewards.isfinite().sum()]
-        self._sums.append(torch.stack([value.double() for value in sums]))  # float64: counts stay exact
+        wide = [value.to(log_ratio.device, torch.float64) for value in sums]  # rewards, say, may be on the CPU
+        self._sums.append(torch.stack(wide))  # float64: counts stay exact
 
     def reduce(self, device: torch.device | str) -> StepSignals:
         """Signals of the step over all ranks. A collective: every rank calls, with or without signals."""
@@ -149,7 +155,7 @@ class SignalCollector:
         log_weights = torch.cat(self._log_weights) if self._log_weights else totals.new_zeros(0)
         self._clear()
         local = torch.cat([weight_sums(log_weights).to(device), totals.to(device)])
-        return _summary(_all_gather(local).cpu())
+        return _summary(_all_gather(local).cpu(), self.num_copies)
 
     def _find(self, trainer: AnyTrainer, pl_module: AnyModule) -> Signals | None:
         recorder = self._recorder
@@ -168,13 +174,13 @@ class SignalCollector:
         self._num_kept = 0
 
 
-def _summary(ranks: Float64[Tensor, "R 13"]) -> StepSignals:
-    samples, broken, *means = ranks[:, 3:].sum(0).tolist()
+def _summary(ranks: Float64[Tensor, "R 13"], num_copies: int) -> StepSignals:
+    samples, broken, *means = (ranks[:, 3:].sum(0) / num_copies).tolist()
     kl, entropy, staleness, reward = (means[n] / means[n + 1] if means[n + 1] else None for n in (0, 2, 4, 6))
-    ess = ess_of_sums(ranks[:, :3]).item()
+    ess = ess_of_sums(ranks[:, :3]).item() / num_copies
     return StepSignals(
-        num_samples=int(samples),
-        num_broken=int(broken),
+        num_samples=round(samples),
+        num_broken=round(broken),
         ess_ratio=min(max(ess, 1.0) / samples, 1.0) if samples else None,
         kl=kl,
         entropy=entropy,
@@ -206,7 +212,7 @@ def _wide(tensor: Shaped[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
 def _sum_and_count(signals: Signals, name: str, mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
     if signals.get(name) is None:
         return mask.new_zeros((), dtype=torch.float64), mask.new_zeros((), dtype=torch.float64)
-    values = _wide(signals[name])
+    values = _wide(signals[name]).to(mask.device)
     counted = mask & values.isfinite()
     return torch.where(counted, values, 0.0).sum(), counted.sum()
 
@@ -319,7 +325,8 @@ class SignalCallback(pl.Callback):
 
     def reduce_signals(self, optimizer: Optimizer) -> StepSignals:
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
-        signals = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
+        device = next(param.device for group in optimizer.param_groups for param in group["params"])
+        signals = self._signals.reduce(device)
         if signals.num_samples == 0 and self.without_signals and not self._has_missed:
             self._has_missed = True
             rank_zero_warn(
@@ -356,6 +363,7 @@ class SignalCallback(pl.Callback):
             raise ValueError(f"{owner}: several optimizers, choose one: optimizer=<position or submodule name>")
         self._has_trained = True
         self._has_stepped = False
+        self._signals.num_copies = num_copies(trainer)
         if len(trainer.optimizers) > 1:
             self._accumulation = _AccumulationWatch(chosen_optimizers(trainer, pl_module, self.optimizer)[0])
 

@@ -1,19 +1,27 @@
 """An engine that samples from other weights, or reports other log-probabilities, than it says is noticed at once."""
 
+import copy
 import logging
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
+from replays import groups_of, requests_of
+from tiny_models import save, tiny_qwen3_moe
 from wrong_weights import SCALED, Recording
 
 from lit_async_rl import EngineCheck, LoRA, SharedPromptPacking
+from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.callbacks.monitors.engine_check import allowed_error
+from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
+from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
+from lit_async_rl.training.token_stats import token_stats
 
 COOL = SamplingParams(max_tokens=10, temperature=0.7)
 
@@ -129,3 +137,24 @@ def test_engines_without_a_model_are_left_alone():
 def test_settings_out_of_range_are_named(settings):
     with pytest.raises(ValueError, match=rf"EngineCheck\.{next(iter(settings))} must be"):
         EngineCheck(**settings)
+
+
+def test_experts_are_replayed_as_in_training(tmp_path):
+    """An engine in bfloat16 chooses other experts than the trainer, which computes with those that were chosen."""
+    lm = tiny_qwen3_moe()
+    requests = requests_of([5, 2, 9], num_samples=4, max_tokens=10, experts=True)
+    engine = EmbeddedEngine.from_module(copy.deepcopy(lm).to(torch.bfloat16), num_slots=16, self_check=False)
+    groups = groups_of(requests, engine.run(requests))
+    settings = dict(advantage=GroupMean(), aggregation=TokenMean(), temperature=1.0, pad_token_id=0)
+    (batch,) = collate_step(groups, num_micro_batches=1, **settings)
+    module = make_module(model=save(lm, tmp_path))
+    policy = module.policy
+    with torch.no_grad():
+        stats = token_stats(policy, batch, experts=batch.experts)
+    expected = (stats.logprobs - batch.behavior_logprobs)[batch.loss_mask]
+    check = EngineCheck(num_rollouts=10**6)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    copies = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    check._compare(trainer, module, batch, mask=batch.loss_mask, copies=copies)
+    ((replayed, _),) = check.replayed
+    torch.testing.assert_close(replayed, expected)

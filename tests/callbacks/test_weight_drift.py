@@ -10,6 +10,7 @@ import torch
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.callbacks.monitors.weight_drift import half_lag
+from lit_async_rl.stabilizers.gradients import GradSpace
 
 LAG = 2
 
@@ -96,3 +97,51 @@ def test_the_distance_grows_between_a_random_walk_and_a_line(lag, step, stale, e
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match="WeightDriftMonitor"):
         rl.WeightDriftMonitor(**settings)
+
+
+class EveryFourth(pl.LightningModule):
+    """Each step moves its weight by 1, and every fourth one is published; from the second version on data are stale."""
+
+    version = 0
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        self.version, _ = divmod(self.trainer.global_step, 4)
+        staleness = torch.full((8, 3), min(self.version, 1))
+        self.stabilizer_signals = {"log_ratio": torch.randn(8, 3), "staleness": staleness}
+        return -self.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Seen(pl.Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_where_a_version_trains_several_steps_distances_are_from_the_weights_that_sampled():
+    seen = Seen()
+    rows = torch.utils.data.DataLoader(torch.zeros(64, 1), batch_size=4)
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    monitor = rl.WeightDriftMonitor()
+    pl.Trainer(max_steps=12, accelerator="cpu", callbacks=[monitor, seen], **quiet).fit(EveryFourth(), rows)
+    moved = [step - 4 * max(0, step // 4 - 1) for step in range(12)]
+    assert [row["drift/stale"] for row in seen.found] == moved
+    last = seen.found[-1]  # on a straight line the radius is as many steps away as it is long
+    assert last["drift/half_lag"] == pytest.approx(last["drift/radius"] / 4)
+
+
+def test_no_entry_is_spent_on_frozen_weights():
+    net = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1))
+    net[0].requires_grad_(False)
+    monitor = rl.WeightDriftMonitor(num_entries=500)
+    monitor._sample(GradSpace(net, [list(net.parameters())]))
+    assert [len(places) for places in monitor._places] == [0, 0, 500, 1]
+    assert monitor._factors[2] == pytest.approx(math.sqrt(2))

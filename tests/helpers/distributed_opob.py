@@ -130,6 +130,9 @@ def main(output: str) -> None:
                     results[f"{name}-{norms.value}-{num_parts}"] = run(kind, norms, num_parts, strategy=strategy())
     if WORLD > 1:
         kind, strategy = strategies["fsdp2"]
+        divided = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+        with pytest.raises(ValueError, match=r"norms=GHOST with trainer\.strategy\.tensor_parallel_size=2: its norms"):
+            run(PolicyModule, Norms.GHOST, 2, strategy=divided)
         with pytest.raises(ValueError, match="norms=PER_TRAJECTORY does not work with sharded parameters"):
             run(kind, Norms.PER_TRAJECTORY, 2, strategy=strategy())
     if RANK == 0:

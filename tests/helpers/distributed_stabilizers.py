@@ -6,9 +6,11 @@ python distributed_stabilizers.py OUTPUT.json
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from foreign_modules import ROWS, Probe, Regression, Rows, fit
@@ -24,6 +26,7 @@ from lit_async_rl.callbacks import (
     ESSLearningRate,
     GradientAlignmentControl,
     GradientClipping,
+    GradientMonitor,
     StalenessController,
     WeightDriftMonitor,
 )
@@ -35,7 +38,7 @@ from lit_async_rl.stabilizers.signals import SignalCollector
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-WATCHED = ("gac/cosine", "gac/norm", "gac/regime", "ess/ratio", "ess/lr_scale", "grad/norm")
+WATCHED = ("gac/cosine", "gac/norm", "gac/regime", "ess/ratio", "ess/lr_scale", "ess/num_samples", "grad/norm")
 WATCHED += ("controller/log_odds", "drift/step", "drift/path", "drift/total")
 
 
@@ -118,6 +121,30 @@ def check_signals_of_one_rank_only() -> None:
     assert collector.reduce("cpu").ess_ratio is None
 
 
+class FrozenBackbone(pl.LightningModule):
+    """Most of rank 0's shard is frozen, and none of rank 1's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def check_that_ranks_copy_gradients_or_none_does() -> None:
+    """Where they decide apart, one waits for a sketch that the other never makes."""
+    limit = timedelta(seconds=60)
+    strategy = FSDPStrategy(use_orig_params=True, process_group_backend="gloo", timeout=limit)
+    monitor = GradientMonitor(max_copied=1000)
+    data = DataLoader(torch.ones(16, 64), batch_size=4)
+    fit(FrozenBackbone(), monitor, data=data, max_steps=3, devices=WORLD, strategy=strategy)
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.03)
 
@@ -150,6 +177,7 @@ def main(output: str) -> None:
                 results[f"{name}-rollback"] = run_rollback(module, 1 if name == "tp" else WORLD, strategy=strategy)
     if WORLD > 1:
         check_signals_of_one_rank_only()
+        check_that_ranks_copy_gradients_or_none_does()
     if RANK == 0:
         Path(output).write_text(json.dumps(results))
 
