@@ -12,7 +12,6 @@ import torch
 from torchmetrics import MeanMetric, SumMetric
 from transformers import PreTrainedModel
 
-from lit_async_rl.distributed.ranks import num_copies
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -65,7 +64,6 @@ class Validator(torch.nn.Module):
         self.half_widths: dict[str, float] = {}  # 95 %, of its averages over prompts
         self.samples: list[Sample] = []
         self.num_samples = 1
-        self._num_copies = 1
         self._is_checked = False  # by the self-check: once suffices, as each copy has the same architecture
         self._whole_models: list[PreTrainedModel] = []  # in a list, so that torch does not register it as a submodule
 
@@ -74,7 +72,6 @@ class Validator(torch.nn.Module):
         for metric in (self.reward, self.pass_at_1, self.pass_at_k, self.cut, self.num_prompts, *self.squares):
             metric.reset()
         self.samples = []
-        self._num_copies = num_copies(module.trainer)
         policy_dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
         if is_sharded(module.trainer.strategy.model or module):
             self._whole_models = [_whole_copy(module, policy_dtype)]
@@ -185,7 +182,7 @@ class Validator(torch.nn.Module):
         metrics["val/cut_share"] = self.cut.compute()
         if self.num_samples > 1:
             metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
-        self.num_scored = int(self.num_prompts.compute()) // self._num_copies
+        self.num_scored = int(self.num_prompts.compute())
         self.half_widths = self._half_widths(self.num_scored)
         return metrics
 
