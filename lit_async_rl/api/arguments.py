@@ -137,7 +137,10 @@ def check_model(model: Any, tokenizer: Any) -> None:
 
 @contextmanager
 def in_folder(
-    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, trainer: pl.Trainer
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    trainer: pl.Trainer,
+    name: str = MODEL_FOLDER,
 ) -> Iterator[str]:
     """Context with a folder of the model and its tokenizer: the run's, or without a logger one that goes at the end.
 
@@ -148,6 +151,7 @@ def in_folder(
         model: in memory, or its name or folder.
         tokenizer: in the place of the model's own; None is that of the place where the model came from.
         trainer: of the run, whose folder is known.
+        name: of the folder, in the run's.
 
     Raises:
         ValueError: there is no tokenizer; or the run has several processes, each of which would write the folder.
@@ -164,7 +168,7 @@ def in_folder(
     run = run_folder(trainer)
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="lit-async-rl-")) if run is None else ""
-        folder = Path(temporary or run or "", MODEL_FOLDER)
+        folder = Path(temporary or run or "", name)
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.loading import base_of
+from lit_async_rl.models.end_tokens import sampled_model
 from lit_async_rl.rollouts.engine_listener import EngineCalls
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.runtime.waiting import announced
@@ -85,7 +85,7 @@ class ReplaceableEngine:
             raise SetupError("data.model is not set")
         self.engine.is_used = True
         with announced(lambda: f"{calls.name} to start: {self.engine.starting}"):
-            calls.setup(base_of(self.model))  # weights come with the first publication, an adapter's changes among them
+            calls.setup(sampled_model(self.model))
 
     @property
     def may_restart(self) -> bool:

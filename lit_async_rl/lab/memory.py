@@ -3,7 +3,7 @@
 `training_memory` runs a training step of the real model with tensors that have a shape and no values, and counts the
 bytes of all that live at a time. So it needs neither the device nor the weights, and what it counts is what the step
 allocates. It knows every architecture whose shapes do not depend on values, as those of routed experts do. Not counted:
-memory that an allocator loses between tensors, CUDA's own (about half a gigabyte), and what a kernel needs for itself.
+a teacher, memory that an allocator loses between tensors, CUDA's own (about half a gigabyte), and what a kernel needs.
 """
 
 from __future__ import annotations

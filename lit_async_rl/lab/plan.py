@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SLOTS = ("num_slots", "max_num_seqs")  # argument of an engine
 COLUMNS = ("perf/step_s", "perf/rollout_wait_s", "perf/weight_sync_s", "perf/engine_idle_share", "rollout/length_mean")
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a value
+BYTES = {"float64": 8, "bfloat16": 2, "float16": 2}  # of a value; of float32, and what vLLM chooses, 4
 EXAMPLES = """\
 examples:
   lit-async-rl plan runs/quickstart/version_0 --devices 8
@@ -245,18 +245,23 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
     shape = _step_shape(settings, arguments.prompt_tokens, trainer_devices or 1)
     length = shape.prompt_tokens + shape.completion_tokens
     size = model_size(model)
-    engine = _engine_bytes(settings, size, length=length, capacity=capacity)
-    beside = engine if trainer_devices is None else 0.0
+    is_shared = trainer_devices is None
+    engine = _engine_bytes(settings, size, length=length, capacity=capacity, is_shared=is_shared)
     strategy = str(_of(settings, "trainer.strategy.class_path", _of(settings, "trainer.strategy", "auto")))
+    is_sharded = "FSDP" in strategy.upper() or "ModelParallel" in strategy
+    reference = _reference_bytes(settings, size) / ((trainer_devices or 1) if is_sharded else 1)
+    beside = reference + (engine if is_shared else 0.0)
     title = f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:"
-    of_engine = f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if beside else 'devices of its own'}"
+    of_engine = f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if is_shared else 'devices of its own'}"
+    if reference:
+        of_engine += f"\n  a reference  {reference / 1e9:.1f} GB, the frozen copy of model.kl_coefficient"
     try:
         fits = ways_to_fit(
             load_model_config(model),
             shape,
             capacity=int(capacity - beside),
             trainer_devices=trainer_devices or 1,
-            is_sharded="FSDP" in strategy.upper() or "ModelParallel" in strategy,
+            is_sharded=is_sharded,
         )
     except UnsupportedModelError as error:
         states = 4 * shape.dtype.itemsize * size.parameters
@@ -305,12 +310,32 @@ def _step_shape(settings: Mapping[str, Any], prompt_tokens: int, trainer_devices
     )
 
 
-def _engine_bytes(settings: Mapping[str, Any], size: ModelSize, length: int, capacity: float) -> float:
-    """Bytes of an engine: weights, twice while new ones arrive, and keys and values of all slots."""
-    share = _of(settings, "data.engine.init_args.gpu_memory_utilization", None)
+def _reference_bytes(settings: Mapping[str, Any], size: ModelSize) -> float:
+    """Bytes of the copy that a KL penalty needs; none where adapters can be switched off to get it."""
+    lora = _of(settings, "model.lora", None)
+    is_copied = lora is None or _of(lora, "modules_to_save", None) or _of(lora, "continue_adapter", False)
+    if not float(_of(settings, "model.kl_coefficient", 0.0)) or not is_copied:
+        return 0.0
+    return float(BYTES.get(_of(settings, "model.dtype", "float32"), 4) * size.parameters)
+
+
+def _engine_bytes(
+    settings: Mapping[str, Any], size: ModelSize, *, length: int, capacity: float, is_shared: bool
+) -> float:
+    """Bytes of an engine: weights, twice while new ones arrive, and keys and values of all slots.
+
+    vLLM takes its share of the device, whatever it needs.
+    """
+    name, engine = _innermost_engine(settings)
+    share = _of(engine, "init_args.gpu_memory_utilization", None)
+    if share is None and name.endswith("VLLMEngine"):
+        from lit_async_rl.vllm.sleep import default_memory_share
+
+        share = default_memory_share(None if is_shared else [0], int(_of(engine, "init_args.sleep_level", 0)))
     if share is not None:
         return float(share) * capacity
-    values = BYTES[_of(settings, "data.engine.init_args.dtype", "float32")]
+    dtype = _of(engine, "init_args.dtype", "float32")
+    values = BYTES.get(dtype, 4)
     cache = _num_slots(settings) * length * size.cache_bytes * values / 2
     return 2 * values * size.parameters + cache
 
@@ -341,16 +366,21 @@ def _count(settings: Mapping[str, Any], name: str) -> int:
     return int(_of(settings, name, all_settings()[name]["default"]))
 
 
+def _innermost_engine(settings: Mapping[str, Any]) -> tuple[str, Any]:
+    """Class of the engine that samples, and its settings: others wrap it."""
+    engine: Any = _of(settings, "data.engine", {})
+    while isinstance(inner := _of(engine, "init_args.engine", None), str | Mapping):
+        engine = inner
+    return engine if isinstance(engine, str) else _of(engine, "class_path", "EmbeddedEngine"), engine
+
+
 def _num_slots(settings: Mapping[str, Any]) -> int:
     """Slots of the innermost engine; the default of its class if the source does not set them.
 
     Raises:
         ValueError: the engine has no such setting.
     """
-    engine: Any = _of(settings, "data.engine", {})
-    while isinstance(inner := _of(engine, "init_args.engine", None), str | Mapping):
-        engine = inner
-    name = engine if isinstance(engine, str) else _of(engine, "class_path", "EmbeddedEngine")
+    name, engine = _innermost_engine(settings)
     kind = getattr(lit_async_rl, name.rpartition(".")[2], None)
     parameters = {} if kind is None else dict(inspect.signature(kind).parameters)
     for slots in SLOTS:

@@ -21,6 +21,8 @@ from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.checks import OneLineParser, check_range
 from lit_async_rl.utils.visible import visible
 
+CLOSE_S = 30.0  # for a full disk to get room
+
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
     """Staleness of the group's oldest token."""
@@ -33,7 +35,7 @@ def mean_reward(group: RolloutGroup) -> float:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Prints a summary of the tape in at most twenty lines."""
+    """Prints a summary of the tape, and a line for each of at most twenty steps."""
     tape = Tape(arguments.tape)
     steps = list(tape.steps())
     groups = [group for step in steps for group in step.groups]
@@ -42,7 +44,7 @@ def show(arguments: argparse.Namespace) -> None:
     print(f"{len(steps)} steps, {len(groups)} groups, {num_rollouts} rollouts, {num_tokens:,} tokens")
     print(f"in {tape.num_files} files with valid checksums")
     print(f"{'step':>8} {'version':>8} {'groups':>7} {'reward':>8} {'staleness max':>14} {'sampling s':>11}")
-    for step in steps[:: max(1, len(steps) // 20)]:
+    for step in steps[:: max(1, -(-len(steps) // 20))]:
         rewards = np.mean([mean_reward(group) for group in step.groups])
         oldest = max(staleness(step, group) for group in step.groups)
         slowest = max(group.generation_s for group in step.groups)
@@ -73,6 +75,7 @@ def select(arguments: argparse.Namespace) -> None:
             num_groups += len(groups)
     if writer is None:
         raise ValueError(f"no group of {arguments.tape} meets the conditions: nothing was written")
+    writer.close(CLOSE_S)
     print(f"{num_steps} steps, {num_groups} groups written to {arguments.out}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_async_rl.models.loading import load_config, load_generation_config, load_tokenizer
+from lit_async_rl.models.loading import base_of, load_config, load_generation_config, load_tokenizer
 
 log = logging.getLogger(__name__)
 GENERATION = "generation_config"
@@ -75,6 +75,16 @@ def stored_eos_token_ids(model: str) -> tuple[int, ...]:
 def stored_end_tokens(model: str) -> EndTokens:
     """Tokens that end a completion of the model in a folder or on the hub, see `find_end_tokens`."""
     return find_end_tokens(model, load_generation_config(model), load_config(model))
+
+
+def sampled_model(model: str) -> str:
+    """What an engine is set up with: the base of an adapter, whose changes come with the first weights.
+
+    It is the adapter itself if completions end elsewhere with the tokenizer that was saved with it.
+    """
+    base = base_of(model)
+    has_same_ends = base == model or stored_end_tokens(model).ids == stored_end_tokens(base).ids
+    return base if has_same_ends else model
 
 
 def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndTokens:

@@ -317,7 +317,6 @@ def load_policy(
     if device == "meta":
         with parameters_on_meta():
             lm = AutoModelForCausalLM.from_config(config, **kwargs)
-        lm.generation_config = load_generation_config(model) or lm.generation_config
     elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
@@ -333,8 +332,11 @@ def load_policy(
         if folder is not None and adapter == "merge":
             check_peft(model)
             lm = _with_adapter_merged(lm, folder)
-        lm.config.name_or_path = model
         check_finite(lm.named_parameters(), f"model.model={model!r}")
+    if device == "meta" or random_init:
+        lm.generation_config = load_generation_config(model) or lm.generation_config
+    # end tokens and stop strings are those of its tokenizer, which an adapter may have brought
+    lm.config.name_or_path = lm.name_or_path = model
     choose_attention(lm, attn_implementation)
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator

@@ -235,7 +235,8 @@ class PrefixTreePacking:
 
     Args:
         row_tokens: with a mask, largest number of tokens in a packed row of several groups; a longer group has a row of
-            its own. 0 gives each group its own row.
+            its own. 0 gives each group its own row; groups of a single row each, as records have, fill rows as long as
+            the longest.
 
     Raises:
         ValueError: `row_tokens` is negative.
@@ -294,7 +295,10 @@ class PrefixTreePacking:
     ) -> PackedRows:
         """Layout for the model's attention: trees in one row where it is split at branches, or else in several."""
         multiple = FLEX_BLOCK if lm.config._attn_implementation == "flex_attention" else 1
-        rows = pack(input_ids, needed, group_index, row_tokens=self.row_tokens, multiple=multiple)
+        groups = [group for group in group_index if group >= 0]
+        is_of_records = len(set(groups)) == len(groups)  # with nothing to share, and rows to fill
+        row_tokens = self.row_tokens or (input_ids.shape[1] if is_of_records else 0)
+        rows = pack(input_ids, needed, group_index, row_tokens=row_tokens, multiple=multiple)
         if not can_split(lm) or not split_is_cheaper(lm, rows.spans, rows.until.shape):
             return rows
         return pack(input_ids, needed, group_index, row_tokens=None)

@@ -40,6 +40,7 @@ from typing import Any
 from lit_async_rl.engines.base import Probe, RolloutEngine, set_up
 from lit_async_rl.engines.completion_check import show
 from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.end_tokens import sampled_model
 from lit_async_rl.models.loading import base_of, load_config
 from lit_async_rl.ray.actors import (
     RETRY_S,
@@ -345,7 +346,7 @@ class Fleet:
     def _claimed(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> None:
         entry.called = time.monotonic()
         entry.place = read_place(answer)
-        self._call(entry, self._started, "start", base_of(self._model))
+        self._call(entry, self._started, "start", sampled_model(self._model))
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
         """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""

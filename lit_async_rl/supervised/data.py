@@ -342,6 +342,11 @@ class SFTDataModule(pl.LightningDataModule):
         """Optimizer steps of `epochs`; the last one may reach into the next epoch."""
         return max(1, -(-round(self.epochs * sum(map(len, self.rows))) // self.samples_per_step))
 
+    def limit_steps(self, trainer: pl.Trainer) -> None:
+        """Ends the run after `epochs`, unless `trainer.max_steps` ends it."""
+        if trainer.max_steps < 0:
+            trainer.fit_loop.epoch_loop.max_steps = self.num_steps
+
     # -- of Lightning -------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
@@ -361,6 +366,7 @@ class SFTDataModule(pl.LightningDataModule):
         self._used_trainer.accumulate_grad_batches = self.micro_batches_per_step
         if stage == TrainerFn.FITTING:
             self.read_records()
+            self.limit_steps(self._used_trainer)
 
     @property
     def _used_trainer(self) -> pl.Trainer:

@@ -23,6 +23,8 @@ from lit_async_rl.api.trainer import TRAINER_SETTINGS, Trainer
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model
+from lit_async_rl.models.loading import adapter_folder, base_of, has_adapter
+from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.weights import is_sharded
 from lit_async_rl.runtime.files import naming_full_disk
 from lit_async_rl.supervised.data import SFTDataModule
@@ -34,6 +36,7 @@ from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.user_code import user_traceback
 
 log = logging.getLogger(__name__)
+BASE_FOLDER = "base"  # in the run's folder: an in-memory model, or a model with another tokenizer
 MODULE_SETTINGS = tuple(inspect.signature(SFTModule.__init__).parameters)[2:]  # without self and the model
 DATA_SETTINGS = tuple(inspect.signature(SFTDataModule.__init__).parameters)[2:]  # without self and the model
 SETTINGS = (*MODULE_SETTINGS, *DATA_SETTINGS, "defaults", *TRAINER_SETTINGS)
@@ -125,21 +128,18 @@ def _sft(
     if ckpt_path is not None:
         check_checkpoint(ckpt_path)
     defaults = dict.fromkeys(LEFT_OUT) | dict(of_trainer.pop("defaults", None) or {})
+    trainer = Trainer(max_steps=max_steps, defaults=defaults, adds_csv_log=False, **of_trainer)
+    gather_loggers(trainer, ckpt_path)
     with contextlib.ExitStack() as stack:
-        if tokenizer is not None or isinstance(model, PreTrainedModel):
-            # a folder that goes at the end: what is trained is written to the run's
-            no_run = Trainer(max_steps=0, logger=False, devices=1, accelerator="cpu")
-            model = stack.enter_context(in_folder(model, tokenizer, no_run))
-        model = str(model)
+        # what is trained, or its adapter, is written beside it
+        model = stack.enter_context(in_folder(model, tokenizer, trainer, name=BASE_FOLDER))
         data = SFTDataModule(model, **of_data)
         data.read_records()
-        steps = max_steps if max_steps >= 0 else data.num_steps
-        trainer = Trainer(max_steps=steps, defaults=defaults, adds_csv_log=False, **of_trainer)
-        gather_loggers(trainer, ckpt_path)
+        data.limit_steps(trainer)
         sections = {
             "model": {"model": model, **of_module},
             "data": of_data,
-            "trainer": {"max_steps": steps, **of_trainer},
+            "trainer": {"max_steps": trainer.max_steps, **of_trainer},
         }
         trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
         module = SFTModule(model, **of_module)
@@ -164,6 +164,11 @@ def train(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule, ckpt_path
     return stopped_at
 
 
+def _is_all_of_it(lora: LoRA, model: str) -> bool:
+    """Whether the adapter that was trained and the base that it names are the model: its own adapter was not merged."""
+    return not has_adapter(model) or (lora.continue_adapter and base_of(model) != adapter_folder(model))
+
+
 def write_model(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule) -> str | None:
     """Writes the trained model, or the adapter alone, into the run's folder. A collective if weights are sharded.
 
@@ -176,12 +181,12 @@ def write_model(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule) -> 
     policy = module.policy
     lora = module.given["lora"]
     is_whole = not is_sharded(trainer.strategy.model or module)
-    if policy.has_adapters and is_whole and not lora.modules_to_save:
+    if policy.has_adapters and is_whole and not lora.modules_to_save and _is_all_of_it(lora, module.model):
         folder = Path(run_of, "adapter")
         if trainer.is_global_zero:
             lm: Any = policy.lm
             for config in lm.peft_config.values():  # found from any working folder
-                base = Path(str(config.base_model_name_or_path or module.model))
+                base = Path(base_of(module.model))
                 config.base_model_name_or_path = str(base.resolve()) if base.exists() else str(base)
             with naming_full_disk(f"adapter {folder}"):
                 lm.save_pretrained(folder)

@@ -1,5 +1,6 @@
 """Memory of a training step, counted without values, against what torch's allocator hands out in a real one."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -153,3 +154,40 @@ def test_of_a_model_whose_shapes_depend_on_values_only_the_states_are_known(conf
     text = capsys.readouterr().out
     assert "GB of weights, gradients and moments; activations of the model type 'mixtral' cannot be counted" in text
     assert "an engine" in text
+
+
+def gigabytes(configuration, capsys, *more):
+    """What the plan counts, by its name: training, an engine, a reference."""
+    text = configuration.read_text()
+    configuration.write_text(text.replace("model: {", "".join(["model: {", *more]), 1))
+    plan.main([str(configuration), "--devices", "1", "--device", "b200"])
+    configuration.write_text(text)
+    found = re.findall(r"^  (training|an engine|a reference|together) +([\d.]+) GB", capsys.readouterr().out, re.M)
+    return {name: float(value) for name, value in found}
+
+
+def test_the_frozen_copy_of_a_penalty_counts(configuration, capsys):
+    penalty = "kl_coefficient: 0.01, "
+    plain = gigabytes(configuration, capsys)
+    copied = gigabytes(configuration, capsys, penalty)
+    parameters = 4 * (4 * 4096**2 + 3 * 4096 * 11008) + 100_000 * 4096  # blocks, and the tied embedding
+    assert copied["a reference"] == pytest.approx(4 * parameters / 1e9, abs=0.06)
+    assert copied["together"] == pytest.approx(plain["together"] + copied["a reference"], abs=0.2)
+    adapters = gigabytes(configuration, capsys, penalty, "lora: {rank: 4}, ")
+    assert "a reference" not in adapters, "without its adapters the policy is the reference"
+
+
+def test_an_engine_within_another_is_counted_with_its_own_settings(configuration, capsys):
+    text = configuration.read_text()
+    inner = "{class_path: VLLMEngine, init_args: {gpu_memory_utilization: 0.25}}"
+    shares = {}
+    for name, engine in {
+        "given": f"{{class_path: EpisodeEngine, init_args: {{engine: {inner}}}}}",
+        "default": "{class_path: VLLMEngine}",
+        "sleeping": "{class_path: VLLMEngine, init_args: {sleep_level: 1}}",
+        "auto": "{class_path: EmbeddedEngine, init_args: {dtype: auto}}",
+    }.items():
+        configuration.write_text(re.sub(r"  engine: .*", f"  engine: {engine}", text))
+        shares[name] = gigabytes(configuration, capsys)["an engine"] / 180
+    shares.pop("auto")  # counted as float32
+    assert shares == pytest.approx({"given": 0.25, "default": 0.4, "sleeping": 0.6}, abs=0.01)

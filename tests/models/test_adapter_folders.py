@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import peft
 import pytest
@@ -9,12 +10,14 @@ import torch
 from every_family import model_types, tiny_config
 from flow import fit, make_data, make_module
 from tiny_models import save, tiny_qwen2, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lit_async_rl as rl
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.end_tokens import eos_token_ids, sampled_model
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import add_lora
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.models.weights import LORA_A, LORA_B, stream_weights
 
 IDS = torch.arange(8, 20)[None]
@@ -158,3 +161,30 @@ def test_fused_experts_are_refused_by_name(tmp_path):
     lm = AutoModelForCausalLM.from_config(tiny_config(model_types()["qwen3_moe"], vocab_size=64))
     with pytest.raises(ValueError, match=r"model\.lora\.target_modules='all-linear' adapts Qwen3MoeExperts"):
         add_lora(lm, rl.LoRA(rank=2, target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "both"])
+def test_completions_end_where_the_tokenizer_in_the_folder_says(kind, folders):
+    """For engines, validation and rewards alike: the chat template of an adapter may end turns with another token."""
+    assert sampled_model(folders["adapter"]) == folders["base"]
+    tokenizer = AutoTokenizer.from_pretrained(folders["base"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>"]})
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<|x|>{% endfor %}"
+    tokenizer.save_pretrained(folders[kind])
+    end = tokenizer.convert_tokens_to_ids("<|x|>")
+    assert end in TextCodec(folders[kind]).ends.ids
+    lm = load_policy(folders[kind])
+    assert set(eos_token_ids(lm)) == set(TextCodec(folders[kind]).ends.ids)
+    assert Path(lm.name_or_path).is_dir()
+    engine = rl.EmbeddedEngine()
+    engine.setup(sampled_model(folders[kind]))
+    assert end in engine.engine.slots._eos_token_ids
+
+
+@pytest.mark.parametrize("settings", [{}, {"random_init": True}, {"device": "meta"}])
+def test_end_tokens_of_the_generation_configuration_count_however_the_model_is_made(settings, folders):
+    path = Path(folders["base"], "generation_config.json")
+    path.write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert {1, 7} <= set(eos_token_ids(load_policy(folders["base"], **settings)))
+    path.write_text(json.dumps({"eos_token_id": []}))
+    assert eos_token_ids(load_policy(folders["base"], **settings)) == ()

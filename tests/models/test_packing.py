@@ -12,7 +12,7 @@ from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
-from tiny_models import SPARSE
+from tiny_models import SPARSE, tiny_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -457,3 +457,18 @@ def test_lora_is_seen_through():
     batch = groups(MIXED)
     found = CausalPolicy(lm, packing=PrefixTreePacking())(*batch[:2], group_index=batch[2]).logprobs
     torch.testing.assert_close(found, CausalPolicy(lm)(*batch[:2]).logprobs, atol=1e-5, rtol=0)
+
+
+def test_records_share_rows_as_long_as_the_longest_where_a_mask_keeps_them_apart():
+    """In fine-tuning each record is a group of its own: a row for each would save nothing."""
+    lm = tiny_llama()
+    lm.set_attn_implementation("eager")
+    lengths = [12, 3, 4, 5, 6, 6]
+    ids = torch.randint(2, 20, (len(lengths), max(lengths)))
+    needed = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    rows = PrefixTreePacking().layout(lm, ids, needed, group_index=list(range(len(lengths))))
+    assert rows.source.shape == (3, 12)
+    plain, packed = CausalPolicy(lm), CausalPolicy(lm, packing=PrefixTreePacking())
+    index = torch.arange(len(lengths))
+    expected = plain(ids, needed, group_index=index).logprobs[needed]
+    torch.testing.assert_close(packed(ids, needed, group_index=index).logprobs[needed], expected)

@@ -18,6 +18,7 @@ from flow import fit, make_data, make_module, parameters
 from test_resume import Watch, saving
 
 from lit_async_rl.callbacks import RolloutTape
+from lit_async_rl.lab import tape as tape_command
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.replay import tape as tape_writer
 from lit_async_rl.replay.tape import Tape, TapeWriter
@@ -119,6 +120,24 @@ def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path, capsys, 
     assert "reward" in run("sample", folder, "--num", 2)
     run("plot", folder, "--out", tmp_path / "tape.png")
     assert (tmp_path / "tape.png").stat().st_size > 10_000
+
+
+def test_a_filter_that_a_full_disk_ends_says_so_and_not_that_all_is_written(recorded, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tape_command, "CLOSE_S", 0.2)
+    with full_disk(), pytest.raises(SystemExit, match="the disk was full"):
+        tape_command.main(["filter", str(recorded[0]), "--out", str(tmp_path / "part")])
+    assert "written" not in capsys.readouterr().out
+
+
+def test_the_list_has_at_most_twenty_steps(tmp_path, recorded, capsys):
+    writer = TapeWriter(tmp_path)
+    (first, *_) = Tape(recorded[0]).steps()
+    for number in range(39):
+        writer.append(number, number, first.groups[:1], first.sampling)
+    writer.close(10.0)
+    tape_command.main(["list", str(tmp_path)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.split()[0].isdigit()]
+    assert len([row for row in rows if row.split()[0] == row.split()[1]]) == 20
 
 
 def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(recorded, tmp_path):

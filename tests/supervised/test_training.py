@@ -14,12 +14,15 @@ from every_family import TABLE, load, model_types, params, tiny_config
 from flow import MODEL, parameters
 from flow import make_module as make_policy
 from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import AutoTokenizer
 from tuning import RECORDS, fit, make_data, make_module, slow_loss
 
 import lit_async_rl as rl
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.tasks import SortDigits
 
 
@@ -209,6 +212,48 @@ def test_held_out_loss_and_accuracy_are_those_of_a_slow_loop():
             right += [bool(greedy[place - 1] == ids[place]) for place in row.trains.nonzero()[0]]
     assert found["val/token_accuracy"] == pytest.approx(sum(right) / len(right))
     assert set(found) == {"val/loss", "val/token_accuracy"}
+
+
+SHORT = dict(samples_per_step=2, learning_rate=1e-2, accelerator="cpu", enable_progress_bar=False)
+SORTED = [{"prompt": "21=", "completion": "12"}, {"prompt": "31=", "completion": "13"}]
+
+
+def weights_of(lm):
+    return torch.cat([weight.detach().flatten() for _, weight in sorted(lm.named_parameters())])
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_what_a_second_stage_writes_has_the_adapter_of_the_first(continued, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rl.sft(MODEL, SORTED, lora=LoRA(rank=2), epochs=2, **SHORT)
+    first = load_policy("runs/version_0/adapter")
+    lora = LoRA(rank=2, continue_adapter=continued)
+    trainer = rl.sft("runs/version_0/adapter", SORTED, lora=lora, epochs=2, **SHORT)
+    written = tmp_path / "runs" / "version_1" / ("adapter" if continued else "model")
+    second = weights_of(load_policy(str(written)))
+    tuned = dict(stream_weights(trainer.lightning_module.policy))
+    torch.testing.assert_close(second, torch.cat([tuned[name].flatten() for name in sorted(tuned)]))
+    assert not torch.allclose(second, weights_of(first))
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)])
+def test_what_a_run_from_memory_writes_can_be_used_when_it_is_over(lora, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    trainer = rl.sft(load_policy(MODEL), SORTED, lora=lora, tokenizer=tokenizer, epochs=1, **SHORT)
+    tuned = dict(stream_weights(trainer.lightning_module.policy))
+    written = load_policy(f"runs/version_0/{'model' if lora is None else 'adapter'}")
+    torch.testing.assert_close(weights_of(written), torch.cat([tuned[name].flatten() for name in sorted(tuned)]))
+    again = rl.SFTModule.load_from_checkpoint("runs/version_0/checkpoints/last.ckpt")
+    assert again.version == trainer.lightning_module.version == 1
+
+
+def test_epochs_end_a_run_of_any_trainer():
+    data = make_data(epochs=1.5)
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, **quiet)
+    trainer.fit(make_module(), data)
+    assert trainer.global_step == data.num_steps
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2, target_modules=["q_proj", "v_proj"])])
