@@ -13,7 +13,7 @@ from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.collapse import AlarmAction, CollapseWatch, StepHealth, Warn
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback
-from lit_async_rl.stabilizers.step_lr import raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import finds_scale, raw_optimizer, unscale_gradients
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -112,6 +112,8 @@ class CollapseAlarm(SignalCallback):
         unscale_gradients(trainer, optimizer)
         signals = self.reduce_signals(optimizer)
         norm, c = self._gradient(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
+        if finds_scale(trainer, raw_optimizer(optimizer)):
+            norm = None  # of a step that the loss scaler skips
         seen = StepHealth(
             ess_ratio=signals.ess_ratio,
             kl=signals.kl,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradientTreatment, GradSpaces
-from lit_async_rl.stabilizers.step_lr import raw_optimizer
+from lit_async_rl.stabilizers.step_lr import finds_scale, raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -43,6 +43,7 @@ class GradientClipping(GradientTreatment):
         self.max_in_a_row = max_in_a_row
         self.dropped = DroppedUpdates("GradientClipping", max_in_a_row)
         self._spaces = GradSpaces()
+        self._finds_scale = False  # the loss scaler skips this step
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
         """Clips the gradients between backward and step, in any loop; returns the metrics.
@@ -56,7 +57,7 @@ class GradientClipping(GradientTreatment):
         space = self._spaces.of(root, optimizer)
         gradients = space.gradients()
         norm = space.norms(gradients)[0].item()
-        self.dropped.note(not math.isfinite(norm), index)
+        self.dropped.note(not math.isfinite(norm) and not self._finds_scale, index)
         if not math.isfinite(norm):
             space.drop([0])
             return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
@@ -69,6 +70,11 @@ class GradientClipping(GradientTreatment):
         super().on_train_start(trainer, pl_module)
         self._spaces = GradSpaces()
         self.dropped.begin()
+
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Clips; overflows with which the loss scaler finds its scale do not count as dropped."""
+        self._finds_scale = finds_scale(trainer, raw_optimizer(optimizer))
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Fails the run after too many dropped steps, once all callbacks have completed the last one."""

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
 from lit_async_rl.stabilizers.step_lr import (
+    finds_scale,
     loss_scaler,
     optimizer_index,
     overflows,
@@ -46,10 +47,11 @@ class SkipNonFinite(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Checks the accumulated gradient; a collective where it is sharded."""
-        if (scaler := loss_scaler(trainer)) is not None:
-            is_broken = overflows(trainer, raw_optimizer(optimizer)) and scaler.get_scale() <= 1
+        raw = raw_optimizer(optimizer)
+        if loss_scaler(trainer) is not None:
+            is_broken = overflows(trainer, raw) and not finds_scale(trainer, raw)
         else:
-            space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
+            space = self._spaces.of(trainer.strategy.model or pl_module, raw)
             is_broken = not bool(space.norms(space.gradients()).isfinite().all())
             if is_broken:
                 space.drop(range(space.num_groups))

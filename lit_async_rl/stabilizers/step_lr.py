@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 # settings that decide on which device and in which layout an optimizer keeps its moments
 STATE_LAYOUT_SETTINGS = {"fused", "foreach", "capturable", "differentiable"}
+_unscaled_in: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # batch, counted over epochs
 
 
 def raw_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -76,16 +79,22 @@ def loss_scaler(trainer: AnyTrainer) -> Any:
 
 
 def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
-    """Divides gradients by the loss scale for fused optimizers, which unscale only within their own step.
+    """Divides gradients by the loss scale for fused optimizers, which unscale only within their own step. Idempotent.
 
-    Lightning unscales for all others before `on_before_optimizer_step`. The scaler tracks its state, so the call is
-    idempotent.
+    Lightning unscales for all others before `on_before_optimizer_step`, unless `training_step` returned None: it then
+    skips the step, and leaves the scaler's state as it is.
     """
     scaler = loss_scaler(trainer)
-    if scaler is None:
+    if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return
-    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":  # no public way to ask
+    states = scaler._per_optimizer_states  # no public way to ask
+    batch = trainer.fit_loop.total_batch_idx
+    if states[id(optimizer)]["stage"].name == "UNSCALED" and _unscaled_in.get(optimizer) != batch:
+        states[id(optimizer)] = _refresh_per_optimizer_state()  # the step of that batch was skipped
+    has_gradients = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+    if states[id(optimizer)]["stage"].name == "READY" and has_gradients and scaler._scale is not None:
         scaler.unscale_(optimizer)
+        _unscaled_in[optimizer] = batch
 
 
 def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
@@ -95,6 +104,15 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
         return False
     unscale_gradients(trainer, optimizer)
     return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def finds_scale(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
+    """Whether the loss scaler skips the step and lowers its scale, as it does until it has found the right one.
+
+    An overflow with a scale of at most 1 has another cause.
+    """
+    scaler = loss_scaler(trainer)
+    return scaler is not None and overflows(trainer, optimizer) and bool(scaler.get_scale() > 1)
 
 
 def has_plain_settings(optimizer: Optimizer) -> bool:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lit_async_rl.callbacks import GradientClipping
+from lit_async_rl.callbacks import CollapseAlarm, GradientClipping, GradientMonitor, SkipNonFinite
+from lit_async_rl.stabilizers.collapse import Stop
 
 
 @given(st.integers(0, 50), st.floats(0.01, 10))
@@ -70,6 +71,51 @@ def test_under_loss_scaling_the_bound_is_that_of_the_true_gradient(fused):
     (norms, one), (scaled_norms, other) = run(1.0), run(64.0)
     assert norms == pytest.approx(scaled_norms, rel=1e-2)
     torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+class Skips(Regression):
+    """Its `training_step` returns None for some batches, which Lightning then skips."""
+
+    skipped = (2,)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in self.skipped else loss
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skipped", [(2,), (0,), (1, 2)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_under_loss_scaling_a_batch_without_a_loss_is_skipped_as_without_callbacks(fused, skipped, accumulate):
+    def run(*callbacks):
+        module = Skips(lambda params: torch.optim.SGD(params, lr=0.01, fused=fused))
+        module.skipped = skipped
+        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+        trainer = fit(module, *callbacks, plugins=[precision], max_steps=-1, max_epochs=1, limit_train_batches=6,
+                      accumulate_grad_batches=accumulate)  # fmt: skip
+        return trainer.global_step, weights(module)
+
+    steps, plain = run()
+    watching = [GradientClipping(math.inf), GradientMonitor(), CollapseAlarm(), SkipNonFinite()]
+    found_steps, found = run(*watching)
+    assert found_steps == steps
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_overflows_with_which_the_loss_scaler_finds_its_scale_are_no_collapse(fused):
+    class Overflow(Regression):
+        def loss(self, batch):
+            return super().loss(batch) * (torch.inf if self.global_step < 5 else 1.0)
+
+    module = Overflow(lambda params: torch.optim.SGD(params, lr=0.1, fused=fused))
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    clipping = GradientClipping(1.0, max_in_a_row=2)
+    alarm = CollapseAlarm(Stop(), min_ess_ratio=None, max_kl=None)
+    trainer = fit(module, clipping, alarm, plugins=[precision])
+    assert trainer.global_step == 6
+    assert not alarm.reports
+    assert clipping.dropped.total == 0
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
