@@ -7,7 +7,6 @@ calls the tools that the policy asks for, and has the last reply scored.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from lit_async_rl.agents.held import Held
+from lit_async_rl.agents.strict_json import checked_json, read_object
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.functions import exact_match
@@ -27,6 +27,7 @@ MISSING = 'tools of MCP servers need the package mcp: pip install "lit-async-rl[
 MAX_ERROR_CHARS = 2000
 MAX_STDERR_BYTES = 2**20
 MAX_NAME_CHARS = 200
+MAX_DEPTH = 100  # of arguments: beyond 200, mcp's client cannot write them and its server cannot read them
 START_LIMITS = 4  # requests until a server has listed its tools, each with its own limit
 
 
@@ -144,11 +145,12 @@ class McpTools:
         if all(schema["function"]["name"] != name for schema in self.schemas):
             return f"error: unknown tool {name!r}"
         try:
-            given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            given = read_object(arguments) if isinstance(arguments, str) else dict(arguments)
+            checked_json(given, default=str)
         except ValueError as error:
-            return f"error: the arguments are no JSON: {error}"
-        if not isinstance(given, dict):
-            return "error: the arguments must be a JSON object"
+            return f"error: the arguments must be a JSON object: {error}"
+        if _depth(given) > MAX_DEPTH:
+            return f"error: the arguments are nested more than {MAX_DEPTH} deep"
         try:
             result = await self._client.call_tool(name, given)
         except Exception as error:
@@ -179,6 +181,17 @@ def _is_answer(error: Exception) -> bool:
     from mcp.types import INVALID_PARAMS, METHOD_NOT_FOUND
 
     return isinstance(error, MCPError) and error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND)
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects in JSON, counted without recursion, which deep JSON would exhaust."""
+    depth = -1
+    level = [value]
+    while level:
+        depth += 1
+        inner = [one for one in level if isinstance(one, (dict, list, tuple))]
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def _text(part: Any) -> str:

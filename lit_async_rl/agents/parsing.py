@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_async_rl.agents.calls import ReplyMessage, ToolCall
+from lit_async_rl.agents.strict_json import checked_json, read_object
 from lit_async_rl.models.tokenizer import TextCodec
 
 NewId = Callable[[], str]
@@ -101,9 +102,14 @@ def read_call(name: Any, arguments: Any, new_id: NewId) -> ToolCall:
     """The call of a name with arguments: an object, or its JSON.
 
     Raises:
-        ValueError: they are none.
+        ValueError: they are none, or cannot be sent as JSON in UTF-8.
     """
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(json.loads(written), dict) or not isinstance(name, str):
-        raise ValueError(f"arguments of a tool call are not a JSON object: {written[:100]}")
+    written = arguments if isinstance(arguments, str) else checked_json(arguments)
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a tool call is no text: {str(name)[:100]}")
+    checked_json(name)
+    try:
+        read_object(written)
+    except ValueError as error:
+        raise ValueError(f"arguments of a tool call are not a JSON object: {written[:100]} ({error})") from None
     return ToolCall(id=new_id(), name=name, arguments=written)

@@ -17,6 +17,7 @@ from typing import Any
 
 from lit_async_rl.agents.calls import REASONING_KEYS, ReplyMessage
 from lit_async_rl.agents.parsing import NewId, ReplyParser, TaggedParser, read_call
+from lit_async_rl.agents.strict_json import checked_json
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.runtime.limited_log import LimitedLog
 
@@ -125,6 +126,7 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
     if not isinstance(content, str):
         raise TypeError(f"the content is no text: {str(content)[:100]}")
     reasoning = next((str(found[name]) for name in REASONING_KEYS if found.get(name)), None)
+    checked_json([content, reasoning])  # a template may read them from JSON, with its escapes
     return ReplyMessage(content=content, tool_calls=tuple(calls), reasoning=reasoning)
 
 

@@ -16,6 +16,7 @@ from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.runtime.files import replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.object_config import as_config
+from lit_async_rl.utils.secrets import concealed
 
 CONFIG_FILE = "config.yaml"
 LEADING_RANK_SETTINGS = (
@@ -38,7 +39,7 @@ class SaveSettings(pl.Callback):
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]], ckpt_path: str | None) -> None:
         held, self._named = as_config(settings)  # now: callbacks change in a run
-        self._settings = {**_process_settings(), "ckpt_path": ckpt_path, **held}
+        self._settings = concealed({**_process_settings(), "ckpt_path": ckpt_path, **held})
         self._is_saved = False
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:

@@ -280,9 +280,7 @@ class SaveConfig(SaveConfigCallback):
     """Writes all settings to `config.yaml` in the run's folder and to trackers; nothing without a logger."""
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        self.config = self.config.clone()
-        for name, value in list(self.config.items()):
-            self.config[name] = concealed(value, name)
+        self.config = concealed(self.config)
         if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             super().setup(trainer, pl_module, stage)
 

@@ -65,6 +65,13 @@ _SIGN = re.compile(r"(?:(?:^|(?<=[\s(=\[{:,$]))-|(?:(?<=\bis)|(?<=\bwas)|(?<=[=:
 _FORMULA_BEFORE = re.compile(r"(?:[\^_*+×·÷/<>≤≥{]|[\d)}]\s*-|\b[A-Za-z]\s*-|[\w)]\(|\\(?!approx)[a-z]+)\s*$")
 _FORMULA_BEHIND = re.compile(r"[A-Za-z(_]|,\d|\s*(?:[{*^+×·÷/<>≤≥!\\]|-\s*\d)|\s[B-HJ-Zb-z]\b")
 _ANNOUNCED = re.compile(r"(?i)\banswer(?:\s+is|\s*:)(?:\s*:)?(?:\s+(?:about|approximately|thus))?\s*|####\s*")
+_TAG = re.compile(r"(?i)<answer>")
+_END_OF_TAG = re.compile(r"(?i)</answer>")
+_NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")  # not behind `!`, which may be a factorial
+_MINUS_IN_WORDS = re.compile(
+    r"(?i)(?:(?P<operand>[\d)}%]|\b[a-z])\s+minus\s+|(?<![\w\\-])(?<!or )(?:minus|negative)\s+)"
+    r"(?=(?:\\?[$€£¥₹]\s?)?\.?\d)"
+)
 _END_OF_ANSWER = re.compile(r"\n|[;(]|[.!?](?:\s|$)|,\s|\b(?:because|since|as|for|when|if|where|which)\b")
 _MATH_IN_TEXT = re.compile(r"(?<![\\\w])\$(?! )([^$\n]{1,80}?)(?<! )\$(?![\d$])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -136,10 +143,11 @@ def read_answer(text: str) -> Answer:
 
 
 def normal_form(text: str) -> str:
-    r"""Text with one spelling of signs and numbers: `−7` and `–7` as -7, `2¾` as 2 3/4, `0.8\overline{3}` as 5/6."""
+    r"""Text with one spelling of signs and numbers: `–7` and `minus 7` as -7, `2¾` as 2 3/4, `.\overline{3}` as 1/3."""
     for symbol, usual in _SYMBOLS.items():
         text = text.replace(symbol, usual)
     text = re.sub(r"(?:^|(?<=[\s=({\[<>,:$]))–(?=\s?\.?\d)", "-", text)
+    text = _MINUS_IN_WORDS.sub(lambda match: f"{match['operand']} - " if match["operand"] else "-", text)
     text = re.sub(r"(?:^|(?<=[=({\[]))(\s*)-\s*-\s*(?=\d)", r"\1", text)  # not in a sentence, where it is a dash
     text = re.sub(r"(?<=10)[⁻⁺]?[⁰¹²³⁴-⁹]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
     text = _VULGAR_FRACTION.sub(_vulgar_fraction, text)
@@ -315,6 +323,34 @@ def last_quantity(completion: str, unit: str | None) -> Answer | None:
         bare = [one for one in known if not units.meanings(one.unit)]
         return (alike or (bare if unit else known) or known)[-1]
     return None
+
+
+def tags_as_announcements(completion: str) -> str:
+    """A completion in which `<answer>5</answer>` is a line of its own, `answer: 5`.
+
+    Several lines without a closing tag are no answer: they follow a mention of the tag.
+    """
+    *before, last = _TAG.split(completion)
+    answer, *after = _END_OF_TAG.split(last, maxsplit=1)
+    if not before or (not after and "\n" in answer.strip()):
+        return completion
+    return "\n".join([*before, f"answer: {answer}", *after])
+
+
+def announced_formula(completion: str) -> str | None:
+    r"""The formula on the rest of the line behind the last `answer is`, `answer:` or `####`.
+
+    None without one: with words beside it (`x + 1, not x + 2`), in a question, or where LaTeX's delimiters show it, as
+    a box does. Three numbers with colons would be read as a quotient of quotients, and are none, too.
+    """
+    _, *announced = _ANNOUNCED.split(completion[-MAX_TEXT_CHARS:].replace("**", ""))
+    if not announced or "\\boxed" in completion:
+        return None
+    line = _NEXT_SENTENCE.split(announced[-1].partition("\n")[0], maxsplit=1)[0]
+    text = bare_formula(line.strip().removesuffix(".").strip(" \t`"))
+    if not text or text.count("{") != text.count("}") or re.search(r"\$|\\[(\[]|\?|\d\s*:\s*\d+\s*:", text):
+        return None
+    return text if read_answer(text).words is None else None
 
 
 def _without_dollars(match: re.Match[str]) -> str:

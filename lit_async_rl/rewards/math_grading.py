@@ -40,7 +40,7 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
 
     def grade(reference: str, completion: str) -> tuple[bool | None, str, str]:
         reference = answers.normal_form(reference)
-        completion = answers.normal_form(completion)
+        completion = answers.normal_form(answers.tags_as_announcements(completion))
         has_boxes = reference.count("\\boxed") > 1  # they are items of a list
         right = Answer(math=reference) if has_boxes else answers.read_answer(reference)
         if right.words is not None:
@@ -58,9 +58,13 @@ def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
         boxed = answers.final_answer(completion)
         if right.number is None and completion.count("\\boxed") > 1:
             boxed = None  # as above
-        given = None if boxed is None else answers.read_as_quantity(boxed, right.unit)
+        given = None
         if boxed is None and right.number is not None:
             given = answers.last_quantity(completion, right.unit)
+        if boxed is None and given is None and (boxed := answers.announced_formula(completion)) is not None:
+            completion = f"\\boxed{{{boxed}}}"
+        if boxed is not None:
+            given = answers.read_as_quantity(boxed, right.unit)
         if given is not None and given.number is not None:
             return _graded_quantity(right, given, lambda: is_equal(gold, parse(f"${given.math}$")))
         factors = None if given is None else units.ratios(given.unit, right.unit)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
 import contextlib
 import functools
 import json
+import math
+import pickletools
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,8 @@ from lit_async_rl.problem import Prompt
 
 _OPENING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*")
 _CLOSING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*")
+MAX_UNPACKED_BYTES = 2**29  # of packed cases; more of them are refused
+_AROUND_TEXT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}  # of a pickle that is one text
 ALIASES = {
     "py": "python",
     "python3": "python",
@@ -107,7 +113,8 @@ def read_cases(prompt: Prompt) -> Cases:
     | `public_test_cases`, `private_test_cases` or `test_cases`, of `input` and `output` | LiveCodeBench, Codeforces |
 
     The answer counts as such fields if it is JSON of an object, as a list of cases or of assert statements if it is
-    JSON of a list, and else as code of tests, if it has `assert` or `def check(`.
+    JSON of a list, and else as code of tests, if it has `assert` or `def check(`. LiveCodeBench's `private_test_cases`
+    may be packed as it publishes them.
 
     Raises:
         ValueError: the fields contradict each other, are no cases, or their tests test nothing.
@@ -150,20 +157,44 @@ def _from_record(record: Mapping[str, Any]) -> Cases:
     outputs = _field(record, "outputs")
     if inputs is not None or outputs is not None:
         return _paired(inputs, outputs, function=_field(record, "fn_name"))
-    listed: list[Any] = []
-    for name in ("public_test_cases", "private_test_cases", "test_cases", "tests"):
-        found = _field(record, name)
-        listed += found if isinstance(found, list) else []
+    listed = _listed(record)
     if not listed:
         return Cases()
-    for one in listed:
-        if not isinstance(one, Mapping) or "input" not in one or "output" not in one:
-            raise ValueError(f"a test case needs input and output, got {str(one)[:100]!r}")
     if any(one.get("testtype") == "functional" for one in listed):
         name = function or _field(_field(record, "metadata") or {}, "func_name")
         calls = [(_arguments(one["input"]), _parsed(one["output"])) for one in listed]
         return Cases(calls=calls, function=_named(name))
     return Cases(streams=[(_text(one["input"]), _text(one["output"])) for one in listed])
+
+
+def _listed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Cases of input and output, of all fields together."""
+    listed: list[Any] = []
+    for name in ("public_test_cases", "private_test_cases", "test_cases", "tests"):
+        found = _field(record, name)
+        if isinstance(found, str):
+            found = _unpacked(found)
+        if found is not None and not isinstance(found, (list, tuple)):
+            raise ValueError(f"{name} must be a list of cases with input and output, got {str(found)[:100]!r}")
+        listed += found or ()
+    for one in listed:
+        if not isinstance(one, Mapping) or "input" not in one or "output" not in one:
+            raise ValueError(f"a test case needs input and output, got {str(one)[:100]!r}")
+    return listed
+
+
+def _unpacked(text: str) -> Any:
+    """The JSON that LiveCodeBench packs: base64 of a compressed pickle of its text; other text as it is.
+
+    The pickle is taken apart and not loaded: loading one calls what it names.
+    """
+    try:
+        pickled = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), MAX_UNPACKED_BYTES)
+        parts = [(part.name, value) for part, value, _ in pickletools.genops(pickled)]
+        (packed,) = (value for name, value in parts if name not in _AROUND_TEXT)
+        return json.loads(packed) if isinstance(packed, str) else text
+    except (ValueError, TypeError, RecursionError, zlib.error):
+        return text
 
 
 def _paired(inputs: Any, outputs: Any, function: Any) -> Cases:
@@ -254,7 +285,7 @@ def _equal(found: str, expected: str, tolerance: float) -> bool:
         difference = abs(float(found) - number)
     except ValueError:
         return False
-    return difference <= tolerance * max(1.0, abs(number))
+    return math.isfinite(number) and difference <= tolerance * max(1.0, abs(number))
 
 
 # -- Tests that test nothing ------------------------------------------------------------------------------------------

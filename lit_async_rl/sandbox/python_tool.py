@@ -20,7 +20,9 @@ from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, 
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.utils.checks import check_range
 
-CALL = r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```[ \t\n]*$"
+_FENCE = r"(?m:^) {0,3}```"
+# no line of the code is a fence, or it would begin with an earlier block of the turn
+CALL = rf"{_FENCE}(?:python|py)?[ \t]*\n(?P<code>(?:(?!{_FENCE}).)*?) {{0,3}}```[ \t\n]*$"
 
 
 class PythonTool(Environment):

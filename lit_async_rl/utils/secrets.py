@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 CONCEALED = "***"
 SECRET_NAME = re.compile(r"(?i)(api_?key|token|secret|password)$")  # of a setting that may hold one
-_NAME = r"(?:api_?key|(?:access|api|auth|hf|hub)_?token|secret|password|authorization)"  # of one that does
+_NAME = (  # of one that does, also as a header
+    r"(?:(?:access|api|private|secret)[_-]?key|(?:access|api|auth|bearer|hf|hub)[_-]?token|secret|password"
+    r"|authorization|cookie)"
+)
+_HOLDER = re.compile(rf"(?i){_NAME}s?$")
 VARIABLE_NAME = re.compile(r"[A-Z]{1,16}(_[A-Z0-9]{1,16})*")  # as variables are called, and no key is
 CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # of an address, `https://user:password@host`
 _KEYS = re.compile(  # by their form: OpenAI and others, Hugging Face, GitHub, Slack, Google, AWS, a JSON Web Token
@@ -82,9 +88,22 @@ def check_address(setting: str, url: str, key_setting: str) -> None:
 
 
 def concealed(value: Any, name: str = "") -> Any:
-    """A setting with `***` for each text in it under the name of a key or password, for trackers and files."""
-    if isinstance(value, str) and re.search(rf"(?i){_NAME}$", name):
-        return CONCEALED
+    """A setting with `***` for each text in it under the name of a key or password, for trackers and files.
+
+    Args:
+        value: the setting; it stays as it is. Namespaces of the command line are in lists and dictionaries, too.
+        name: of the setting; what is in a list or dictionary under the name of a key is concealed as well.
+    """
+    is_secret = _HOLDER.search(name) is not None
+    if isinstance(value, str):
+        return CONCEALED if is_secret or name == "token" else value
     if isinstance(value, Mapping):
-        return {key: concealed(item, str(key)) for key, item in value.items()}
-    return [concealed(item) for item in value] if isinstance(value, list) else value
+        return {key: concealed(item, name if is_secret else str(key)) for key, item in value.items()}
+    if isinstance(value, Namespace):
+        found = copy.copy(value)
+        vars(found).update(concealed(vars(value), name))
+        return found
+    if isinstance(value, (list, tuple, set)):
+        items = [concealed(item, name) for item in value]
+        return items if isinstance(value, list) else type(value)(items)
+    return value

@@ -42,6 +42,7 @@ def fail(how: str) -> str:
 
 server.run("stdio")
 """
+HOSTILE = [r'"\ud83d"', "NaN", "1e999", "9" * 5000, *["[" * depth + "]" * depth for depth in (250, 900, 100_000)]]
 
 
 @pytest.fixture
@@ -79,6 +80,8 @@ def test_mistakes_of_the_policy_and_errors_of_a_tool_are_texts(server):
         async with McpTools(server) as tools:
             names = [schema["function"]["name"] for schema in tools.schemas]
             asked = [("count", "{}"), ("nothing", "{}"), ("count", "{"), ("count", "[]"), ("fail", '{"how": 1}')]
+            asked += [("fail", f'{{"how": {how}}}') for how in HOSTILE]
+            asked += [("fail", {"how": "\ud83d"}), ("fail", {"how": float("nan")})]
             said = [await tools.call(name, arguments) for name, arguments in asked]
             return names, [*said, await tools.call("fail", {"how": "raise"}), await tools.call("count", {})]
 

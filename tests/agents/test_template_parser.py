@@ -7,6 +7,7 @@ from agent_endpoints import TOOL
 from chat_models import chat_model
 
 from lit_async_rl.agents import AutoParser, TaggedParser, TemplateParser
+from lit_async_rl.agents.calls import ReplyMessage
 from lit_async_rl.agents.template_parser import XML_CALLS
 from lit_async_rl.models.tokenizer import TextCodec
 
@@ -68,6 +69,47 @@ def test_arguments_that_are_no_object_are_text():
         assert parse(text, TaggedParser()).content == text
     found = parse('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', TaggedParser())
     assert json.loads(found.tool_calls[0].arguments) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        r'{"name": "add", "arguments": {"a": "\ud83d"}}',
+        r'{"name": "add", "arguments": "{\"a\": \"\\ud83d\"}"}',
+        r'{"name": "add", "arguments": {"\udc00": 1}}',
+        r'{"name": "add\ud83d", "arguments": {}}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": "add", "arguments": {"a": -Infinity}}',
+        '{"name": "add", "arguments": {"a": 1e999}}',
+        '{"name": "add", "arguments": "{\\"a\\": 1e999}"}',
+    ],
+)
+def test_calls_that_cannot_be_sent_as_json_are_text(call):
+    """Half a surrogate pair is no UTF-8, and clients in other languages read no NaN."""
+    tagged = f"<tool_call>{call}</tool_call>"
+    assert parse(tagged, TaggedParser()) == ReplyMessage(content=tagged)
+    bracketed = f"[CALL]{call}[/CALL]"
+    assert parse(bracketed, TemplateParser(TEMPLATE)) == ReplyMessage(content=bracketed)
+
+
+def test_calls_that_are_nested_too_deeply_are_text():
+    deep = f'{{"a": {"[" * 100_000}{"]" * 100_000}}}'
+    for arguments in (deep, json.dumps(deep)):
+        text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+        assert parse(text, TaggedParser()) == ReplyMessage(content=text)
+
+
+def test_a_whole_surrogate_pair_and_a_large_number_are_arguments():
+    found = parse(
+        r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d\ude00", "b": 1e300}}</tool_call>', TaggedParser()
+    )
+    assert found.tool_calls[0].arguments == '{"a": "😀", "b": 1e+300}'
+
+
+def test_reasoning_that_cannot_be_sent_is_content():
+    fields = TEMPLATE["fields"] | {"thinking": {"open": "[THINK]", "close": "[/THINK]", "content": "json"}}
+    text = r'[THINK]"\ud83d"[/THINK]done'
+    assert parse(text, TemplateParser(TEMPLATE | {"fields": fields})) == ReplyMessage(content=text)
 
 
 def test_what_a_template_cannot_read_is_content():

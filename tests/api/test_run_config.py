@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger
 
 import lit_async_rl as rl
-from lit_async_rl.api.run_config import as_config, comparable
+from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.cli.app import main
 
 REWARD = "def judge(prompt, completion):\n    return float(len(completion) % 2)\n"
@@ -102,6 +102,12 @@ def test_objects_of_python_are_named_in_the_file_and_in_trackers(tmp_path):
     assert parameters["model"] == written["model"]
     assert parameters["data"]["group_size"] == 4
     assert parameters["data"]["prompts"] == "list of 30 items"
+
+
+def test_keys_in_dictionaries_are_written_nowhere():
+    given = {"data": {"sampling": {"headers": {"Authorization": "Bearer KEY"}, "max_tokens": 3}}}
+    held = SaveSettings(given, ckpt_path=None)._settings
+    assert held["data"]["sampling"] == {"headers": {"Authorization": "***"}, "max_tokens": 3}
 
 
 def public_objects():

@@ -12,8 +12,7 @@ from lit_async_rl.rewards.json_answers import json_match
 from lit_async_rl.rewards.math_grading import math_grader
 
 FILES = [Path(__file__).with_name(f"graded_answers{name}.jsonl") for name in ("", "_held_out", "_third")]
-MISSED = {  # what was asked is not known, radians are no rational factor of degrees, and the library drops the x
-    ("8", "The answer is 8x."),
+MISSED = {  # what was asked is not known, and radians are no rational factor of degrees
     ("$3.50", "The change is $3.50 from a $10 bill."),
     (r"\frac{\pi}{4}", r"\boxed{45^\circ}"),
     (r"60^\circ", r"\boxed{\frac{\pi}{3} \text{ radians}}"),
@@ -83,5 +82,64 @@ def test_the_grades_of_json_match_are_the_labels() -> None:
     ],
 )
 def test_a_right_answer_passes_and_its_neighbour_does_not(answer: str, right: str, wrong: str) -> None:
+    grade = math_grader()
+    assert (grade(answer, right)[0], grade(answer, wrong)[0]) == (True, False)
+
+
+ANNOUNCED = {  # an answer behind `answer is` without a box, right and wrong
+    "x+1": (
+        ["x+1.", "$x+1$.", "`x + 1`.", "**x+1**", "y = x+1.", "x+1. I hope it is correct."],
+        ["x+2.", "2(x+1).", "x+1, not x+2.", "x+1 or x+2.", "not x+1.", "x+1?", "x+1 if x > 0, else x-1."],
+    ),
+    "(1,2)": (["(1,2).", "(1, 2)", "$(1,2)$."], ["(2,1).", "(1,2) or (2,1).", "(1,2,3).", "(1,3).", "(1,2]."]),
+    "[0,1)": (["[0,1).", r"\([0,1)\).", r"0 \le x < 1."], ["[0,1].", "(0,1).", "[0,1) and [2,3).", "[0,10)."]),
+    "1,2": (["1, 2.", "2, 1.", "1 and 2."], ["1.", "1, 2, 3.", "1.2.", "12.", "1, 3.", "1, 2, ...", "not 1, 2."]),
+    "x<3": (["x < 3.", "3 > x"], ["x <= 3.", "x > 3.", "3.", "x < 3 and x > 1.", "x < 30.", "y < 4."]),
+    "10:30": (["10:30", "10:30."], ["10:45.", "10", "30", "10:30 or 11:30.", "10:30:15"]),
+    "3:2": (["3:2."], ["2:3.", "3:2:1.", "3.", "2.", "3:20."]),
+    "2x": (["2x.", "2 x"], ["2.", "2x+1.", "-2x.", "2x/3.", "2x^2."]),
+    "n": (["n."], ["n! / 2.", "n!", "2n."]),
+    r"\sqrt{2}": ([r"\sqrt{2}.", "sqrt(2)."], [r"\sqrt{3}.", "2.", r"2\sqrt{2}."]),
+    r"3\sqrt{2} \text{ feet}": ([r"3\sqrt{2} feet."], [r"3\sqrt{2} cm.", r"\sqrt{2} feet."]),
+    "8": (["2^3.", "4 * 2."], ["8x.", "8 * 2.", "8 / 2"]),
+}
+
+
+@pytest.mark.parametrize("answer", ANNOUNCED)
+@pytest.mark.parametrize("form", ["The answer is {}", "So it is 5.\n#### {}", "Answer: {}\nThe end."])
+def test_an_announced_formula_is_read_like_one_in_a_box(answer: str, form: str) -> None:
+    grade = math_grader()
+    right, wrong = ANNOUNCED[answer]
+    found = {text: grade(answer, form.format(text))[0] for text in (*right, *wrong)}
+    assert found == dict.fromkeys(right, True) | dict.fromkeys(wrong, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("5", "<answer>5</answer>", "<answer>6</answer>"),
+        ("5", "<think>3 + 2 = 5</think><answer>\n5\n</answer>", "<think>3 + 2 = 5</think><answer>\n6\n</answer>"),
+        ("5", "<think>The answer is 6.</think><answer>5", "<think>The answer is 5.</think><answer>6"),
+        ("5", "<answer>6</answer> No: <answer>5</answer>", "<answer>5</answer> No: <answer>6</answer>"),
+        ("5", r"<answer>\boxed{5}</answer>", "<answer>-5</answer>"),
+        ("5", "<ANSWER>5</ANSWER>", "<answer>5x</answer>"),
+        ("18", "<think>9*2</think><answer>$18</answer>", "<think>9*2 = 18</think><answer>$9</answer>"),
+        ("18 dollars", "<answer>18 dollars</answer>", "<answer>18 cents</answer>"),
+        ("3/4", "<answer>3/4</answer>", "<answer>4/3</answer>"),
+        ("x+1", "<answer>x+1</answer>", "<answer>x+2</answer>"),
+        ("Paris", "<answer>Paris</answer>", "<answer>Rome</answer> Paris"),
+        ("Paris", "I write it into <answer> tags.\nIt is Paris.", "Paris is in <answer> tags.\nIt is Rome."),
+        ("B", "It is not A. <answer>(B)</answer>", "It is not A, but B. <answer>A</answer>"),
+        ("-5", "It is minus 5.", "It is 5."),
+        ("-5", "Negative 5 degrees", "It is non-negative 5"),
+        ("-5", "The answer is minus $5.", "10 minus 5"),
+        ("minus 5", "-5", "5"),
+        ("5", "10 minus 5 is 5.", "minus 5"),
+        ("5", "5 and not minus", r"\boxed{negative 5}"),
+        ("-5", "minus 5", "plus or minus 5"),
+        ("-5", "negative 5", "It is x minus 5"),
+    ],
+)
+def test_answers_in_tags_and_signs_in_words(answer: str, right: str, wrong: str) -> None:
     grade = math_grader()
     assert (grade(answer, right)[0], grade(answer, wrong)[0]) == (True, False)

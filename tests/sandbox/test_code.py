@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -305,6 +308,55 @@ def test_cases_that_cannot_be_read(reward, fields, words):
         reward(prompt(**fields), fenced("x"))
 
 
+def packed(cases, protocol=None):
+    """Cases as LiveCodeBench publishes the private ones."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases), protocol=protocol))).decode()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_packed_private_cases_count(protocol):
+    """A program that prints the public example's answer would have been right."""
+    public = json.dumps([{"input": "3", "output": "9", "testtype": "stdin"}])
+    private = packed([{"input": "7", "output": "ä", "testtype": "stdin"}] * 2, protocol=protocol)
+    cases = read_cases(prompt(public_test_cases=public, private_test_cases=private))
+    assert cases.streams == [("3", "9"), ("7", "ä"), ("7", "ä")]
+
+
+class Hostile:
+    """Its pickle, when it is loaded, ends the process."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("private_test_cases", base64.b64encode(zlib.compress(pickle.dumps(Hostile()))).decode()),
+        ("private_test_cases", base64.b64encode(zlib.compress(pickle.dumps(["[]", "[]"]))).decode()),
+        ("private_test_cases", base64.b64encode(zlib.compress(b"no pickle")).decode()),
+        ("private_test_cases", packed({"input": ["7"], "output": ["49"]})),
+        ("private_test_cases", packed([])[:-8]),
+        ("private_test_cases", {"input": ["7"], "output": ["49"]}),
+        ("test_cases", '[{"input": "7", "output"'),
+        ("tests", 5),
+        ("public_test_cases", "7 -> 49"),
+    ],
+)
+def test_fields_of_cases_that_are_no_lists_are_refused(name, value):
+    """They were left out without a word, and the other cases decided."""
+    other = "test_cases" if name != "test_cases" else "public_test_cases"
+    with pytest.raises(ValueError, match=f"^{name} must be a list of cases with input and output, got "):
+        read_cases(prompt(**{other: [{"input": "3", "output": "9"}], name: value}))
+
+
+def test_empty_fields_of_cases_are_none():
+    fields = dict(
+        public_test_cases="[]", private_test_cases="", test_cases=({"input": "3", "output": "9"},), tests=None
+    )
+    assert read_cases(prompt(**fields)).streams == [("3", "9")]
+
+
 def test_fields_of_public_sets():
     assert (
         read_cases(prompt(test_list=["assert 1"], test_imports=["import re"], test_setup_code="")).setup == "import re"
@@ -373,6 +425,12 @@ def test_objects_of_tests_are_handed_over_beside_the_program(reward):
         ("0.34", "0.33333", ("lines", 1e-4), False),
         ("nan", "1", ("tokens", 1e-4), False),
         ("1000001", "1000000", ("tokens", 1e-5), True),
+        ("3", "INF", ("lines", 1e-4), False),
+        ("3", "-inf", ("tokens", 1e-4), False),
+        ("3", str(7**400), ("lines", 1e-4), False),
+        ("inf", str(7**400), ("lines", 1e-4), False),
+        ("INF", "INF", ("lines", 1e-4), True),
+        (f"{7**400} 2.0", f"{7**400} 2", ("lines", 1e-4), True),
         ("1\n", "1", ("exact", 0.0), False),
         ("", "", ("lines", 0.0), True),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 
 import pytest
 from sandboxes import LIMITS, levels
 
 import lit_async_rl as rl
-from lit_async_rl.sandbox.python_tool import shortened
+from lit_async_rl.sandbox.python_tool import CALL, shortened
 
 pytestmark = pytest.mark.skipif(not levels("limits"), reason="needs Linux or macOS")
 LIMIT = {"limits": LIMITS, "allow_unsandboxed": not levels()}
@@ -45,6 +46,33 @@ def test_the_policy_reads_what_programs_print():
     assert "NameError: name 'x' is not defined" in texts[1]
     assert "bad" in texts[2]
     assert "SIGSEGV" in texts[3] or "ended" in texts[3]
+
+
+@pytest.mark.parametrize(
+    ("turn", "code"),
+    [
+        (call("print(2)"), "print(2)\n"),
+        ("```python\nprint(2)\n```", "print(2)\n"),
+        ("```py \nprint(2)```\n\n", "print(2)"),
+        ("1.\n   ```\n   print(2)\n   ```", "   print(2)\n"),
+        (f"{call('x = 1')}\nThat is not enough, so:\n{call('print(2)')}", "print(2)\n"),
+        (f"Data:\n```text\n1 2\n```\nso:\n{call('print(2)')}", "print(2)\n"),
+        (f"Data:\n```\n1 2\n```\nso:\n{call('print(2)')}", "print(2)\n"),
+        (call("print('```python')"), "print('```python')\n"),
+        (f"{call('x = 1')}\nThe answer is 42.", None),
+        (f"{call('x = 1')}\nIt prints:\n```text\n1\n```", None),
+        ("It is written ```python\nprint(2)\n```", None),
+        ("```python\nprint(2)", None),
+    ],
+)
+def test_a_turn_is_a_call_of_the_block_at_its_end(turn, code):
+    found = re.search(CALL, turn, re.DOTALL)
+    assert (None if found is None else found["code"]) == code
+
+
+def test_a_turn_of_many_blocks_is_read_in_linear_time():
+    assert re.search(CALL, "```python\n" * 100_000, re.DOTALL) is None
+    assert re.search(CALL, "```python\n" + "``` x" * 100_000, re.DOTALL) is None
 
 
 def test_the_last_turn_is_the_answer():

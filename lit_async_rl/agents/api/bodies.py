@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
-from lit_async_rl.agents.api.formats import content_check, refuse_constant
+from lit_async_rl.agents.api.formats import content_check
 from lit_async_rl.agents.api.shapes import (
     MAX_CHOICES,
     Body,
@@ -27,6 +27,7 @@ from lit_async_rl.agents.api.shapes import (
 )
 from lit_async_rl.agents.calls import REASONING_KEYS
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
+from lit_async_rl.agents.strict_json import refuse_constant
 from lit_async_rl.types import SamplingParams
 
 CHAT = "/v1/chat/completions"

@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, quoted
 from lit_async_rl.agents.reply_rules import ContentCheck
+from lit_async_rl.agents.strict_json import refuse_constant
 
 MAX_SCHEMA_CHARS = 100_000
 
@@ -77,8 +78,3 @@ def _parsed(content: str) -> tuple[Any, str | None]:
     except (ValueError, RecursionError) as error:
         return None, f"its content is not JSON: {str(error)[:100]}"
     return value, None if isinstance(value, dict) else "its content is JSON, and no object"
-
-
-def refuse_constant(name: str) -> Any:
-    """Refuses NaN and Infinity, which Python's parser takes for JSON."""
-    raise ValueError(f"{name} is not JSON")
