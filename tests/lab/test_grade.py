@@ -132,6 +132,26 @@ def test_references_are_graded_for_themselves_where_there_are_no_answers(folder,
 
 
 @pytest.mark.parametrize(
+    ("records", "last"),
+    [
+        (
+            [{"answer": "4"}, {"answer": "5", "completion": "7"}, {"answer": "6", "completion": "6"}],
+            "3 answers: 1 right, 1 wrong, 1 refused, mean score 0.5",
+        ),
+        (
+            [{"completion": "4", "solution": "4"}, {"completion": "5", "solution": "x", "answer": "5"}],
+            "2 answers: 1 right, 0 wrong, 1 refused, mean score 1",
+        ),
+        ([{"completion": None, "answer": "4"}, {"answer": "4", "completion": "4"}], "2 answers: 1 right, 1 wrong"),
+    ],
+)
+def test_no_record_decides_for_the_others_which_fields_there_are(records, last, folder, capsys):
+    (folder / "some.jsonl").write_text("\n".join(map(json.dumps, records)))
+    _, lines = grade(capsys, "some.jsonl", "--reward", "exact_match")
+    assert lines[-1].startswith(last)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["no.jsonl"], "no.jsonl"),
