@@ -129,10 +129,7 @@ def load_reward(path: str) -> Any:
                 f"`reward = {name}(...)`, and pass --reward your_module.reward"
             )
         reward = reward()
-    try:
-        check_reward(reward)
-    except ValueError as error:
-        raise ValueError(str(error).replace("data.reward", f"--reward {path}", 1)) from None
+    check_reward(reward, f"--reward {path}")
     return as_reward_function(reward)
 
 
@@ -201,9 +198,11 @@ def grade(
     """
     from lit_async_rl.problem import Prompt
     from lit_async_rl.prompts.records import NUMBERS, answer_fields, field_text
+    from lit_async_rl.rewards.combined import name_answers
     from lit_async_rl.rewards.references import references_of
     from lit_async_rl.utils.plain import is_missing
 
+    name_answers(reward, reference)
     references = references_of(reward)
     if completion is None and references is None:
         raise ValueError(

@@ -52,6 +52,10 @@ def batch(completions, answer, **kwargs):
     return [float(one == other) for one, other in zip(completions, answer)]
 
 
+def columns(completions, reference, **kwargs):
+    return batch(completions, reference)
+
+
 class Needs:
     def __init__(self, word):
         self.word = word
@@ -108,6 +112,7 @@ def test_only_one_kind_is_shown(folder, capsys):
         ("grade_rewards.slow", "3 answers: 0 right, 0 wrong, 3 refused", 1),
         ("grade_rewards.Explained", "3 answers: 1 right, 2 wrong, mean score 0.3333", 0),
         ("grade_rewards.batch", "3 answers: 1 right, 2 wrong, mean score 0.3333", 0),
+        ("grade_rewards.columns", "3 answers: 1 right, 2 wrong, mean score 0.3333", 0),
     ],
 )
 def test_a_reward_of_ones_own_in_any_form(reward, last, status, folder, capsys):

@@ -253,6 +253,21 @@ def test_an_answer_without_a_verdict_gives_what_was_chosen(judge, serve, answer,
     assert reward.metrics()["judge/num_unreadable"] == reward.metrics()["judge/num_substituted"] == 1
 
 
+@pytest.mark.parametrize(
+    "fallback",
+    [
+        lambda prompts, completions: [float(text == "4") for text in completions],
+        lambda completions, **_: [float(text == "4") for text in completions],
+        lambda completion, prompt: float(completion == "4"),
+    ],
+)
+def test_a_fallback_may_have_any_form_and_is_checked(judge, serve, fallback):
+    server = serve(judge=lambda asked: "7")
+    assert scores(judge(server, on_unreadable="fallback", fallback=fallback), ["4", "5"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"^JudgeReward\.fallback=.* a parameter is missing"):
+        judge(server, on_unreadable="fallback", fallback=lambda completion: 1.0)
+
+
 def test_an_answer_without_a_verdict_is_none_or_an_error_and_never_cached(judge, serve):
     server = serve(judge=lambda asked: "No." if asked.number < 2 else f"VERDICT {asked.mark}: 10")
     assert asyncio.run(judge(server, on_unreadable="none")(PROMPT, "4")) is None
