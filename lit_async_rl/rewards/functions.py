@@ -24,7 +24,10 @@ from lit_async_rl.utils.identity import module_code
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
-    """Makes `grade(task, config as JSON, entry, answer)`, the score defined by the task."""
+    """Makes `grade(task, config as JSON, entry, answer)`, the score defined by the task.
+
+    The score is 0 for a text that the task cannot read, which raises for some tasks only.
+    """
     import reasoning_gym
 
     @functools.lru_cache(maxsize=64)
@@ -32,7 +35,12 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
         return reasoning_gym.create_dataset(task, size=1, seed=0, **json.loads(config))
 
     def grade(task: str, config: str, entry: Mapping[str, Any], answer: str) -> float:
-        return float(make_task(task, config).score_answer(answer, entry=entry))
+        problems = make_task(task, config)
+        try:
+            return float(problems.score_answer(answer, entry=entry))
+        except Exception:
+            problems.score_answer(entry["answer"], entry=entry)  # raises if it is not the text that it cannot read
+            return 0.0
 
     return grade
 
