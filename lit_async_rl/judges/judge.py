@@ -388,7 +388,7 @@ class JudgeReward(Rebuildable):
         Args:
             prompt: with `answer` in the modes `reference` and `pairwise`.
             completion: text to judge.
-            begun: called from another thread once the first request has its permit.
+            begun: called from another thread once a question has its permit, and when it was answered.
 
         Raises:
             FinalRewardError: no answer was obtained.
@@ -542,6 +542,7 @@ class JudgeReward(Rebuildable):
         else:
             self._account.counts["cached"] += 1
             begun()
+        task.add_done_callback(lambda _: begun())  # the time of the next question begins
         return await asyncio.shield(task)
 
     def _forget(self, key: str, task: asyncio.Task[float | None]) -> None:

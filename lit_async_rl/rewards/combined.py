@@ -109,7 +109,8 @@ class CombinedReward:
 
         Returns:
             The score, or a function that calls the `async` parts in an event loop. Its argument `begun` is called when
-            the work of the last of them begins: the time in which one waits for its turn is not that of the call.
+            the work of the last of them begins, and when one with its own queue then calls its own `begun` again: the
+            time in which one waits for its turn is not that of the call.
 
         Raises:
             RewardError: see `__call__`.
@@ -153,7 +154,8 @@ class CombinedReward:
                         begin(name)
                         return await calls[name]()
                     finally:
-                        begin(name)
+                        if name in waiting:
+                            begin(name)
 
         names = list(self.rewards)
         values = await asyncio.gather(*(value_of(name) for name in names))
