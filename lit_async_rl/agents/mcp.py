@@ -17,6 +17,7 @@ from lit_async_rl.agents.held import Held
 from lit_async_rl.agents.strict_json import checked_json, read_object
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
+from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter
 from lit_async_rl.utils.checks import check_range
@@ -231,8 +232,9 @@ class McpAgent:
         timeout_s: float = 60.0,
     ) -> None:
         check_range("McpAgent", "integer >= 1", max_turns=max_turns)
-        self.reward = reward or exact_match
-        check_reward(self.reward)
+        reward = reward or exact_match
+        check_reward(reward, "McpAgent.reward")
+        self.reward = as_reward_function(reward)
         self.command = list(McpTools(command, environment, timeout_s).command)
         self.environment = list(environment)
         self.system_prompt = system_prompt

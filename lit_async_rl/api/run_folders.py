@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -80,7 +81,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
 def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:
     """Gives a W&B run a new id, or in the folder of a resumed run that run's id; an id that was chosen stays."""
     file = folder / WANDB_ID
-    goes_on = resumed_from is not None and Path(resumed_from).parent.parent.resolve() == folder.resolve()
+    goes_on = resumed_from is not None and Path(resumed_from).absolute().parent.parent.resolve() == folder.resolve()
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
@@ -125,13 +126,18 @@ def drop_later_rows(path: Path, step: int) -> None:
         lines = file.readlines()
     if path.suffix == ".csv":
         table = zip(lines[1:], csv.DictReader(lines), strict=False)
-        kept = [lines[0], *(line for line, row in table if _number(row.get("step")) < step + _is_evaluation(row))]
+        kept = [lines[0], *(line for line, row in table if row_step(row) < step + _is_evaluation(row))]
     else:
         kept = [line for line in lines if _number(_step_of(line)) <= step]
     if len(kept) < len(lines):
         set_aside(path)
         with replacing(path) as new:
             new.write("".join(kept).encode())
+
+
+def row_step(row: Mapping[Any, object]) -> float:
+    """Step of a row of `metrics.csv`, see `drop_later_rows`; infinite for a row that was cut off by a crash."""
+    return _number(row.get("step"))
 
 
 def _is_evaluation(row: Mapping[str | None, object]) -> bool:
@@ -215,7 +221,7 @@ def resume_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ck
     """
     if ckpt_path is None or log._version is not None or not isinstance(log, CSVLog | TensorBoardLogger):
         return
-    checkpoints = Path(ckpt_path).parent
+    checkpoints = Path(ckpt_path).absolute().parent
     folder = checkpoints.parent
     if checkpoints.name != "checkpoints" or folder.parent.resolve() != Path(log.root_dir).resolve():
         return

@@ -451,7 +451,9 @@ def export(args: Sequence[str] | None = None) -> None:
         weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
         export_model(lm, cli.datamodule.codec.tokenizer, out, weights=weights)
         callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
-        write_card(out, cli.model, cli.datamodule, callbacks=callbacks, checkpoint=Path(cli.config["ckpt_path"]))
+        path = Path(cli.config["ckpt_path"])
+        step = checkpoint["global_step"]
+        write_card(out, cli.model, cli.datamodule, callbacks=callbacks, checkpoint=path, step=step)
         print(f"version {cli.model.version} written to {cli.config['out']}")
         if repository is not None:
             print(f"uploaded to {push(out, repository, private=cli.config['private'])}")

@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 
 import lit_async_rl
+from lit_async_rl.api.run_folders import row_step
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.training.module import PolicyModule
 
@@ -26,6 +27,7 @@ def write_card(
     data: Any,
     callbacks: Sequence[Callback],
     checkpoint: Path,
+    step: int,
 ) -> None:
     """Writes `README.md` into an exported folder: base model, method, versions, and how old the data were.
 
@@ -35,6 +37,7 @@ def write_card(
         data: of the configuration; that of rollouts has bounds and groups, that of records none.
         callbacks: of the Trainer.
         checkpoint: its run's `metrics.csv`, if it exists, has data ages and accuracy.
+        step: number of optimizer steps at the checkpoint; later rows of the table are of other weights.
     """
     is_local = Path(module.model).exists()
     of_rollouts = isinstance(data, RolloutDataModule)
@@ -49,7 +52,7 @@ def write_card(
         "learning rate, largest": "of the optimizer" if module.learning_rate is None else f"{module.learning_rate:g}",
         "version (number of weight updates)": module.version,
     }
-    parts |= _measured(checkpoint.parent.parent / "metrics.csv")
+    parts |= _measured(checkpoint.absolute().parent.parent / "metrics.csv", step)
     rows = [f"| {name} | {value} |" for name, value in parts.items()]
     tool = f"[lit-async-rl]({HOME}) {lit_async_rl.__version__}"
     how = [f"Fine-tuned on records with {tool}; a version is the weights after one update."]
@@ -84,21 +87,23 @@ def _of_rollouts(module: PolicyModule, data: RolloutDataModule) -> dict[str, Any
     return parts
 
 
-def _measured(table: Path) -> dict[str, str]:
-    """Data age and held-out accuracy from the run's table; empty without a table."""
+def _measured(table: Path, step: int) -> dict[str, str]:
+    """Data age and held-out accuracy in the first steps of the run's table; empty without a table."""
     if not table.is_file():
         return {}
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    steps = [row for row in rows if row_step(row) < step]
+    validations = [row for row in rows if row_step(row) <= step]  # one after n steps has the number n, see `row_step`
     found = {}
-    if ages := _column(rows, "sample/staleness_mean"):
-        oldest = max(_column(rows, "sample/staleness_max") or ages)
+    if ages := _column(steps, "sample/staleness_mean"):
+        oldest = max(_column(steps, "sample/staleness_max") or ages)
         found["age of the trained tokens, mean and maximum"] = f"{statistics.mean(ages):.2f}, {oldest:g} versions"
-    if ratios := _column(rows, "importance/ess_ratio"):
+    if ratios := _column(steps, "importance/ess_ratio"):
         found["effective sample size over rollouts, mean"] = f"{statistics.mean(ratios):.2f}"
-    if losses := _column(rows, "val/loss"):
+    if losses := _column(validations, "val/loss"):
         found["held-out loss, first and last"] = f"{losses[0]:.3f}, {losses[-1]:.3f}"
-    if accuracies := _column(rows, "val/pass@1"):
+    if accuracies := _column(validations, "val/pass@1"):
         found["held-out accuracy, first and last"] = f"{accuracies[0]:.3f}, {accuracies[-1]:.3f}"
     return found
 

@@ -157,7 +157,6 @@ class RolloutDataModule(pl.LightningDataModule):
         if reward is not None:
             check_reward(reward)
             reward = as_reward_function(reward)
-            name_answers(reward, getattr(self.prompts, "answer_field", None))
         check_kinds("data", RolloutDataModule.__init__, given)
         self.admission = admission or Bounded()
         self.intake = Intake(filters, curriculum, scoring.success_reward)
@@ -169,6 +168,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
+        for owner in (reward, getattr(engine, "environment", None), getattr(engine, "agent", None)):
+            name_answers(owner, getattr(self.prompts, "answer_field", None))
         self.reward = reward
         self.groups_per_step = groups_per_step
         self.group_size = group_size

@@ -32,7 +32,8 @@ from lit_async_rl.judges.judge_models import Answer, ConcurrencyLimiter, Endpoin
 from lit_async_rl.judges.judge_policy import POLICY, NoPolicyError, PolicyModel, questions_of
 from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.problem import Prompt
-from lit_async_rl.rewards.calls import Reward
+from lit_async_rl.rewards.calls import Reward, check_reward
+from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.runtime.files import absolute, append, tolerate_full_disk
 from lit_async_rl.runtime.guarded_calls import in_thread
@@ -293,6 +294,9 @@ class JudgeReward(Rebuildable):
         self.on_unreadable = on_unreadable
         self.on_failure = on_failure
         self.on_budget = on_budget
+        if fallback is not None:
+            check_reward(fallback, "JudgeReward.fallback")
+            fallback = as_reward_function(fallback)
         self.fallback = fallback
         self.request = dict(request or {})
         self._name = name
@@ -384,7 +388,7 @@ class JudgeReward(Rebuildable):
         Args:
             prompt: with `answer` in the modes `reference` and `pairwise`.
             completion: text to judge.
-            begun: called from another thread once the first request has its permit.
+            begun: called from another thread once a question has its permit, and when it was answered.
 
         Raises:
             FinalRewardError: no answer was obtained.
@@ -538,6 +542,7 @@ class JudgeReward(Rebuildable):
         else:
             self._account.counts["cached"] += 1
             begun()
+        task.add_done_callback(lambda _: begun())  # the time of the next question begins
         return await asyncio.shield(task)
 
     def _forget(self, key: str, task: asyncio.Task[float | None]) -> None:

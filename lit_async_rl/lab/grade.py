@@ -129,10 +129,7 @@ def load_reward(path: str) -> Any:
                 f"`reward = {name}(...)`, and pass --reward your_module.reward"
             )
         reward = reward()
-    try:
-        check_reward(reward)
-    except ValueError as error:
-        raise ValueError(str(error).replace("data.reward", f"--reward {path}", 1)) from None
+    check_reward(reward, f"--reward {path}")
     return as_reward_function(reward)
 
 
@@ -162,21 +159,21 @@ def read_records(path: str) -> Mapping[int, Mapping[str, Any]]:
 
 
 def _fields(records: Mapping[int, Mapping[str, Any]], given: argparse.Namespace) -> tuple[str | None, str | None]:
-    """Fields of reference and answer; None for one that the file has not.
+    """Fields of reference and answer; None for one that no record has.
 
     Raises:
-        ValueError: a field that was named is missing in the first record, or there is neither.
+        ValueError: a field that was named is missing in all records, or there is neither.
     """
-    first = next(iter(records.values()))
+    known = dict.fromkeys(name for record in records.values() for name in record)
     found: list[str | None] = []
     for option, usual in (("reference", REFERENCES), ("completion", COMPLETIONS)):
         name = getattr(given, option)
-        if name is not None and name not in first:
-            raise ValueError(f"--{option} {name}: {given.file} has {', '.join(map(str, first))}")
-        found.append(name or next((one for one in usual if one in first), None))
+        if name is not None and name not in known:
+            raise ValueError(f"--{option} {name}: {given.file} has {', '.join(map(str, known))}")
+        found.append(name or next((one for one in usual if one in known), None))
     if found == [None, None]:
         raise ValueError(
-            f"the file {given.file} has the fields {', '.join(map(str, first))}: use --reference and --completion to "
+            f"the file {given.file} has the fields {', '.join(map(str, known))}: use --reference and --completion to "
             "name the fields with the reference answers and the completions"
         )
     return found[0], found[1]
@@ -194,16 +191,18 @@ def grade(
         reward: of the form `reward(prompt, completion)`.
         records: by number.
         reference: field of the reference answer.
-        completion: field of the answer; None grades each reference for itself.
+        completion: field of the answer; None grades each reference for itself. A record without the field is refused.
 
     Raises:
         ValueError: there are no answers, and the reward does not define a correct answer.
     """
     from lit_async_rl.problem import Prompt
     from lit_async_rl.prompts.records import NUMBERS, answer_fields, field_text
+    from lit_async_rl.rewards.combined import name_answers
     from lit_async_rl.rewards.references import references_of
     from lit_async_rl.utils.plain import is_missing
 
+    name_answers(reward, reference)
     references = references_of(reward)
     if completion is None and references is None:
         raise ValueError(
@@ -213,6 +212,8 @@ def grade(
     full_marks = 1.0 if references is None else references.full_marks
     for number, record in records.items():
         try:
+            if completion is not None and completion not in record:
+                raise ValueError(f"there is no field {completion} here, as there is in other records")
             value = None if reference is None else record.get(reference)
             is_empty_cell = isinstance(value, str) and not value.strip()
             answers = {} if is_missing(value) or is_empty_cell else answer_fields(value)

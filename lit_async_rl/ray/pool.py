@@ -320,7 +320,7 @@ class ActorPool(ABC):
         method: str,
         *args: Any,
         check: Callable[[dict[str, Any]], str] = nothing_wrong,
-        begun: asyncio.Future[None] | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Answer of a process. When it is cancelled, it ends with the call there.
 
@@ -329,7 +329,7 @@ class ActorPool(ABC):
             method: of its actor.
             args: plain data.
             check: says what is wrong with an answer, which loses the process; empty if nothing.
-            begun: set when the work begins, of a method that yields before its answer; None for all others.
+            begun: called when the work begins and when it gets on, of a method that yields then; None for all others.
 
         Raises:
             LostProcess: the process is gone.
@@ -478,14 +478,13 @@ class ActorPool(ABC):
         )
 
 
-async def _received(sent: Any, begun: asyncio.Future[None] | None) -> Any:
-    """Answer of a call, or of one that yields when its work begins."""
+async def _received(sent: Any, begun: Callable[[], None] | None) -> Any:
+    """Answer of a call, or of one that yields an empty dictionary when its work begins, and when it gets on."""
     if begun is None:
         return await sent
-    await (await anext(sent))
-    if not begun.done():
-        begun.set_result(None)
-    return await (await anext(sent))
+    while (answer := await (await anext(sent))) == {}:
+        begun()
+    return answer
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -289,10 +289,11 @@ class RayReward(RemoteProxy):
     async def _ask(self, process: Process, calls: Sequence[Call], start: Mapping[str, Any] | None) -> None:
         first = calls[0]
         completions = [text for call in calls for text in call.completions]
-        begun = new_future() if wants(self.original, "begun") else None  # the reward has a queue of its own
+        has_queue = wants(self.original, "begun")
+        got_on = asyncio.Event()
         asking = self.pool.ask(
             process,
-            "call" if begun is None else "call_in_turn",
+            "call_in_turn" if has_queue else "call",
             self._name,
             [pack_prompt(call.prompt) for call in calls],
             completions,
@@ -300,16 +301,14 @@ class RayReward(RemoteProxy):
             first.is_group,
             start,
             check=partial(_find_fault, number=len(completions)),
-            begun=begun,
+            begun=got_on.set if has_queue else None,
         )
+        if not has_queue:
+            got_on.set()
         asked = self.pool.spawn(asking)
         timeout_s = self.pool.timeout_s
         try:
-            if begun is not None:
-                await first_of(asked, begun, process.lost)
-            for call in calls:
-                call.begun()
-            await first_of(asked, process.lost, timeout_s=timeout_s)
+            await self._wait(asked, process, got_on, calls=calls)
         except asyncio.CancelledError:
             asked.cancel()
             raise
@@ -324,6 +323,24 @@ class RayReward(RemoteProxy):
             asked.cancel()
         for call in calls:
             call.fail(RewardError(f"{problem} ({process.where})"))
+
+    async def _wait(
+        self, asked: asyncio.Future[Any], process: Process, got_on: asyncio.Event, *, calls: Sequence[Call]
+    ) -> None:
+        """Waits for an answer, at most the time limit since the work on it began, or got on for the last time."""
+        limit_s: float | None = None
+        while True:
+            waiting = self.pool.spawn(got_on.wait())
+            try:
+                await first_of(asked, waiting, process.lost, timeout_s=limit_s)
+            finally:
+                waiting.cancel()
+            if not got_on.is_set():
+                return
+            got_on.clear()
+            limit_s = self.pool.timeout_s
+            for call in calls:
+                call.begun()
 
     def _file(self, answer: Mapping[str, Any], process: Process, calls: Sequence[Call]) -> None:
         """Takes a valid answer."""

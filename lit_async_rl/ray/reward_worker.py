@@ -28,6 +28,7 @@ from lit_async_rl.runtime.threads import ThreadPool
 from lit_async_rl.utils.checks import as_reward
 
 METRICS_S = 0.5  # between two answers with metrics, if calls of the part are under way
+PROGRESS_S = 0.5  # between two notes that a call gets on
 
 
 class RewardWorker(PoolWorker):
@@ -108,21 +109,27 @@ class RewardWorker(PoolWorker):
         return answer
 
     async def call_in_turn(self, *args: Any) -> AsyncIterator[dict[str, Any]]:
-        """As `call`, of a part with a queue of its own: yields once when the work begins, and then the answer."""
+        """As `call`, of a part with a queue of its own: yields when the work begins or gets on, and then the answer."""
         loop = asyncio.get_running_loop()
-        begun = asyncio.Event()
+        got_on = asyncio.Event()
 
         def begin() -> None:
-            loop.call_soon_threadsafe(begun.set)
+            loop.call_soon_threadsafe(got_on.set)
 
         call = loop.create_task(self.call(*args, begun=begin))
-        waiting = loop.create_task(begun.wait())
         try:
-            await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            yield {}
+            has_begun = False
+            while not (has_begun and call.done()):
+                waiting = loop.create_task(got_on.wait())
+                await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if not has_begun or not call.done():
+                    has_begun = True
+                    got_on.clear()
+                    yield {}
+                    await asyncio.wait({call}, timeout=PROGRESS_S)
             yield await call
         finally:
-            waiting.cancel()
             call.cancel()
 
     async def _values(

@@ -61,9 +61,10 @@ class AsyncCalls(Generic[J, R]):
     Args:
         limit: concurrent calls.
         call: scores a job; never raises. It calls its second argument when the work begins, which may be long after
-            the call if the reward has its own queue.
+            the call if the reward has its own queue, and may call it again whenever a part of the work is done.
         is_wanted: whether a job is still needed; asked just before it is called.
-        on_begin: called in the event loop when the work on a job begins.
+        on_begin: called when the work on a job begins, in the thread that says so.
+        on_progress: called likewise when the work gets on.
         on_end: called in the filing thread when a call has ended.
         runs: kind and name of the reward, for messages.
     """
@@ -75,6 +76,7 @@ class AsyncCalls(Generic[J, R]):
         call: Callable[[J, Callable[[], None]], Awaitable[R]],
         is_wanted: Callable[[J], bool],
         on_begin: Callable[[CallUnderWay[J, R]], None],
+        on_progress: Callable[[CallUnderWay[J, R]], None],
         on_end: Callable[[CallUnderWay[J, R]], None],
         runs: str,
     ) -> None:
@@ -82,6 +84,7 @@ class AsyncCalls(Generic[J, R]):
         self._call = call
         self._is_wanted = is_wanted
         self._on_begin = on_begin
+        self._on_progress = on_progress
         self._on_end = on_end
         self._loop = ReplaceableLoop(THREAD_NAME, runs)
         self._lock = threading.Lock()  # guards the next three; held for a moment only
@@ -133,14 +136,17 @@ class AsyncCalls(Generic[J, R]):
             return
 
         def begin() -> None:
-            if not call.began:
-                call.began = time.monotonic()
-                self._on_begin(call)
+            if call.began:
+                self._on_progress(call)
+                return
+            call.began = time.monotonic()
+            self._on_begin(call)
 
         try:
             if self._is_wanted(call.job):
                 outcome = await self._call(call.job, begin)
-                begin()  # for an outcome without any work
+                if not call.began:
+                    begin()  # for an outcome without any work
                 call.seconds = time.monotonic() - call.began
                 call.outcome.append(outcome)
                 self._to_file.put((call, True))

@@ -45,18 +45,22 @@ def scores_groups(reward: Any) -> bool:
 GIVEN_BY_NAME = ("token_ids", "begun")  # to a reward with parameters of these names
 
 
-def check_reward(reward: Any) -> None:
+def check_reward(reward: Any, setting: str = "data.reward") -> None:
     """Refuses a reward that cannot be called as `reward(prompt, completion)`, before anything is sampled.
+
+    Args:
+        reward: in any form, see `as_reward_function`.
+        setting: for messages.
 
     Raises:
         ValueError: the reward is no function, is a class, or has other parameters.
     """
     form = "reward(prompt, completion) -> float"
     if not callable(reward):
-        raise ValueError(f"data.reward must be a function, {form}, got {reward!r:.100}")
+        raise ValueError(f"{setting} must be a function, {form}, got {reward!r:.100}")
     if isinstance(reward, type):
         name = reward.__name__
-        raise ValueError(f"data.reward must be a function of the form {form}, but {name} is a class: write {name}(...)")
+        raise ValueError(f"{setting} must be a function of the form {form}, but {name} is a class: write {name}(...)")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # a C function without a signature
@@ -64,7 +68,7 @@ def check_reward(reward: Any) -> None:
     if "completions" in signature.parameters or scores_groups(reward):
         return  # a batch or TRL's form: columns are known only with the prompts
     ids = {name: () for name in GIVEN_BY_NAME if name in signature.parameters}
-    shown = f"data.reward={reward_name(reward)} has the parameters {signature}"
+    shown = f"{setting}={reward_name(reward)} has the parameters {signature}"
     try:
         bound = signature.bind("prompt", "completion", **ids)
     except TypeError as error:

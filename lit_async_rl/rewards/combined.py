@@ -15,6 +15,7 @@ from lit_async_rl.errors import RewardError
 from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.rewards.calls import NamedErrors, is_async, reward_name
 from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wanted, wants
+from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import MAX_QUEUED
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 
@@ -108,7 +109,8 @@ class CombinedReward:
 
         Returns:
             The score, or a function that calls the `async` parts in an event loop. Its argument `begun` is called when
-            the work of the last of them begins: the time in which one waits for its turn is not that of the call.
+            the work of the last of them begins, and when one with its own queue then calls its own `begun` again: the
+            time in which one waits for its turn is not that of the call.
 
         Raises:
             RewardError: see `__call__`.
@@ -152,7 +154,8 @@ class CombinedReward:
                         begin(name)
                         return await calls[name]()
                     finally:
-                        begin(name)
+                        if name in waiting:
+                            begin(name)
 
         names = list(self.rewards)
         values = await asyncio.gather(*(value_of(name) for name in names))
@@ -226,8 +229,15 @@ def named_parts(reward: Any) -> list[tuple[str, Any]]:
     return [(getattr(reward, "name", None) or reward_name(reward), reward)]
 
 
-def name_answers(reward: Any, answer_field: str | None) -> None:
-    """Sets the answer's column for rewards in TRL's form, unless it is set already."""
-    for _, part in named_parts(reward):
-        if isinstance(part, TRLReward) and part.answer_field is None:
+def name_answers(owner: Any, answer_field: str | None) -> None:
+    """Sets the answer's column for rewards in TRL's form, unless it is set already.
+
+    Args:
+        owner: reward, or an environment or agent with a `reward`; a judge may have one as its `fallback`.
+        answer_field: of the prompts.
+    """
+    owners = [part for _, part in named_parts(owner)]
+    held = [getattr(one, "__dict__", {}).get(name) for one in owners for name in ("reward", "fallback")]
+    for _, part in (pair for one in (*owners, *held) for pair in named_parts(one)):
+        if isinstance(part, TRLReward | IsolatedReward) and part.answer_field is None:
             part.answer_field = answer_field

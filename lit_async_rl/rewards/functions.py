@@ -24,7 +24,10 @@ from lit_async_rl.utils.identity import module_code
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
-    """Makes `grade(task, config as JSON, entry, answer)`, the score defined by the task."""
+    """Makes `grade(task, config as JSON, entry, answer)`, the score defined by the task.
+
+    The score is 0 for a text that the task cannot read, which raises for some tasks only.
+    """
     import reasoning_gym
 
     @functools.lru_cache(maxsize=64)
@@ -32,7 +35,12 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
         return reasoning_gym.create_dataset(task, size=1, seed=0, **json.loads(config))
 
     def grade(task: str, config: str, entry: Mapping[str, Any], answer: str) -> float:
-        return float(make_task(task, config).score_answer(answer, entry=entry))
+        problems = make_task(task, config)
+        try:
+            return float(problems.score_answer(answer, entry=entry))
+        except Exception:
+            problems.score_answer(entry["answer"], entry=entry)  # raises if it is not the text that it cannot read
+            return 0.0
 
     return grade
 
@@ -40,20 +48,25 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
 def load_reward(path: str) -> Callable[..., Any]:
     """Imports the reward function `package.module.name`, and makes a function that checks its return values.
 
-    Without a completion, the function returns the completion with the prompt's reference answer. Without a prompt, it
+    Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function returns the completion with the prompt's reference answer. Without a prompt, it
     returns full marks and whether there is partial credit. Both are None for a reward that is not a grader.
     """
+    from lit_async_rl.rewards.combined import name_answers  # which imports this module
+
     module, _, name = path.rpartition(".")
     reward = as_reward_function(getattr(importlib.import_module(module), name))
     references = references_of(reward)
 
-    def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
+    def call(
+        prompt: Any, completion: str | None, token_ids: tuple[int, ...] = (), answer_field: str | None = None
+    ) -> Any:
         if prompt is None or completion is None:
             if references is None:
                 return None
             if prompt is None:
                 return references.full_marks, references.partial_credit
             return references.completion(prompt)
+        name_answers(reward, answer_field)
         value = reward(prompt, completion, **wanted(reward, token_ids=token_ids))
         try:
             return as_reward(value)
@@ -204,6 +217,9 @@ class IsolatedReward:
         max_memory_gb: memory in GB (address space, on Linux) for calls, in addition to the imports; a call that exceeds
             it fails with MemoryError. None is no limit.
 
+    Attributes:
+        answer_field: of the function if it has TRL's form, see `TRLReward`; the run sets it, and no identity has it.
+
     Raises:
         ValueError: a limit is not positive, or the path has no dot.
     """
@@ -218,6 +234,7 @@ class IsolatedReward:
         maker = f"{load_reward.__module__}:{load_reward.__name__}"
         self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)
         self.call_timeout_s = timeout_s
+        self.answer_field: str | None = None
 
     def __call__(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> float:
         """Value of the reward function, which gets `token_ids` if it has a parameter of that name.
@@ -227,7 +244,7 @@ class IsolatedReward:
             IsolatedCallError: the function raised, or did not return a number.
             RuntimeError: the process exited, or sent an invalid reply.
         """
-        value = self._call(prompt, completion, tuple(token_ids))
+        value = self._call(prompt, completion, tuple(token_ids), self.answer_field)
         if not isinstance(value, int | float):
             raise RuntimeError(
                 f"the process of reward {self.reward} sent a value of type {type(value).__name__}, which is not a "

@@ -134,6 +134,12 @@ class _Job:
     rest: Any = None  # a combined reward after the calls of its plain parts
 
 
+@dataclass(eq=False)
+class _Try:
+    since: float  # when it began, or its reward last said that it got on
+    job: _Job
+
+
 Outcome = float | list[float] | RewardError  # of a job
 
 
@@ -165,7 +171,7 @@ class Scorer:
     | attribute `max_concurrent` of an `async` reward | concurrent calls, in place of `num_calls` |
     | parameter `token_ids` | the token ids of the completion |
     | parameter `begun` of an `async` reward | it has its own queue: it gets up to `MAX_QUEUED` concurrent calls, and |
-    | | calls `begun` when it starts to work on a completion, which starts the clock |
+    | | calls `begun` when it starts to work on a completion, which starts the clock; each further call restarts it |
     | method `score_group(prompt, completions)` | rewards of all completions of a prompt, in `submit_group` |
 
     Args:
@@ -206,7 +212,7 @@ class Scorer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # of the workers
         # Shared without a lock: a single operation on a dictionary or list is atomic. The thread that pops an entry of
         # `_running` handles its job: the worker (or loop) itself, or `check` after a timeout.
-        self._running: dict[Any, tuple[float, _Job]] = {}  # start time and job, by worker or call in the loop
+        self._running: dict[Any, _Try] = {}  # by worker or call in the loop
         self._error: BaseException | None = None
         self._retries = Retries(self.policy)
         self._pausing: list[tuple[float, _Job]] = []  # earliest time of the next attempt, and job; see `check`
@@ -235,6 +241,7 @@ class Scorer:
                 call=self._await,
                 is_wanted=lambda job: job.is_wanted() and not self._is_closed,
                 on_begin=self._began,
+                on_progress=self._got_on,
                 on_end=self._ended,
                 runs=self._awaiter.runs,
             )
@@ -324,7 +331,7 @@ class Scorer:
                 return
             began = time.monotonic()
             began_cpu = time.thread_time()
-            self._running[number] = (clock.now(), job)
+            self._running[number] = _Try(clock.now(), job)
             outcome: Any
             try:
                 outcome = self._score(job, self.reward)
@@ -384,7 +391,12 @@ class Scorer:
             return self._too_late(job)
 
     def _began(self, call: CallUnderWay[_Job, Outcome]) -> None:
-        self._running[call] = (clock.now(), call.job)
+        self._running[call] = _Try(clock.now(), call.job)
+
+    def _got_on(self, call: CallUnderWay[_Job, Outcome]) -> None:
+        """Restarts the clock: a judge of a group asks many questions, one after the other, each with a limit."""
+        if (running := self._running.get(call)) is not None:  # else it timed out
+            running.since = clock.now()
 
     def _ended(self, call: CallUnderWay[_Job, Outcome]) -> None:
         # counted from the end beside workers, to which the first ones belong
@@ -436,8 +448,9 @@ class Scorer:
             if entry[0] <= clock.now():
                 self._pausing.remove(entry)
                 self._put(entry[1])
-        for number, (began, job) in list(self._running.items()):
-            seconds = clock.now() - began
+        for number, running in list(self._running.items()):
+            job = running.job
+            seconds = clock.now() - running.since
             if seconds > self.timeout_s / 2 and not job.is_reported_slow:
                 job.is_reported_slow = True
                 took = f"{seconds:.1f} s of {self.policy.limit}"
@@ -478,7 +491,7 @@ class Scorer:
     def work(self) -> Work | None:
         """Running calls and those waiting for another attempt; None without any."""
         now = clock.now()
-        ages = [now - began for began, _ in list(self._running.values())]
+        ages = [now - running.since for running in list(self._running.values())]
         # the producer's thread ends a pause: one that goes on beyond its end is no reason to wait for that thread
         ages += [max(0.0, now - due) for due, _ in list(self._pausing)]
         if not ages:

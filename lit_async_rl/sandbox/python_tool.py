@@ -12,6 +12,7 @@ from typing import Literal
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
+from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter
 from lit_async_rl.runtime.guarded_calls import in_thread
@@ -88,8 +89,9 @@ class PythonTool(Environment):
             raise ValueError(f"PythonTool.pattern must have a group named code, got {pattern!r}")
         if "{output}" not in template:
             raise ValueError(f"PythonTool.template must have {{output}}, got {template!r}")
-        self.reward = reward or exact_match
-        check_reward(self.reward)
+        reward = reward or exact_match
+        check_reward(reward, "PythonTool.reward")
+        self.reward = as_reward_function(reward)
         self.max_calls = max_calls
         self.max_chars = max_chars
         self.pattern = pattern

@@ -68,6 +68,21 @@ def test_an_agent_with_tools_ends_the_thread_of_its_async_reward():
         assert not threads[-1].is_alive()
 
 
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda prompts, completions: [float(text == "4") for text in completions],
+        lambda completions, **_: [float(text == "4") for text in completions],
+        lambda completion, prompt: float(completion == "4"),
+    ],
+)
+def test_the_reward_of_an_agent_with_tools_may_have_any_form(reward):
+    agent = rl.McpAgent(["python"], reward=reward)
+    assert [agent._score(rl.Prompt(text="?"), text) for text in ("4", "5")] == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"^McpAgent\.reward=.* a parameter is missing"):
+        rl.McpAgent(["python"], reward=lambda completion: 1.0)
+
+
 # -- what episodes share -----------------------------------------------------------------------------------------------
 
 

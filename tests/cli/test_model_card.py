@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from test_configs import ROOT
 
 import lit_async_rl as rl
 from lit_async_rl.cli.app import export
+from lit_async_rl.cli.model_card import write_card
 from lit_async_rl.training.trackers import CSVLog
 
 MODEL = rl.asset("small_sort_policy")
@@ -128,3 +130,19 @@ def test_a_name_that_is_none_is_refused_before_anything_is_written(checkpoint, t
         exported(checkpoint, tmp_path, monkeypatch, "--push_to_hub", "sorter")
     assert "push_to_hub must be user/name, got 'sorter': nothing was written" in str(ended.value.code)
     assert not (tmp_path / "sorter").exists()
+
+
+def test_the_card_has_the_numbers_up_to_its_checkpoint_wherever_one_stands(tmp_path, monkeypatch):
+    columns = "importance/ess_ratio,sample/staleness_max,sample/staleness_mean,step,val/loss,val/pass@1"
+    rows = [",,,0,2,0.1", "1,0,0,0,,", "0.5,2,1,1,,", ",,,2,1,0.2", "0.1,9,8,2,,", ",,,3,3,0.9", "0.1,9,8"]
+    (tmp_path / "metrics.csv").write_text("\n".join([columns, *rows]))
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    module = make_module(model=MODEL)
+    module.configure_model()
+    write_card(tmp_path, module, make_data(model=MODEL), callbacks=[], checkpoint=Path("epoch=0-step=2.ckpt"), step=2)
+    card = (tmp_path / "README.md").read_text()
+    assert "| age of the trained tokens, mean and maximum | 0.50, 2 versions |" in card
+    assert "| effective sample size over rollouts, mean | 0.75 |" in card
+    assert "| held-out loss, first and last | 2.000, 1.000 |" in card
+    assert "| held-out accuracy, first and last | 0.100, 0.200 |" in card

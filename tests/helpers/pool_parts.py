@@ -72,6 +72,16 @@ async def slow(prompt, completion):
     return float(len(completion))
 
 
+async def in_steps(prompt, completion, begun=lambda: None):
+    """Says that it gets on, and does so in less than the limit in the test, unless it hangs."""
+    for _ in range(4):
+        begun()
+        await asyncio.sleep(1.5)
+    if completion == "hang":
+        await asyncio.sleep(10_000.0)
+    return 1.0
+
+
 def batched(prompts, completions):
     """The size of the batch, and the length of the prompt."""
     pairs = zip(prompts, completions, strict=True)

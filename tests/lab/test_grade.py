@@ -52,6 +52,10 @@ def batch(completions, answer, **kwargs):
     return [float(one == other) for one, other in zip(completions, answer)]
 
 
+def columns(completions, reference, **kwargs):
+    return batch(completions, reference)
+
+
 class Needs:
     def __init__(self, word):
         self.word = word
@@ -108,6 +112,7 @@ def test_only_one_kind_is_shown(folder, capsys):
         ("grade_rewards.slow", "3 answers: 0 right, 0 wrong, 3 refused", 1),
         ("grade_rewards.Explained", "3 answers: 1 right, 2 wrong, mean score 0.3333", 0),
         ("grade_rewards.batch", "3 answers: 1 right, 2 wrong, mean score 0.3333", 0),
+        ("grade_rewards.columns", "3 answers: 1 right, 2 wrong, mean score 0.3333", 0),
     ],
 )
 def test_a_reward_of_ones_own_in_any_form(reward, last, status, folder, capsys):
@@ -129,6 +134,26 @@ def test_references_are_graded_for_themselves_where_there_are_no_answers(folder,
     assert status == 1
     assert lines[-1] == "2 references, each for itself: 1 right, 0 wrong, 1 refused, mean score 1"
     assert grade(capsys, "prompts.jsonl", "--reward", "exact_match")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "last"),
+    [
+        (
+            [{"answer": "4"}, {"answer": "5", "completion": "7"}, {"answer": "6", "completion": "6"}],
+            "3 answers: 1 right, 1 wrong, 1 refused, mean score 0.5",
+        ),
+        (
+            [{"completion": "4", "solution": "4"}, {"completion": "5", "solution": "x", "answer": "5"}],
+            "2 answers: 1 right, 0 wrong, 1 refused, mean score 1",
+        ),
+        ([{"completion": None, "answer": "4"}, {"answer": "4", "completion": "4"}], "2 answers: 1 right, 1 wrong"),
+    ],
+)
+def test_no_record_decides_for_the_others_which_fields_there_are(records, last, folder, capsys):
+    (folder / "some.jsonl").write_text("\n".join(map(json.dumps, records)))
+    _, lines = grade(capsys, "some.jsonl", "--reward", "exact_match")
+    assert lines[-1].startswith(last)
 
 
 @pytest.mark.parametrize(

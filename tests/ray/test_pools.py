@@ -225,6 +225,14 @@ def test_calls_that_do_not_return_are_ended_and_others_go_on(ray_cluster, caplog
     reward.rewards["slow"].close()
 
 
+def test_the_time_of_a_reward_begins_anew_when_it_gets_on(ray_cluster):
+    reward = pooled(pool_parts.in_steps, timeout_s=BRIEF_S, actors=1)
+    found, late = ask(reward(PROMPT, "x"), reward(PROMPT, "hang"))
+    reward.close()
+    assert found == 1.0
+    assert f"did not return within data.scoring.timeout_s={BRIEF_S:g}" in str(late)
+
+
 def test_a_reward_that_counts_is_in_one_actor_and_goes_on_in_the_next(ray_cluster, tmp_path):
     counting = pooled(pool_parts.Counting(str(tmp_path)), timeout_s=BRIEF_S, actors=2)
     hooks.use_folder(counting, tmp_path)

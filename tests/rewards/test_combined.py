@@ -443,6 +443,34 @@ def test_the_answer_field_of_the_prompts_names_the_column_of_a_trl_reward(tmp_pa
     assert all(r.reward_parts.keys() == {"right", "digits"} for g in data.last_step_groups for r in g.rollouts)
 
 
+def in_trls_form(completions, solution, **kwargs):
+    return [float(text.strip() == one) for text, one in zip(completions, solution, strict=True)]
+
+
+def test_the_answer_field_reaches_a_trl_reward_wherever_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trl_rewards.py").write_text(
+        "def right(completions, solution, **kwargs):\n"
+        "    return [float(text == one) for text, one in zip(completions, solution)]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
+    prompts = rl.JsonlPrompts("sums.jsonl", answer_field="solution")
+    isolated = rl.IsolatedReward("trl_rewards.right", timeout_s=50.0)
+    identity = reward_identity(isolated)
+    rewards = [make_data(prompts=prompts, reward={"it": isolated}).reward, isolated]
+    held_out = rl.Validation(prompts=prompts)
+    records = [{"prompt": "1 =", "completion": "1"}]
+    rewards += [rl.SFTDataModule(records=records, reward=in_trls_form, validation=held_out).reward]
+    judge = rl.JudgeReward("a-judge", "http://127.0.0.1:9/v1", on_failure="fallback", fallback=in_trls_form, cache=None)
+    make_data(prompts=prompts, reward={"judge": judge, "digits": digits})
+    tool = rl.PythonTool(in_trls_form, allow_unsandboxed=True)
+    make_data(prompts=prompts, reward=None, engine=rl.EpisodeEngine(rl.EmbeddedEngine(), tool))
+    for reward in (*rewards, judge.fallback, tool.reward):
+        assert [score(reward, prompts[0], text) for text in ("2", "3")] == [1.0, 0.0]
+    assert reward_identity(isolated) == identity, "a run of an earlier version goes on"
+
+
 # -- `async` parts need no threads -------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import logging
+import queue
 import random
 import socket
 import threading
@@ -253,6 +254,21 @@ def test_an_answer_without_a_verdict_gives_what_was_chosen(judge, serve, answer,
     assert reward.metrics()["judge/num_unreadable"] == reward.metrics()["judge/num_substituted"] == 1
 
 
+@pytest.mark.parametrize(
+    "fallback",
+    [
+        lambda prompts, completions: [float(text == "4") for text in completions],
+        lambda completions, **_: [float(text == "4") for text in completions],
+        lambda completion, prompt: float(completion == "4"),
+    ],
+)
+def test_a_fallback_may_have_any_form_and_is_checked(judge, serve, fallback):
+    server = serve(judge=lambda asked: "7")
+    assert scores(judge(server, on_unreadable="fallback", fallback=fallback), ["4", "5"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"^JudgeReward\.fallback=.* a parameter is missing"):
+        judge(server, on_unreadable="fallback", fallback=lambda completion: 1.0)
+
+
 def test_an_answer_without_a_verdict_is_none_or_an_error_and_never_cached(judge, serve):
     server = serve(judge=lambda asked: "No." if asked.number < 2 else f"VERDICT {asked.mark}: 10")
     assert asyncio.run(judge(server, on_unreadable="none")(PROMPT, "4")) is None
@@ -405,6 +421,33 @@ def test_a_pair_that_fails_is_left_out(judge, serve):
     server = serve(judge=longer, fault=lambda asked: (400, {}, "") if "aaa" in asked.responses else None)
     reward = judge(server, mode="pairwise", on_failure=0.25)
     assert asyncio.run(reward.score_group(PROMPT, ["a", "aaa", "aa"])) == [0.0, 0.25, 1.0]
+
+
+def test_a_limit_of_the_scorer_is_one_of_a_question_and_not_of_a_whole_group(judge, serve):
+    server = serve(judge=longer, latency_s=lambda asked: 0.4)
+    reward = judge(server, mode="pairwise", limits=rl.JudgeLimits(max_concurrent=2, timeout_s=1.4, tries=1))
+    scorer, found = Scorer(reward, timeout_s=1.5), queue.SimpleQueue()
+    began = time.monotonic()
+    try:
+        scorer.submit_group(PROMPT, ["a", "aa", "aaa", "aaaa"], done=found.put)
+        while found.empty():
+            scorer.check()
+            time.sleep(0.02)
+    finally:
+        scorer.close()
+    assert found.get() == [0.0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
+    assert time.monotonic() - began > 2.0, "six times two questions, 0.4 s each"
+
+
+@pytest.mark.parametrize("as_part", [False, True])
+def test_samples_of_a_judge_have_a_limit_each_and_one_that_hangs_ends_the_call(as_part, judge, serve):
+    limits = rl.JudgeLimits(max_concurrent=1, timeout_s=30.0)
+    server = serve(latency_s=lambda asked: 0.5 if asked.number < 4 else 60.0)
+    alone = judge(server, num_samples=4, temperature=1.0, limits=limits)
+    reward = rl.CombinedReward({"judge": alone}) if as_part else alone
+    assert scores(reward, ["4"], timeout_s=1.5) == [0.7]
+    with pytest.raises(RewardError, match="did not return within data.scoring.timeout_s=1.5"):
+        scores(reward, ["5"], timeout_s=1.5)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

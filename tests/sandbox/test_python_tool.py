@@ -83,6 +83,28 @@ def test_the_last_turn_is_the_answer():
     assert own.reward == 0.25
 
 
+def of_a_batch(prompts, completions):
+    return [float(text == one.answer) for one, text in zip(prompts, completions, strict=True)]
+
+
+def in_trls_form(completions, answer, **kwargs):
+    return [float(text == one) for text, one in zip(completions, answer, strict=True)]
+
+
+def with_the_completion_first(completion, prompt):
+    return float(completion == prompt.answer)
+
+
+@pytest.mark.parametrize("reward", [of_a_batch, in_trls_form, with_the_completion_first])
+def test_the_reward_of_an_answer_may_have_any_form(reward):
+    assert [played([answer], reward=reward)[-1].reward for answer in ("42", "41")] == [1.0, 0.0]
+
+
+def test_a_reward_that_cannot_be_called_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"^PythonTool\.reward=.* a parameter is missing"):
+        played([], reward=lambda completion: 1.0)
+
+
 def test_an_async_reward_leaves_no_thread_behind():
     threads = []
 

@@ -1,6 +1,7 @@
 """Tasks: answers are right, held-out problems are never trained on, and the shipped policy can begin with one."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -111,6 +112,20 @@ def test_reasoning_gym_scores_its_own_answers(task, reasoning_reward):
         assert prompt.text.endswith(" Answer:")
         assert reasoning_reward(prompt, f" {prompt.answer}\n") == 1.0
         assert reasoning_reward(prompt, "no idea") < 1.0
+
+
+@pytest.mark.parametrize(("task", "text"), [("prime_factorization", "I think 2 x 3"), ("game_of_life", "{}")])
+def test_a_text_that_the_library_cannot_read_is_wrong_and_no_error(task, text, reasoning_reward):
+    prompt = ReasoningGym(task, size=1)[0]
+    assert score(reasoning_reward, prompt, text) == 0.0
+    assert score(reasoning_reward, prompt, prompt.answer) == 1.0
+
+
+def test_a_problem_that_the_library_cannot_read_is_an_error(reasoning_reward):
+    prompt = ReasoningGym("prime_factorization", size=1)[0]
+    broken = replace(prompt, metadata={**prompt.metadata, "entry": {"answer": "no number"}})
+    with pytest.raises(RewardError, match="invalid literal for int.*no number"):
+        score(reasoning_reward, broken, "2 x 3")
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
