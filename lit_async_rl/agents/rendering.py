@@ -28,6 +28,7 @@ Messages = Sequence[Message]
 MAX_KINDS = 256  # of tools and arguments of the template that are remembered: an agent may change them in each call
 UNSTABLE = "unstable_template"  # code of the error of a template whose turns cannot be found again
 REWRITES = "its chat template writes earlier messages differently when a conversation continues"
+INSTRUCTIONS = ("system", "developer")  # roles
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id"}
 )  # others are of clients, not of chat
@@ -184,6 +185,7 @@ class ChatRenderer:
         self._mark = f"turn{secrets.token_hex(6)}n"
         self._tail = functools.lru_cache(MAX_KINDS)(self._find_tail)
         self._form_of_calls = functools.lru_cache(MAX_KINDS)(self._find_form_of_calls)
+        self._unread: dict[tuple[tuple[str, ...], str], int | None] = {}  # by roles and kind, see `_find_unread`
 
     def segments(
         self,
@@ -201,8 +203,10 @@ class ChatRenderer:
             options: further arguments of the template.
             sampled: positions of the messages that the policy sampled.
 
+        A developer's message becomes one of the system where the template writes only those.
+
         Raises:
-            AgentCallError: there is no template, or it refuses the messages.
+            AgentCallError: there is no template, or it refuses the messages or leaves one of the system out.
         """
         if not self._template:
             raise AgentCallError(
@@ -210,6 +214,7 @@ class ChatRenderer:
                 "with text, or set data.engine.chat_template",
                 "no_template",
             )
+        messages = self._as_read(messages, tools, options)
         form = "text"
         if any(message["role"] == "tool" for message in messages):
             form = self._form_of_calls(kind_of(tools, options))
@@ -267,6 +272,41 @@ class ChatRenderer:
                     UNSTABLE,
                 )
         return text[:end] + max((token for token in self._ends if text.startswith(token, end)), key=len)
+
+    def _as_read(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> Messages:
+        """The messages with roles whose texts the template writes."""
+        if self._find_unread(messages, tools, options) is None:
+            return messages
+        changed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if (lost := self._find_unread(changed, tools, options)) is not None:
+            raise _invalid(
+                f"the chat template of {self.codec.model!r} leaves out messages[{lost}], of the role "
+                f"{messages[lost]['role']}: the policy would never read it"
+            )
+        return changed
+
+    def _find_unread(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> int | None:
+        """First system or developer message that the template leaves out; None if it writes all.
+
+        Looked for once per sequence of roles, with other texts.
+        """
+        places = [n for n, message in enumerate(messages) if message["role"] in INSTRUCTIONS]
+        if not places:
+            return None
+        begin = messages[: places[-1] + 1]
+        key = tuple(message["role"] for message in begin), kind_of(tools, options)
+        if key not in self._unread:
+            marks = {n: f"{self._mark}{n}n" for n in places}
+            marked = [{**message, "content": marks.get(n, message["content"])} for n, message in enumerate(begin)]
+            others = {name: value for name, value in options.items() if name != "continue_final_message"}
+            try:
+                text = self._render([*marked, _USER], tools, others)
+            except AgentCallError:  # for the role, or because it needs other texts: the call itself will say
+                text = "".join(mark for n, mark in marks.items() if begin[n]["role"] == "system")
+            if len(self._unread) >= MAX_KINDS:
+                self._unread.clear()
+            self._unread[key] = next((n for n, mark in marks.items() if mark not in text), None)
+        return self._unread[key]
 
     @functools.cached_property
     def _ends(self) -> list[str]:

@@ -55,7 +55,7 @@ class StopStrings:
         self._vocab_size = vocab_size or len(tokenizer)
 
     @classmethod
-    def of_model(cls, model: str | None, vocab_size: int | None = None) -> StopStrings:
+    def of_model(cls, model: str | None, vocab_size: int) -> StopStrings:
         """Loads the tokenizer of a model.
 
         Raises:

@@ -40,6 +40,7 @@ from lit_async_rl.utils.elsewhere import RemoteProxy
 ONLY = "reward"  # name of a reward without parts
 FORWARDED = ("references", "ask_references", "call_timeout_s", "name")
 OF_THE_OWNER = ("metrics", "use_folder", "save_state", "restore_state")
+CALLED_HERE = ("check_prompt", "end_check")  # of the owner, in the trainer's process, before training starts
 
 
 @dataclass(eq=False)
@@ -188,6 +189,8 @@ class RayReward(RemoteProxy):
             raise AttributeError(name)
         if name in OF_THE_OWNER and hasattr(self._owner, name):
             return getattr(self, f"_{name}")
+        if name in CALLED_HERE and hasattr(self._owner, name):
+            return getattr(self._owner, name)
         if name == "score_group" and callable(getattr(self.original, "score_group", None)):
             return self._score_group
         if name in FORWARDED:
@@ -349,7 +352,11 @@ class RayReward(RemoteProxy):
             if process is self._home:
                 self._start = None
         if "metrics" in answer:
-            self._metrics_of[process.number] = dict(answer["metrics"])
+            # what came with the state counts already, in those of the process that has saved it
+            restored = {name: value for name, value in answer.get("restored", {}).items() if name in self._base}
+            metrics = {name: float(value) for name, value in answer["metrics"].items()}
+            since = {name: metrics[name] - value for name, value in restored.items() if not name.endswith("_s")}
+            self._metrics_of[process.number] = metrics | since
         if (error := answer.get("error")) is not None:
             for call in calls:
                 call.fail(_as_error(error, process.where))
@@ -459,8 +466,9 @@ def _find_wrong_notes(answer: Mapping[str, Any]) -> str:
     """Fault in state or metrics of an answer, in words; empty if valid."""
     if not _is_named(answer.get("state", {}), int, float, str, bool):
         return f"a state that is {answer['state']!r:.100}"
-    if not _is_named(answer.get("metrics", {}), float):
-        return f"metrics that are {answer['metrics']!r:.100}"
+    for name in ("metrics", "restored"):
+        if not _is_named(answer.get(name, {}), float):
+            return f"metrics that are {answer[name]!r:.100}"
     return ""
 
 

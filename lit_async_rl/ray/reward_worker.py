@@ -46,6 +46,7 @@ class RewardWorker(PoolWorker):
         self._num_running: Counter[str] = Counter()  # by part
         self._restored: Counter[str] = Counter()  # number of the last state, by part
         self._told: dict[str, float] = {}  # when metrics were last sent, by part
+        self._metrics_restored: dict[str, dict[str, float]] = {}  # those that a state brought, by part
 
     async def prepare(self, folder: str | None) -> None:
         """Tells the rewards the run's folder, if there is one."""
@@ -86,6 +87,7 @@ class RewardWorker(PoolWorker):
         if start is not None and start["number"] != self._restored[name]:
             self._restored[name] = start["number"]
             owner.restore_state(start["state"])
+            self._metrics_restored[name] = _metrics(owner)
         self._num_running[name] += 1
         answer: dict[str, Any]
         try:
@@ -105,7 +107,8 @@ class RewardWorker(PoolWorker):
         is_due = self._num_running[name] == 0 or now - self._told.get(name, 0.0) > METRICS_S
         if hasattr(owner, "metrics") and is_due:
             self._told[name] = now
-            answer["metrics"] = {str(key): float(value) for key, value in owner.metrics().items()}
+            answer["metrics"] = _metrics(owner)
+            answer["restored"] = self._metrics_restored.get(name, {})
         return answer
 
     async def call_in_turn(self, *args: Any) -> AsyncIterator[dict[str, Any]]:
@@ -160,6 +163,10 @@ class RewardWorker(PoolWorker):
         closes = [getattr(hooks.owner_of(part), "close", None) for part in self._parts.values()]
         answers = [await closed(asyncio.to_thread(close)) for close in closes if close is not None]
         return next(filter(None, answers), {})
+
+
+def _metrics(owner: Any) -> dict[str, float]:
+    return {str(key): float(value) for key, value in owner.metrics().items()} if hasattr(owner, "metrics") else {}
 
 
 def _packed(value: Any) -> Any:

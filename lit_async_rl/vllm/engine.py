@@ -170,7 +170,8 @@ class VLLMEngine(RolloutEngine):
             startup_timeout_s=self.startup_timeout_s,
             update_timeout_s=self.update_timeout_s,
         )
-        self._runner = RequestRunner(self._process, self._book, stored_eos_token_ids(model), model=model)
+        ends = stored_eos_token_ids(model)
+        self._runner = RequestRunner(self._process, self._book, ends, model=model, vocab_size=self._vocab_size)
         self._max_model_len = int(self._process.llm.model_config.max_model_len)
 
     @property

@@ -384,13 +384,17 @@ class RequestRunner:
         book: book for completions, token counts and errors.
         eos_token_ids: tokens that end a completion.
         model: Hugging Face name or folder; its tokenizer is loaded for the first request with stop strings.
+        vocab_size: of the model, which may be padded beyond its tokenizer.
     """
 
-    def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int], model: str) -> None:
+    def __init__(
+        self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int], *, model: str, vocab_size: int
+    ) -> None:
         self.process = process
         self.book = book
         self.eos_token_ids = tuple(eos_token_ids)
         self.model = model
+        self._vocab_size = vocab_size
         self._finder: StopStrings | None = None
         self._checked: set[str] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -400,7 +404,7 @@ class RequestRunner:
         """Starts requests. Prompts share their KV cache only with those of the same `salt`. Errors go to the book."""
         try:
             if self._finder is None and any(request.sampling.stop for request in requests):
-                self._finder = StopStrings.of_model(self.model)
+                self._finder = StopStrings.of_model(self.model, self._vocab_size)
                 # vLLM was started without a tokenizer: prompts and completions are token ids
                 self.process.llm.output_processor.tokenizer = self._finder.tokenizer
             for request in requests:

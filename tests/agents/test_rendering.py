@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from agent_runs import CODEC, TEMPLATE, user
@@ -15,6 +16,7 @@ from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
 
+TEMPLATES = Path(__file__).parent / "templates"
 CHATS = [name for name, family in FAMILIES.items() if family.template]
 
 
@@ -50,6 +52,24 @@ def test_a_conversation_is_continued_whatever_the_template_does(codecs, name):
     assert renderer.is_continued(asked, segments[:-1], roles=["user"])
     turn = turn_of(codec, ANSWER)
     assert SECOND in codec.tokenizer.decode(renderer.encode_after(turn, segments[-1]))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_are_read_whatever_their_role_is_called(name, role):
+    """OpenAI's clients name it `developer` today, which few templates write."""
+    renderer = ChatRenderer(CODEC, (TEMPLATES / f"{name}.jinja").read_text())
+    (text,) = renderer.segments([{"role": role, "content": "SECRET RULE"}, user(QUESTION)])
+    assert "SECRET RULE" in text
+
+
+def test_instructions_that_a_template_leaves_out_are_refused():
+    template = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    renderer = ChatRenderer(CODEC, template)
+    assert renderer.segments([user(QUESTION)]) == [QUESTION]
+    for role in ("system", "developer"):
+        with pytest.raises(AgentCallError, match=rf"leaves out messages\[1\], of the role {role}"):
+            renderer.segments([user(QUESTION), {"role": role, "content": "rule"}, user(SECOND)])
 
 
 @pytest.mark.parametrize("name", [name for name in CHATS if FAMILIES[name].stable and FAMILIES[name].ends_in_turns])

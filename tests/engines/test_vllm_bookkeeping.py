@@ -141,14 +141,14 @@ def test_what_a_request_raises_before_it_begins_reaches_the_trainer():
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
     book = RequestBook()
-    runner = RequestRunner(VLLMProcess({}, 20.0), book, (), MODEL)
+    runner = RequestRunner(VLLMProcess({}, 20.0), book, (), model=MODEL, vocab_size=20)
     book.begin([0])
     asyncio.run(run())
     with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: "):
         book.take(20.0)
     assert not runner._tasks
     book = RequestBook()
-    runner = RequestRunner(VLLMProcess({}, 20.0), book, (), "no/such-model")  # whose tokenizer is needed
+    runner = RequestRunner(VLLMProcess({}, 20.0), book, (), model="no/such-model", vocab_size=20)
     stop = dataclasses.replace(request(), sampling=SamplingParams(max_tokens=4, stop=("end",)))
     runner.launch([stop], "0")
     with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: .*no/such-model"):

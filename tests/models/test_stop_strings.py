@@ -49,6 +49,16 @@ def test_the_end_is_where_decoding_every_prefix_finds_it(kind, data):
         assert finder.first_end(ids, stops, after) == end
 
 
+def test_a_token_beyond_the_tokenizer_ends_nothing():
+    """Models have more rows than tokens, to fill a block, and an engine may sample any of them."""
+    model = asset("sort_policy")
+    finder = StopStrings.of_model(model, len(load_tokenizer(model)) + 8)
+    text = finder.tokenizer("12", add_special_tokens=False)["input_ids"]
+    ids = (len(finder.tokenizer) + 7, *text)
+    assert finder.first_end(ids, ("12",)) == len(ids)
+    assert finder.first_end(ids[:1], ("12",)) is None
+
+
 class Counted(str):
     """A text that counts how often it is cut."""
 

@@ -22,6 +22,7 @@ from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observat
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_notes
+from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.calls import reward_name
 from lit_async_rl.rewards.forms import BatchedReward, TRLReward
 from lit_async_rl.runtime.retries import LOST_TRIES, Retries, TryPolicy
@@ -192,6 +193,7 @@ def test_wrong_notes_errors_and_observations_are_refused():
     assert _find_wrong([None, 1.0, {"value": 1.0, "parts": {"a": 1.0}}, {"wrong": "x"}], 4) == ""
     assert "a state that is" in _find_wrong_notes({"state": {"a": [1]}})
     assert "metrics that are" in _find_wrong_notes({"metrics": {"a": "1"}})
+    assert "metrics that are" in _find_wrong_notes({"metrics": {"a": 1.0}, "restored": {"a": None}})
     assert _find_wrong_notes({"state": {"a": 1}, "metrics": {"a": 1.0}}) == ""
     assert find_fault("x") == "an error that is str"
     assert find_fault({"type": "ValueError"}) == "an error whose message is None"
@@ -349,3 +351,13 @@ def test_a_dry_run_shows_the_placement_or_fails_and_does_not_train(ray_cluster, 
     )
     assert trainer.global_step == 0
     assert "nothing was trained" in capsys.readouterr().out
+
+
+def test_prompts_are_checked_at_the_start_with_rewards_in_actors_too():
+    weak = Prompt(text="x", metadata={"test_list": ["assert f(1) != 2"]})
+    grader = rl.CodeReward(tests="plain")
+    in_actors = rl.RayCluster(rewards=rl.RewardActors()).with_reward_actors(grader, workers=1, timeout_s=60.0)
+    for reward in (grader, in_actors):
+        with pytest.raises(ValueError, match="weak"):
+            hooks.checking(lambda prompt: (1,), reward)(weak)
+    assert hooks.end_check(in_actors) == hooks.end_check(grader)

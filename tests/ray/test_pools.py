@@ -251,7 +251,9 @@ def test_a_reward_that_counts_is_in_one_actor_and_goes_on_in_the_next(ray_cluste
         os.kill(pid, signal.SIGKILL)
     until(lambda: counting.pool.num_lost == 2)
     assert ask(counting(PROMPT, "x")) == [123.0]
+    assert hooks.metrics_of(counting)["counting/num_calls"] == 123.0, "what the state brought counts once"
     counting.close()
+    assert hooks.metrics_of(counting)["counting/num_calls"] == 123.0
     assert any(line.startswith(f"closed 123 {tmp_path}") for line in notes(tmp_path, "closed"))
 
 
