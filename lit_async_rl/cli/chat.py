@@ -63,5 +63,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     answer(text)
                 except ValueError as error:  # too long, say: the next may be right
                     print(error)
+    except UnicodeDecodeError as error:
+        sys.exit(f"error: the prompts on standard input are not {error.encoding}: {error}")
     except (EOFError, KeyboardInterrupt):
         print()

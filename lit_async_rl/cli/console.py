@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +22,8 @@ from lit_async_rl.utils.loading import loading
 
 CONFIGURED = "lit_async_rl.cli.app"  # module of the commands that read a configuration
 QUICK = ("convert", "report", "watch", "grade", "env")  # begin within half a second: no notice
+INTERRUPTED = 128 + 2  # status of a program that SIGINT ends
+WITHOUT_READER = 128 + 13  # SIGPIPE
 COMMANDS = {
     "train": (CONFIGURED, "main", "train a policy: --config file.yaml, see train --help"),
     "sft": ("lit_async_rl.supervised.command", "main", "fine-tune a model on records before RL: --config file.yaml"),
@@ -40,8 +44,51 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command named by the first argument with the remaining arguments.
 
-    `sys.argv` stays as it is, because Lightning starts further processes with it.
+    `sys.argv` stays as it is, because Lightning starts further processes with it. Ctrl-C, and the end of a program that
+    reads the output, end it without a traceback, with the status of a program that such a signal ends.
     """
+    try:
+        _run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # while it imports, say
+        sys.exit(INTERRUPTED)
+    except (BrokenPipeError, SystemExit) as error:
+        has_failed = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+        is_lost = _has_lost_its_reader(has_failed)
+        if not is_lost or (isinstance(error, SystemExit) and error.code and not has_failed):
+            raise
+        sys.exit(WITHOUT_READER)
+
+
+def _has_lost_its_reader(has_failed: bool) -> bool:
+    """Whether nobody reads standard output any more (`| head`); then nothing is written to it, at the end either.
+
+    Args:
+        has_failed: whether a pipe is broken, which may be another one.
+    """
+    if sys.stdout is None:
+        return False
+    try:
+        sys.stdout.flush()
+        if not has_failed or not _is_without_reader(sys.stdout.fileno()):
+            return False
+    except BrokenPipeError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _is_without_reader(descriptor: int) -> bool:
+    """Whether a write to a pipe would fail."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _run(args: Sequence[str] | None) -> None:
     command, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     if command in ("-h", "--help", "help"):
         print(usage())

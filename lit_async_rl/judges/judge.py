@@ -17,6 +17,7 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import statistics
 import threading
 from collections import deque
@@ -320,7 +321,7 @@ class JudgeReward(Rebuildable):
         self._cache_setting = cache
         self._cache = VerdictCache()
         if cache not in (None, IN_RUN):
-            self._cache.use(absolute(str(cache)))
+            self._cache.use(absolute(os.path.expanduser(str(cache))))
         self._limiter = ConcurrencyLimiter(limits.max_concurrent)
         self._orders = itertools.count()
         self._pending: dict[str, asyncio.Task[float | None]] = {}  # samples in flight, by key

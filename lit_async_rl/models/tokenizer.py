@@ -22,7 +22,7 @@ from lit_async_rl.models.end_tokens import EndTokens, stored_end_tokens
 from lit_async_rl.models.loading import load_config, load_tokenizer
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.problem import TEMPLATE_KWARGS, TOOLS, Prompt
-from lit_async_rl.utils.plain import is_missing
+from lit_async_rl.utils.plain import as_lists, is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------
 # Decoding the text after every token would cost more than sampling it, so two cheaper filters come first: a table,
@@ -275,7 +275,7 @@ class TextCodec:
         Raises:
             ValueError: the template does not read one of them, or it has the wrong type.
         """
-        tools = metadata.get(TOOLS)
+        tools = as_lists(metadata.get(TOOLS))
         kwargs = metadata.get(TEMPLATE_KWARGS)
         options: dict[str, Any] = {}
         if not is_missing(kwargs):

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from lit_async_rl.utils.plain import as_lists
+
 if TYPE_CHECKING:
     import pyarrow
 
 
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")  # a literal {{name}}, or {name}
+MAX_CELL_CHARS = 2**31 - 1  # of a CSV file; more do not fit in a C long on Windows
 NUMBERS = (int, float, Decimal, np.integer, np.floating, np.bool_)
 
 
@@ -96,7 +100,7 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
                 f"template={template!r}: there is no field {{{name}}}, only {known}; for the literal text {{{name}}}, "
                 f"write {{{{{name}}}}}"
             )
-        found = others[name]
+        found = as_lists(others[name])
         if isinstance(found, list) and found and all(isinstance(one, str) for one in found):
             return "\n".join(found)  # such as the tests of a problem
         try:
@@ -189,15 +193,18 @@ def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row has more or fewer values than the first one, or the file is not UTF-8.
+        ValueError: a row has more or fewer values than the first one, which has a name twice, or the file is not UTF-8.
     """
     file = _existing_file(path)
     records: dict[int, Mapping[str, Any]] = {}
     line = 1
+    csv.field_size_limit(MAX_CELL_CHARS)
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheet programs write a byte order mark
             rows = csv.reader(lines, delimiter=delimiter, strict=True)
             names = next(rows, [])
+            if repeated := [name for name, number in Counter(names).items() if name and number > 1]:
+                raise ValueError(f"{file}, line 1 has the column {repeated[0]!r} more than once: rename or remove one")
             for row in rows:
                 line = rows.line_num
                 if row and len(row) != len(names):

@@ -22,7 +22,7 @@ from lit_async_rl.prompts.records import (
     parquet_records,
 )
 from lit_async_rl.utils.checks import check_choice, check_range
-from lit_async_rl.utils.plain import is_missing
+from lit_async_rl.utils.plain import as_lists, is_missing
 
 T = TypeVar("T")
 OnBadPrompt = Literal["error", "skip"]
@@ -400,6 +400,7 @@ def _field(record: Mapping[str, Any], field: str) -> Any:
 
 
 def _text_or_messages(value: Any) -> str | list[Any]:
+    value = as_lists(value)
     return value if isinstance(value, list) else field_text(value)
 
 
@@ -507,7 +508,7 @@ class InMemoryPrompts(RecordPrompts):
         found = [name for name in ("prompt", "messages") if not is_missing(record.get(name))]
         if len(found) != 1:
             raise ValueError(f"{self.where(index)} must have 'prompt' or 'messages', got the keys {sorted(record)}")
-        content = record[found[0]]
+        content = as_lists(record[found[0]])
         where = f"{self.where(index)}[{found[0]!r}]"
         try:
             answers = {} if is_missing(record.get("answer")) else answer_fields(record["answer"])

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 from lit_async_rl.errors import RewardError
 from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.rewards.calls import NamedErrors, is_async, reward_name
-from lit_async_rl.rewards.forms import TRLReward, as_reward_function, wanted, wants
-from lit_async_rl.rewards.functions import IsolatedReward
+from lit_async_rl.rewards.forms import TakesAnswerField, as_reward_function, wanted, wants
 from lit_async_rl.rewards.scorer import MAX_QUEUED
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
 
@@ -239,5 +238,5 @@ def name_answers(owner: Any, answer_field: str | None) -> None:
     owners = [part for _, part in named_parts(owner)]
     held = [getattr(one, "__dict__", {}).get(name) for one in owners for name in ("reward", "fallback")]
     for _, part in (pair for one in (*owners, *held) for pair in named_parts(one)):
-        if isinstance(part, TRLReward | IsolatedReward) and part.answer_field is None:
+        if isinstance(part, TakesAnswerField) and part.answer_field is None:
             part.answer_field = answer_field

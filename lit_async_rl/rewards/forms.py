@@ -179,7 +179,17 @@ class BatchedReward:
         return self.reward(prompts, completions)
 
 
-class TRLReward(BatchedReward):
+class TakesAnswerField:
+    """A reward that is told the name of the reference answer, see `name_answers`.
+
+    Attributes:
+        answer_field: second name of the answer among the columns of a reward in TRL's form.
+    """
+
+    answer_field: str | None = None
+
+
+class TRLReward(BatchedReward, TakesAnswerField):
     """A reward function in the form of TRL's `GRPOTrainer`: `reward(completions, **columns) -> list`.
 
     It is called with keyword arguments, each a list with one entry per completion, if it has parameters of these names

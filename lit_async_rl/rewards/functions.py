@@ -14,7 +14,7 @@ from typing import Any
 
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
-from lit_async_rl.rewards.forms import as_reward_function, wanted
+from lit_async_rl.rewards.forms import TakesAnswerField, as_reward_function, wanted
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades, references_of
 from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.utils.checks import as_reward
@@ -48,10 +48,11 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
 def load_reward(path: str) -> Callable[..., Any]:
     """Imports the reward function `package.module.name`, and makes a function that checks its return values.
 
-    Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function returns the completion with the prompt's reference answer. Without a prompt, it
-    returns full marks and whether there is partial credit. Both are None for a reward that is not a grader.
+    Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function
+    returns the completion with the prompt's reference answer. Without a prompt, it returns full marks and
+    whether there is partial credit. Both are None for a reward that is not a grader.
     """
-    from lit_async_rl.rewards.combined import name_answers  # which imports this module
+    from lit_async_rl.rewards.combined import name_answers  # in the child only
 
     module, _, name = path.rpartition(".")
     reward = as_reward_function(getattr(importlib.import_module(module), name))
@@ -204,7 +205,7 @@ class MathVerify:
         return float(is_right), extracted, why
 
 
-class IsolatedReward:
+class IsolatedReward(TakesAnswerField):
     """Runs a reward function in a separate process, which is killed when a call times out.
 
     `data.scoring.timeout_s` alone cannot end a call: its thread keeps using a core, or holds the GIL and blocks the
@@ -218,7 +219,7 @@ class IsolatedReward:
             it fails with MemoryError. None is no limit.
 
     Attributes:
-        answer_field: of the function if it has TRL's form, see `TRLReward`; the run sets it, and no identity has it.
+        answer_field: of a function in TRL's form; the run sets it, and the reward's identity is without it.
 
     Raises:
         ValueError: a limit is not positive, or the path has no dot.
@@ -234,7 +235,6 @@ class IsolatedReward:
         maker = f"{load_reward.__module__}:{load_reward.__name__}"
         self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)
         self.call_timeout_s = timeout_s
-        self.answer_field: str | None = None
 
     def __call__(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> float:
         """Value of the reward function, which gets `token_ids` if it has a parameter of that name.

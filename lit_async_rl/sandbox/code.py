@@ -173,9 +173,10 @@ class CodeReward(Rebuildable):
                 known = [PYTHON, *self._commands]
                 raise ValueError(f"CodeReward.language={language!r} is not known{meant(language, known)}")
             command = self._commands[language]
-            if "main." not in command:
+            if _program_file(command) is None:
                 raise ValueError(
-                    f"CodeReward.languages.{language}={command!r} must contain the program's file name, main.SUFFIX"
+                    f"CodeReward.languages.{language}={command!r} must contain the program's file name, main.SUFFIX, "
+                    "as a word of its own"
                 )
             if not self._sandbox.has_command(program := command.split()[0]):
                 raise ValueError(
@@ -341,7 +342,7 @@ class CodeReward(Rebuildable):
             command = self._commands.get(block.language)
             if command is None:
                 return 0.0, "failed"
-            file = next(word for word in command.replace(";", " ").split() if word.startswith("main."))
+            file = _program_file(command) or file
         num_passed = 0
         outcome = "right"
         for stdin, expected in streams:
@@ -487,6 +488,12 @@ def _verdict(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and isinstance(found.get("passed"), list) else {}
+
+
+def _program_file(command: str) -> str | None:
+    """The program's file in the command of a language; None without one."""
+    words = command.replace(";", " ").split()
+    return next((word for word in words if re.fullmatch(r"main\.[\w.+-]+", word)), None)
 
 
 def _outcome(result: ProgramResult) -> str:

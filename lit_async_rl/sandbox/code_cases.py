@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.problem import Prompt
+from lit_async_rl.utils.plain import as_lists
 
 _OPENING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*")
 _CLOSING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*")
@@ -93,7 +94,7 @@ class Cases:
 def _field(record: Mapping[str, Any], *names: str) -> Any:
     """The first of these fields that is not empty, parsed if it is JSON; None without one."""
     for name in names:
-        value = record.get(name)
+        value = as_lists(record.get(name))
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)

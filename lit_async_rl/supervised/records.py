@@ -23,7 +23,7 @@ from lit_async_rl.prompts.sources import (
     PromptSource,
     source_class,
 )
-from lit_async_rl.utils.plain import is_missing
+from lit_async_rl.utils.plain import as_lists, is_missing
 
 SEGMENTS = "segments"
 FORMS = "messages, prompt and completion, or segments"
@@ -60,7 +60,8 @@ class Demonstrations(PromptSource):
         if not isinstance(record, Mapping):
             raise ValueError(f"{self.where(index)}: a record must be a dictionary, got {str(record)[:80]!r}")
         try:
-            return _as_prompt({name: value for name, value in record.items() if not is_missing(value)})
+            given = {name: value for name, value in record.items() if not is_missing(value)}
+            return _as_prompt(given | {name: as_lists(given[name]) for name in FIELDS & given.keys()})
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from error
 

@@ -27,6 +27,20 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def as_lists(value: Any) -> Any:
+    """Converts NumPy arrays to lists, also within lists and dictionaries; any other value stays as it is.
+
+    A DataFrame has arrays in the place of lists, also after `to_dict("records")`.
+    """
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [as_lists(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_lists(item) for key, item in value.items()}
+    return value
+
+
 def is_missing(value: Any) -> bool:
     """Whether a table cell is empty: None, NaN, or pandas' NA or NaT."""
     if value is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 import uuid
@@ -56,6 +57,7 @@ class FileTransfer(WeightTransfer):
         preload: bool = True,
     ) -> None:
         check_range("transfer", "positive", shard_gb=shard_gb)
+        folder = None if folder is None else os.path.expanduser(folder)
         self.folder = folder
         self.shard_gb = shard_gb
         self._max_bytes = int(shard_gb * 2**30)

@@ -1,5 +1,6 @@
 """The console script: its commands, and how quickly it answers."""
 
+import io
 import os
 import subprocess
 import sys
@@ -45,6 +46,49 @@ def test_train_reads_the_other_arguments(capsys):
         main(["train", "--config", "configs/quickstart.yaml", "--data.max_stalenes", "1"])
     assert end.value.code
     assert "no setting data.max_stalenes; did you mean data.max_staleness?" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_imports_ends_without_a_traceback(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_async_rl.cli.console.importlib.import_module", interrupted)
+    monkeypatch.delitem(sys.modules, "lightning", raising=False)
+    for command in ("train", "evaluate", "report"):
+        with pytest.raises(SystemExit) as end:
+            main([command, "--config", "x.yaml"])
+        assert end.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "is_buffered", "status", "said"),
+    [
+        (["--help"], True, 141, ""),
+        (["--help"], False, 141, ""),
+        (["grade", "--help"], True, 141, ""),
+        (["grade", "rows.csv", "--reward", "exact_match", "--num", "0"], False, 141, ""),
+        (["grade", "rows.csv", "--reward", "exact_match"], True, 1, ""),  # a table: Rich ends it, as quietly
+        (["trian"], True, 1, "error: there is no command 'trian'"),
+    ],
+)
+def test_output_that_nobody_reads_ends_a_command_quietly(words, is_buffered, status, said, tmp_path):
+    (tmp_path / "rows.csv").write_text("answer,completion\n1,1\n")
+    read, write = os.pipe()
+    os.close(read)
+    code = "from lit_async_rl.cli.console import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == status
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == bool(said)
+
+
+def test_input_of_a_chat_that_is_not_utf8_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"21=\n\xff\n"), encoding="utf-8"))
+    with pytest.raises(SystemExit, match=r"^error: the prompts on standard input are not utf-8: .* byte 0xff"):
+        main(["chat", "--model", lit_async_rl.asset("small_sort_policy")])
 
 
 def seconds(code):

@@ -1,13 +1,17 @@
 """Prompts as Python values: lists, dictionaries, messages, data sets; errors name the index and the field."""
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 
 from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.data.settings import Validation
 from lit_async_rl.problem import Prompt
+from lit_async_rl.prompts.records import fill_template
 from lit_async_rl.prompts.sources import InMemoryPrompts, as_source
+from lit_async_rl.sandbox.code_cases import read_cases
+from lit_async_rl.supervised.records import as_demonstrations
 from lit_async_rl.tasks import SortDigits
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
@@ -35,6 +39,27 @@ def test_dictionaries_with_answer_and_metadata(kind):
 @pytest.mark.parametrize("field", ["prompt", "messages"])
 def test_messages(kind, field):
     assert prompts(kind([{field: MESSAGES, "answer": "4"}])) == [Prompt(messages=MESSAGES, answer="4")]
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_table_has_arrays_in_the_place_of_lists(field, tmp_path):
+    given = [{field: MESSAGES, "answer": ["4", "four"]}]
+    pandas.DataFrame(given).to_parquet(tmp_path / "a.parquet")
+    records = pandas.read_parquet(tmp_path / "a.parquet").to_dict("records")
+    assert isinstance(records[0][field], np.ndarray)
+    assert prompts(records)[0].messages == tuple(MESSAGES)
+    assert prompts(records)[0].answers == ("4", "four")
+    if field == "messages":
+        assert as_demonstrations(records, "data.records")[0].messages == tuple(MESSAGES)
+
+
+def test_the_tests_of_a_problem_may_be_an_array():
+    tests = ["assert double(2) == 4", "assert double(3) == 6"]
+    prompt = prompts([{"prompt": "Write it.", "test_list": np.array(tests), "inputs": np.array([])}])[0]
+    assert read_cases(prompt).asserts == tuple(tests)
+    nested = np.array([{"input": np.array(["1", "2"]), "output": "3"}], dtype=object)
+    assert read_cases(Prompt(text="x", metadata={"test_cases": nested})).streams == [("1\n2", "3")]
+    assert fill_template("{prompt} {tests}", "x", {"tests": np.array(tests)}, None) == "x " + "\n".join(tests)
 
 
 def test_kinds_may_be_mixed_and_answers_left_out():

@@ -68,6 +68,11 @@ def test_names_of_classes_are_no_files_and_names_of_the_hub_are_data_sets(tmp_pa
         assert source_class(name) is None
 
 
+def test_a_cell_of_any_length_is_read(tmp_path):
+    (tmp_path / "a.csv").write_text(f"prompt,answer,,\n{'1' * 200_000},2,,\n")
+    assert len(as_source(str(tmp_path / "a.csv"), "data.prompts")[0].text) == 200_000
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -76,6 +81,7 @@ def test_names_of_classes_are_no_files_and_names_of_the_hub_are_data_sets(tmp_pa
         ("a.csv", b'prompt,answer\n"1+1=,2\n', "a.csv is not valid CSV after line 1: unexpected end of data"),
         ("a.csv", b"prompt,answer\n\xe4,2\n", "a.csv is not UTF-8"),
         ("a.csv", b"question,answer\n1,2\n", r"line 2, prompt_field='prompt': there is no such field"),
+        ("a.csv", b"prompt,answer,answer\n1,2,3\n", "a.csv, line 1 has the column 'answer' more than once"),
         ("a.csv", b"", "a.csv holds no prompts"),
         ("a.json", b'[{"prompt": "1", "answer": "1"}, 3]', "item 2 of the array is not a JSON object: '3'"),
         ("a.json", b'{\n"data": []\n}', "line 1 is not valid JSON: .*; the file is a single object"),

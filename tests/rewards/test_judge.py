@@ -395,6 +395,14 @@ def test_equal_completions_are_judged_once_also_by_a_later_run(judge, serve, tmp
     assert len(server.requests) == 2
 
 
+def test_a_cache_may_be_in_the_home_folder(judge, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert scores(judge(cache="~/verdicts.jsonl"), ["4"]) == [0.7]
+    assert (tmp_path / "home" / "verdicts.jsonl").is_file()
+    assert not (tmp_path / "~").exists()
+
+
 def longer(asked):
     one, other = map(len, asked.responses)
     return f"VERDICT {asked.mark}: {'A' if one > other else 'B' if one < other else 'TIE'}"
@@ -446,7 +454,7 @@ def test_samples_of_a_judge_have_a_limit_each_and_one_that_hangs_ends_the_call(a
     alone = judge(server, num_samples=4, temperature=1.0, limits=limits)
     reward = rl.CombinedReward({"judge": alone}) if as_part else alone
     assert scores(reward, ["4"], timeout_s=1.5) == [0.7]
-    with pytest.raises(RewardError, match="did not return within data.scoring.timeout_s=1.5"):
+    with pytest.raises(RewardError, match=r"did not return within data\.scoring\.timeout_s=1\.5"):
         scores(reward, ["5"], timeout_s=1.5)
 
 

@@ -451,6 +451,8 @@ def test_comparison_of_outputs(found, expected, settings, is_right):
             "needs no_such_program, which is not in a folder that programs can read",
         ),
         ({"languages": {"x": "sh program"}}, "must contain the program's file name, main.SUFFIX"),
+        ({"languages": {"x": "bash ./main.sh"}}, "x='bash ./main.sh' must contain the program's file name"),
+        ({"languages": {"x": "bash -c 'bash main.sh'"}}, "main.SUFFIX, as a word of its own"),
         ({"readable": ["/no/such/folder"]}, "Sandbox.readable: there is no '/no/such/folder'"),
         ({"readable": ["/"]}, "Sandbox.readable='/' cannot be mounted"),
     ],

@@ -124,7 +124,7 @@ def test_a_text_that_the_library_cannot_read_is_wrong_and_no_error(task, text, r
 def test_a_problem_that_the_library_cannot_read_is_an_error(reasoning_reward):
     prompt = ReasoningGym("prime_factorization", size=1)[0]
     broken = replace(prompt, metadata={**prompt.metadata, "entry": {"answer": "no number"}})
-    with pytest.raises(RewardError, match="invalid literal for int.*no number"):
+    with pytest.raises(RewardError, match=r"invalid literal for int.*no number"):
         score(reasoning_reward, broken, "2 x 3")
 
 
