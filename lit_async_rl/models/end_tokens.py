@@ -78,7 +78,7 @@ def stored_end_tokens(model: str) -> EndTokens:
 
 
 def sampled_model(model: str) -> str:
-    """What an engine is set up with: the base of an adapter, whose changes come with the first weights.
+    """Model that an engine is set up with: the base of an adapter, whose changes come with the first weights.
 
     It is the adapter itself if completions end elsewhere with the tokenizer that was saved with it.
     """
