@@ -24,6 +24,7 @@ from scipy.stats import t as student
 
 from benchmarks.staleness import first_grid, shown_runs
 from benchmarks.staleness.comparisons import at_best_rate, compare
+from benchmarks.staleness.price import price_of
 from benchmarks.staleness.ranking import equal_tuning
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
 from benchmarks.staleness.statistics import (
@@ -389,6 +390,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "language_model": partial(language_model, "smollm2"),
     "language_model_long": partial(language_model, "smollm2_long"),
     "language_model_kept": language_model_kept,
+    "language_model_price": partial(price_of, "smollm2_arithmetic"),
     "controller": controller,
     "controller_on_healthy_runs": partial(controller_pairs, "controller"),
     "hard": hard,

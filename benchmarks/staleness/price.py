@@ -1,0 +1,90 @@
+"""The price of a lag: how many rollouts stale data cost a method until its accuracy is that of a synchronous run."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+from scipy.stats import t as student
+
+from benchmarks.staleness.shown_runs import FOLDER, markdown, pm
+from benchmarks.staleness.statistics import gain_share, generations, interval, per_cell
+from benchmarks.staleness.table import read_table
+from benchmarks.time_to_accuracy.statistics import MeanCurve, paired_speedup
+
+SHARES = (0.8, 0.95)  # of the synchronous gain, at which rollouts are counted
+SETTING = ["method", "lag", "learning_rate_scale"]
+
+
+def price_of(name: str) -> str:
+    """Table of the runs in `docs/results/NAME.parquet`, which are of one regime."""
+    steps = read_table(FOLDER / f"{name}.parquet")
+    return price_table(steps, per_cell(steps))
+
+
+def price_table(steps: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """A row for each method, lag and rate, against the best synchronous method; only seeds that both have count.
+
+    Args:
+        steps: of the runs of one regime, with `accuracy` where they were evaluated.
+        runs: one row for each, see `per_cell`.
+    """
+    reference = runs[runs["lag"] == 0].groupby(SETTING)["final"].mean().idxmax()
+    own = _runs_of(runs, reference)
+    rows = []
+    for key, group in runs.groupby(SETTING):
+        method, lag, scale = key
+        seeds = set(group["seed"]) & set(own["seed"])
+        paired = group[group["seed"].isin(seeds)]
+        same = own[own["seed"].isin(seeds)]
+        share, half = gain_share(paired["final"], float(paired["start"].mean()), same["final"])
+        n = len(seeds)
+        least = share - half * student.ppf(0.95, n - 1) / student.ppf(0.975, n - 1) if n > 1 else math.nan
+        is_reference = key == reference
+        curve = _curve(steps, key, seeds=seeds)
+        synchronous = _curve(steps, reference, seeds=seeds)
+        prices = [_price(paired_speedup(synchronous, curve, share, in_steps=True)) for share in SHARES]
+        rows.append(
+            [
+                str(method),
+                str(lag),
+                generations(group["steps"].max(), int(lag)),
+                f"{scale:g}",
+                str(n),
+                pm(*interval(paired["final"]), 3),
+                "" if is_reference else pm(share, half),
+                "" if is_reference or math.isnan(least) else f"{least:.2f}",
+                *("" if is_reference else price for price in prices),
+            ]
+        )
+    head = ["method", "lag", "generations", "rate ×", "seeds", "accuracy", "share kept", "at least (one-sided 95 %)"]
+    return markdown([*head, *(f"price at {share:g}" for share in SHARES)], rows)
+
+
+def _runs_of(runs: pd.DataFrame, key: tuple[object, ...]) -> pd.DataFrame:
+    is_own = pd.Series(True, index=runs.index)
+    for name, value in zip(SETTING, key, strict=True):
+        is_own &= runs[name] == value
+    return runs[is_own]
+
+
+def _curve(steps: pd.DataFrame, key: tuple[object, ...], seeds: set[int]) -> MeanCurve:
+    """Mean curve over seeds, whose steps are counted from step `lag` on: before, nothing stale was trained on."""
+    evaluated = _runs_of(steps[steps["accuracy"].notna()], key)
+    curves = {
+        int(seed): rows.assign(step=rows["step"] - rows["lag"], wall_s=rows["step"])
+        for seed, rows in evaluated.groupby("seed")
+        if seed in seeds
+    }
+    return MeanCurve.of(curves)
+
+
+def _price(speedup: tuple[float, float, float]) -> str:
+    value, most, least = (1 / one if one != 0 else math.inf for one in speedup)
+    if math.isinf(value):
+        return "not reached"
+    return f"{value:.1f}" if math.isnan(least) else f"{value:.1f} ({least:.1f} to {_shown(most)})"
+
+
+def _shown(price: float) -> str:
+    return "∞" if math.isinf(price) else f"{price:.1f}"
