@@ -182,7 +182,7 @@ def _is_run(folder: Path) -> bool:
 def _suggested_folder(folder: Path) -> str:
     """`; did you mean ...?` for a file of a run, or the newest run below a folder."""
     if folder.is_file():
-        near = [folder.parent, folder.absolute().parent.parent]
+        near = [folder.parent, folder.parent.parent if len(folder.parts) > 2 else folder.absolute().parent.parent]
     else:
         below = [path for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_dir()]
         near = sorted(below, key=lambda path: path.stat().st_mtime, reverse=True)
