@@ -10,6 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -409,9 +410,15 @@ class RequestRunner:
                 self.process.llm.output_processor.tokenizer = self._finder.tokenizer
             for request in requests:
                 self._requests[request.id] = request
-                self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
+                task = asyncio.get_running_loop().create_task(self._generate(request, salt))
+                # not in the task itself, which never runs if it is cancelled before it has begun
+                task.add_done_callback(partial(self._forget, request.id))
+                self._tasks[request.id] = task
         except Exception as error:  # the loop only logs errors of its callbacks: the book hands them to the trainer
             self._fail(error)
+
+    def _forget(self, request_id: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[request_id], self._requests[request_id]
 
     def _fail(self, error: Exception) -> None:
         self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)
@@ -508,5 +515,3 @@ class RequestRunner:
             self.book.end([request.id])
         except Exception as error:
             self._fail(error)
-        finally:
-            del self._tasks[request.id], self._requests[request.id]

@@ -133,6 +133,19 @@ def test_what_could_never_run_is_refused_and_the_rest_is_counted():
         engine.submit([])
 
 
+def test_a_request_that_is_cancelled_before_it_begins_leaves_nothing():
+    runner = RequestRunner(VLLMProcess({}, 20.0), RequestBook(), (), model=MODEL, vocab_size=20)
+
+    async def run() -> None:
+        runner.launch([request()], "0")
+        runner.cancel({request().id})
+        await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert not runner._tasks
+    assert not runner._requests
+
+
 def test_what_a_request_raises_before_it_begins_reaches_the_trainer():
     """Here vLLM is not installed, or not started: both are found when the request is made, in a task of the loop."""
 
