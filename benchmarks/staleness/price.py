@@ -41,9 +41,8 @@ def price_table(steps: pd.DataFrame, runs: pd.DataFrame) -> str:
         n = len(seeds)
         least = share - half * student.ppf(0.95, n - 1) / student.ppf(0.975, n - 1) if n > 1 else math.nan
         is_reference = key == reference
-        curve = _curve(steps, key, seeds=seeds)
-        synchronous = _curve(steps, reference, seeds=seeds)
-        prices = [_price(paired_speedup(synchronous, curve, share, in_steps=True)) for share in SHARES]
+        curves = _curve(steps, reference, seeds=seeds), _curve(steps, key, seeds=seeds)
+        prices = [_price(paired_speedup(*curves, level, in_steps=True)) for level in SHARES]
         rows.append(
             [
                 str(method),
@@ -69,7 +68,7 @@ def _runs_of(runs: pd.DataFrame, key: tuple[object, ...]) -> pd.DataFrame:
 
 
 def _curve(steps: pd.DataFrame, key: tuple[object, ...], seeds: set[int]) -> MeanCurve:
-    """Mean curve over seeds, whose steps are counted from step `lag` on: before, nothing stale was trained on."""
+    """Mean curve over seeds, whose steps are counted from step `lag` on: before, all data are of the first policy."""
     evaluated = _runs_of(steps[steps["accuracy"].notna()], key)
     curves = {
         int(seed): rows.assign(step=rows["step"] - rows["lag"], wall_s=rows["step"])

@@ -73,9 +73,10 @@ class GradientMonitor(pl.Callback):
         """Whether no rank's piece of the gradient is too large. All decide alike: a sketch takes another collective."""
         known = self._decided.get(index)
         if known is None or known[0] is not space:
-            pieces = zip(space.weights(), space.params, strict=True)
-            size = sum(piece.numel() for piece, param in pieces if param.requires_grad)
-            own = torch.tensor(float(size), device=space.weights()[0].device)
+            pieces = space.weights()
+            sizes = zip(pieces, space.params, strict=True)
+            size = sum(piece.numel() for piece, param in sizes if param.requires_grad)
+            own = torch.tensor(float(size), device=pieces[0].device)
             largest = float(trainer.strategy.reduce(own, reduce_op="max"))
             known = self._decided[index] = space, largest <= self.max_copied
         return known[1]

@@ -252,9 +252,9 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
     reference = _reference_bytes(settings, size) / ((trainer_devices or 1) if is_sharded else 1)
     beside = reference + (engine if is_shared else 0.0)
     title = f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:"
-    of_engine = f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if is_shared else 'devices of its own'}"
+    others = [f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if is_shared else 'devices of its own'}"]
     if reference:
-        of_engine += f"\n  a reference  {reference / 1e9:.1f} GB, the frozen copy of model.kl_coefficient"
+        others.append(f"  a reference  {reference / 1e9:.1f} GB, the frozen copy of model.kl_coefficient")
     try:
         fits = ways_to_fit(
             load_model_config(model),
@@ -265,7 +265,7 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
         )
     except UnsupportedModelError as error:
         states = 4 * shape.dtype.itemsize * size.parameters
-        return [title, f"  training     {states / 1e9:.1f} GB of weights, gradients and moments; {error}", of_engine]
+        return [title, f"  training     {states / 1e9:.1f} GB of weights, gradients and moments; {error}", *others]
 
     def line(fit: Fit) -> str:
         return f"{(fit.num_bytes + beside) / 1e9:.1f} GB"
@@ -274,7 +274,7 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
         title,
         f"  training     {fits[0].num_bytes / 1e9:.1f} GB at most, with {shape.rows} rows of {length} tokens in a "
         "micro-batch",
-        of_engine,
+        *others,
     ]
     if len(fits) == 1:
         return [*lines, f"  together     {line(fits[0])}: it fits" if beside else "  it fits"]

@@ -49,8 +49,8 @@ def load_reward(path: str) -> Callable[..., Any]:
     """Imports the reward function `package.module.name`, and makes a function that checks its return values.
 
     Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function
-    returns the completion with the prompt's reference answer. Without a prompt, it returns full marks and
-    whether there is partial credit. Both are None for a reward that is not a grader.
+    returns the completion with the prompt's reference answer. Without a prompt, it returns full marks and whether there
+    is partial credit. Both are None for a reward that is not a grader.
     """
     from lit_async_rl.rewards.combined import name_answers  # in the child only
 

@@ -22,6 +22,7 @@ from benchmarks.common.process import RESULT, recorded, write_result
 from benchmarks.staleness.__main__ import train
 from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.dropping import DropLongest
+from benchmarks.staleness.price import price_table
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.statistics import (
     best_scales,
@@ -403,3 +404,20 @@ def test_without_a_share_nothing_is_dropped():
     assert DropLongest(0.0)([3, 1, 2], [3]) == SequenceMean()([3, 1, 2], [3])
     with pytest.raises(ValueError, match=r"share must be in \[0, 1\), got 1"):
         DropLongest(1.0)
+
+
+def test_the_price_of_a_lag_is_counted_from_its_first_stale_step_and_only_where_the_level_is_reached():
+    """The synchronous curve rises for 20 steps, another for 40 after step 8, and a third stops at half of the gain."""
+    rows = []
+    for method, lag, length, top in (("sync", 0, 20, 1.0), ("slow", 8, 40, 1.0), ("half", 8, 20, 0.5)):
+        for seed in (0, 1):
+            for step in range(0, 101, 4):
+                accuracy = top * min(1.0, max(0.0, (step - lag) / length))
+                rows.append({"method": method, "lag": lag, "seed": seed, "step": step, "accuracy": accuracy})
+    steps = pd.DataFrame(rows).assign(learning_rate_scale=1.0)
+    ends = steps[steps["step"] == 100].rename(columns={"accuracy": "final", "step": "steps"}).assign(start=0.0)
+    cells = [[cell.strip() for cell in line.split("|")] for line in price_table(steps, ends).splitlines()[2:]]
+    prices = {row[1]: row[-3:-1] for row in cells}
+    assert prices["sync"] == ["", ""]
+    assert prices["slow"] == ["2.0 (2.0 to 2.0)"] * 2
+    assert prices["half"] == ["not reached"] * 2
