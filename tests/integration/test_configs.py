@@ -16,14 +16,22 @@ from lit_async_rl.utils.config_files import load_config, with_bases
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]
 NEEDS_HUB = {name: ["gsm8k_grpo.yaml"] for name in ("gsm8k_grpo_vllm.yaml", "multi_node_vllm.yaml")}  # behind others
-NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "code_reward.yaml": [], "smollm2.yaml": []}  # the last one: lit-async-rl fetch
+NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "code_reward.yaml": []}
 OTHERS = {"quickstart.yaml", "warm_start.yaml", "smollm2_sft.yaml", "distill.yaml", *NEEDS_HUB}
-OTHERS |= {"smollm2_price.yaml"}  # has that of smollm2.yaml
-ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
+NO_OVERLAYS = {"strategies", "time_to_accuracy", "sweeps", "clusters", "suites"}  # parts
 STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}
-ADDED = [
-    p for p in ADDED if p.parent.name not in ("strategies", "time_to_accuracy", "sweeps", "clusters")
-]  # parts; no overlays
+
+
+def names_a_folder(path: Path) -> bool:
+    """Whether its model is one that `lit-async-rl fetch` makes, which a fresh clone has not."""
+    return str(load_config(path).get("model", {}).get("model", "")).startswith("models/")
+
+
+OVERLAYS = sorted(
+    p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name not in NO_OVERLAYS
+)
+FETCHED = [p for p in OVERLAYS if names_a_folder(p)]
+ADDED = [p for p in OVERLAYS if p not in FETCHED]
 TINY = [
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
     *("--trainer.val_check_interval", "2", "--data.validation.prompts.init_args.size", "8"),
@@ -160,6 +168,13 @@ def test_a_configuration_that_needs_the_hub_parses(name, monkeypatch):
     files = [f"configs/{one}" for one in [*NEEDS_HUB[name], name]]
     config = parsed(monkeypatch, *(word for file in files for word in ("--config", file)))
     assert config.model.model == config.data.model
+
+
+@pytest.mark.parametrize("path", FETCHED, ids=lambda p: str(p.relative_to(ROOT / "configs")))
+def test_a_configuration_whose_model_is_fetched_parses(path, monkeypatch):
+    base = ["--config", "configs/bench/base.yaml"] if path.parent.name == "regimes" else []
+    config = parsed(monkeypatch, *base, "--config", str(path))
+    assert config.model.model == config.data.model == "models/smollm2"
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
