@@ -86,7 +86,7 @@ class Evaluation(pl.Callback):
         check_range("Evaluation", ">= 0", max_block_s=max_block_s, end_wait_s=end_wait_s)
         check_range("Evaluation", "positive", timeout_s=timeout_s)
         if not datasets or not all(len(source) for source in datasets.values()):
-            raise ValueError(f"Evaluation.datasets must name datasets, each with prompts, got {sorted(datasets)}")
+            raise ValueError(f"Evaluation.datasets must map names to non-empty datasets, got {sorted(datasets)}")
         self.ks = sorted({1, num_samples} if ks is None else set(ks))
         if not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= num_samples:
             raise ValueError(f"Evaluation.ks={self.ks} must lie between 1 and num_samples={num_samples}")

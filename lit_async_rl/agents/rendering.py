@@ -241,7 +241,7 @@ class ChatRenderer:
         It is written as in a conversation that ends there, behind other turns of the assistant (`sampled`).
 
         Raises:
-            AgentCallError: the template refuses the messages, opens the turn otherwise than it asks for it, or ends it
+            AgentCallError: the template refuses the messages, begins a completed turn differently, or ends it
                 with no token.
         """
         closed = {**options, "add_generation_prompt": False}
@@ -249,9 +249,9 @@ class ChatRenderer:
         written = self.segments(messages, tools, closed, sampled=sampled)[-1]
         if not written.startswith(asked):
             raise AgentCallError(
-                f"the chat template of {self.codec.model!r} ends a prompt with {asked[-40:]!r}, but writes a "
-                "different beginning of the assistant's turn once the turn is complete: include the turn's reasoning, "
-                "or switch thinking off (chat_template_kwargs)",
+                f"the chat template of {self.codec.model!r} ends a prompt with {asked[-40:]!r}, but begins "
+                "a completed assistant turn differently: include the turn's reasoning, or switch thinking off "
+                "(chat_template_kwargs)",
                 UNSTABLE,
             )
         calls = messages[-1].get("tool_calls", ())

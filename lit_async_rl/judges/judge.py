@@ -364,7 +364,7 @@ class JudgeReward(Rebuildable):
             if choice == "fallback" and self.fallback is None:
                 raise ValueError(f"JudgeReward.{name}=fallback needs JudgeReward.fallback, a reward")
         if not self._name.isidentifier():
-            raise ValueError(f"JudgeReward.name must be letters, digits and underscores, got {self._name!r}")
+            raise ValueError(f"JudgeReward.name must be a Python identifier, got {self._name!r}")
         if engine == POLICY and cache not in (None, IN_RUN):
             raise ValueError(
                 f"JudgeReward.cache={cache!r} with engine={POLICY}: the policy's verdicts change with its weights and "

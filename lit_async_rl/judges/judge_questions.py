@@ -99,7 +99,7 @@ class Question:
     def read(self, answer: str | None, mark: str, is_cut: bool = False) -> float | None:
         """The verdict, between 0 and 1: the grade within the scale, or 1, 0.5 or 0 for A, a tie or B.
 
-        The last line of the required form after the reasoning counts; None if there is none or its value is invalid.
+        The last correctly formatted line after the reasoning counts; None if there is none or its value is invalid.
         An answer that `is_cut` without the end of its reasoning must end with that line: it may be all reasoning.
         """
         answer = answer or ""

@@ -111,7 +111,7 @@ class RewardModel(Rebuildable):
         check_choice("RewardModel", ("auto", "chat", "joined", "pair"), form=form)
         check_choice("RewardModel", ("error", "none"), or_number=True, on_too_long=on_too_long)
         if not name.isidentifier():
-            raise ValueError(f"RewardModel.name must be letters, digits and underscores, got {name!r}")
+            raise ValueError(f"RewardModel.name must be a Python identifier, got {name!r}")
         # Arguments that rewards depend on are public under their own name, for `reward_identity`; all else is private.
         self.model = model
         self.dtype = dtype

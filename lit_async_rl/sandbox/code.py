@@ -128,7 +128,7 @@ class CodeReward(Rebuildable):
         check_range("CodeReward", "integer positive", max_cases=max_cases)
         check_range("CodeReward", "positive", timeout_s=timeout_s)
         if not name.isidentifier():
-            raise ValueError(f"CodeReward.name must consist of letters, digits and underscores, got {name!r}")
+            raise ValueError(f"CodeReward.name must be a Python identifier, got {name!r}")
         # Arguments that rewards depend on are public under their own name, for `reward_identity`; all else is private.
         self.language = language
         self.languages = dict(languages or {})

@@ -75,8 +75,8 @@ def sft(
         **settings: any other argument of `SFTModule`, `SFTDataModule` and `Trainer`.
 
     Returns:
-        The Trainer; `trainer.lightning_module` is the trained module. `RUN/model` is what `fit` goes on from, or with
-        LoRA `RUN/adapter`, unless an earlier adapter was merged. A model from memory is in `RUN/base`.
+        The Trainer; `trainer.lightning_module` is the trained module. `fit` continues from `RUN/model`, or from
+        `RUN/adapter` if only the adapter differs from the base. A model from memory is in `RUN/base`.
 
     Raises:
         FileNotFoundError: there is no such checkpoint or file.

@@ -37,7 +37,8 @@ def test_turns_train_and_follow_what_the_policy_reads(name, tmp_path):
     encode = RowEncoder(codec, "all")
     if name in THINKS | NO_TOKEN:
         with pytest.raises(
-            ValueError, match="which is not an end token" if name in NO_TOKEN else "different beginning of the assist"
+            ValueError,
+            match="which is not an end token" if name in NO_TOKEN else "a completed assistant turn differently",
         ):
             encode(Prompt(messages=TALK))
         return
@@ -75,7 +76,7 @@ def test_tool_calls_train_and_their_answers_do_not(name, tmp_path):
     tools = [TOOL] if "tools" in codec.template_variables else []
     prompt = Prompt(messages=talk, metadata={TOOLS: tools})
     if name in THINKING_ONLY:
-        with pytest.raises(ValueError, match="different beginning of the assist"):
+        with pytest.raises(ValueError, match="a completed assistant turn differently"):
             RowEncoder(codec, "all")(prompt)
         return
     writes_thoughts = "a thought" in ChatRenderer(codec).turn(checked_call_messages(talk[:-2]), tools)
