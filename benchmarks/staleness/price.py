@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
 from benchmarks.staleness.shown_runs import FOLDER, markdown, pm
 from benchmarks.staleness.statistics import gain_share, generations, interval, per_cell
+from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 from benchmarks.staleness.table import read_table
 from benchmarks.time_to_accuracy.statistics import MeanCurve, paired_speedup
 
@@ -19,6 +21,7 @@ SETTING = ["method", "lag", "learning_rate_scale"]
 def price_of(name: str) -> str:
     """Table of the runs in `docs/results/NAME.parquet`, which are of one regime."""
     steps = read_table(FOLDER / f"{name}.parquet")
+    steps = steps[steps["seed"] < FIRST_SEARCH_SEED]  # a search is not a result
     return price_table(steps, per_cell(steps))
 
 
@@ -68,20 +71,31 @@ def _runs_of(runs: pd.DataFrame, key: tuple[object, ...]) -> pd.DataFrame:
 
 
 def _curve(steps: pd.DataFrame, key: tuple[object, ...], seeds: set[int]) -> MeanCurve:
-    """Mean curve over seeds, whose steps are counted from step `lag` on: before, all data are of the first policy."""
+    """Mean curve over seeds, whose steps are counted from step `lag` on: before, all data are of the first policy.
+
+    A level that is reached before step `lag` costs nothing. A run that broke has an accuracy of 0 from then on.
+    """
     evaluated = _runs_of(steps[steps["accuracy"].notna()], key)
-    curves = {
-        int(seed): rows.assign(step=rows["step"] - rows["lag"], wall_s=rows["step"])
-        for seed, rows in evaluated.groupby("seed")
-        if seed in seeds
-    }
-    return MeanCurve.of(curves)
+    at = np.unique(evaluated["step"])
+    counted = (at - int(evaluated["lag"].iloc[0])).clip(min=0)
+    accuracies = {int(seed): rows.set_index("step")["accuracy"] for seed, rows in evaluated.groupby("seed")}
+    return MeanCurve.of(
+        {
+            seed: pd.DataFrame(
+                {"step": counted, "wall_s": counted, "accuracy": own.reindex(at, fill_value=0.0).to_numpy()}
+            )
+            for seed, own in accuracies.items()
+            if seed in seeds
+        }
+    )
 
 
 def _price(speedup: tuple[float, float, float]) -> str:
     value, most, least = (1 / one if one != 0 else math.inf for one in speedup)
     if math.isinf(value):
         return "not reached"
+    if math.isnan(value):
+        return "before step `lag`"
     return f"{value:.1f}" if math.isnan(least) else f"{value:.1f} ({least:.1f} to {_shown(most)})"
 
 

@@ -35,9 +35,10 @@ def per_cell(table: pd.DataFrame) -> pd.DataFrame:
     """One row for each run.
 
     `final` is the mean of the last evaluations (0 for a run that broke), `start` the accuracy before training,
-    `collapsed` whether it has lost half of its gain in between; the signals are medians over the steps that had stale
-    data; `low_ess_step` is when the effective sample size (mean of 5 steps) first fell below half, `fall_step` the
-    first evaluation below half of the best one so far.
+    `collapsed` whether it has lost half of its gain in between; the signals are medians over the steps from `lag` on
+    (before, all data are of the first policy), and `staleness` is the mean over these; `low_ess_step` is when the
+    effective sample size (mean of 5 steps) first fell below half, `fall_step` the first evaluation below half of the
+    best one so far.
     """
     return pd.DataFrame([_cell(dict(zip(CELL, key, strict=True)), rows) for key, rows in table.groupby(CELL)])
 
@@ -46,7 +47,7 @@ def _cell(settings: dict[str, object], rows: pd.DataFrame) -> dict[str, object]:
     accuracy = rows.dropna(subset=["accuracy"]).set_index("step")["accuracy"]
     failed = isinstance(rows["error"].iloc[0], str)
     steps = rows.set_index("step")
-    stale = steps[steps["staleness_mean"] >= steps["staleness_mean"].max()]
+    stale = steps[steps.index >= min(rows["lag"].iloc[0], steps.index.max())]
     low = steps["ess_ratio"].dropna().rolling(5).mean()
     fallen = accuracy[accuracy < 0.5 * accuracy.cummax()]
     start = float(accuracy.iloc[0]) if len(accuracy) else math.nan

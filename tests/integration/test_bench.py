@@ -407,17 +407,44 @@ def test_without_a_share_nothing_is_dropped():
 
 
 def test_the_price_of_a_lag_is_counted_from_its_first_stale_step_and_only_where_the_level_is_reached():
-    """The synchronous curve rises for 20 steps, another for 40 after step 8, and a third stops at half of the gain."""
+    """The synchronous curve rises for 20 steps, another for 40 after step 8, and a third stops at half of the gain.
+
+    A fourth is there before its lag, and one run of a fifth breaks.
+    """
     rows = []
-    for method, lag, length, top in (("sync", 0, 20, 1.0), ("slow", 8, 40, 1.0), ("half", 8, 20, 0.5)):
+    curves = (("sync", 0, 20, 1.0), ("slow", 8, 40, 1.0), ("half", 8, 20, 0.5), ("broken", 8, 20, 1.0))
+    for method, lag, length, top in (*curves, ("early", 64, 4, 1.0)):
         for seed in (0, 1):
-            for step in range(0, 101, 4):
-                accuracy = top * min(1.0, max(0.0, (step - lag) / length))
+            for step in range(0, 101 if (method, seed) != ("broken", 0) else 20, 4):
+                risen = (step - (8 if method == "early" else lag)) / length
+                accuracy = top * min(1.0, max(0.0, risen))
                 rows.append({"method": method, "lag": lag, "seed": seed, "step": step, "accuracy": accuracy})
     steps = pd.DataFrame(rows).assign(learning_rate_scale=1.0)
-    ends = steps[steps["step"] == 100].rename(columns={"accuracy": "final", "step": "steps"}).assign(start=0.0)
+    ends = steps.groupby(["method", "seed"]).tail(1).rename(columns={"accuracy": "final", "step": "steps"}).assign(start=0.0)
     cells = [[cell.strip() for cell in line.split("|")] for line in price_table(steps, ends).splitlines()[2:]]
     prices = {row[1]: row[-3:-1] for row in cells}
     assert prices["sync"] == ["", ""]
     assert prices["slow"] == ["2.0 (2.0 to 2.0)"] * 2
     assert prices["half"] == ["not reached"] * 2
+    assert prices["broken"] == ["not reached"] * 2
+    assert prices["early"] == ["before step `lag`"] * 2
+
+
+def test_signals_of_a_run_whose_age_varies_are_medians_over_all_steps_from_the_lag_on():
+    ages = [0, 1, 2, 2, 1, 1, 1]
+    rows = [
+        {
+            **dict.fromkeys(CELL, "x"),
+            "lag": 2,
+            "seed": 0,
+            "learning_rate_scale": 1.0,
+            "step": step,
+            "staleness_mean": age,
+        }
+        for step, age in enumerate(ages)
+    ]
+    values = dict.fromkeys(("error", "device", "accuracy", "controller_changes", "blend_share", "tokens", "cpu_s"))
+    table = pd.DataFrame(rows).assign(**values).astype({"accuracy": float})
+    signals = {name: [0.0, 0.0, 9.0, 9.0, 1.0, 1.0, 1.0] for name in ("cosine", "ess_ratio", "kl", "grad_norm")}
+    (run,) = per_cell(table.assign(**signals)).to_dict("records")
+    assert (run["ess_ratio"], run["staleness"]) == (1.0, pytest.approx(7 / 5))
