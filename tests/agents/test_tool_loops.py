@@ -94,12 +94,12 @@ def play(codec: TextCodec, case: Case, calls: list[int], **settings):
     """The completion of an agent that is answered by `calls`, with engine, inner engine and agent."""
     inner = Scripted(codec, case, calls)
     agent = Loop(len(calls))
-    engine = AgentEngine(Instant(), agent, parser=Says(calls), timeout_s=20.0, **settings).around(inner, codec)
+    engine = AgentEngine(Instant(), agent, parser=Says(calls), timeout_s=120.0, **settings).around(inner, codec)
     prompt = Prompt(text="question 0")
     sampling = SamplingParams(max_tokens=100)
     request = GenerationRequest(id=0, prompt_ids=(3,), num_samples=1, sampling=sampling, prompt=prompt)
     try:
-        ((completion,),) = run_requests(engine, [request], timeout_s=20.0)
+        ((completion,),) = run_requests(engine, [request], timeout_s=120.0)
     finally:
         engine.close()
         engine.end()

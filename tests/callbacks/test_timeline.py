@@ -133,9 +133,9 @@ def test_of_totals_that_grow_while_they_are_read_nothing_is_lost():
     for _ in range(20):
         drawer.polled(engine, 0.0, 0)
     spans.stop_recording(recorder)
-    (span,) = named(recorder.take(include_open=True), "decode")
-    assert span["args"]["tokens"] == engine.tokens
-    assert MICRO * span["dur"] == pytest.approx(engine.busy, abs=1e-5)
+    drawn = named(recorder.take(include_open=True), "decode")  # one, unless the process stood still between two polls
+    assert sum(span["args"]["tokens"] for span in drawn) == engine.tokens
+    assert MICRO * sum(span["dur"] for span in drawn) == pytest.approx(engine.busy, abs=1e-5)
 
 
 @pytest.mark.slow

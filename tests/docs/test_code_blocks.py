@@ -61,7 +61,8 @@ def test_blocks_name_their_language():
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 @pytest.mark.usefixtures("_modules_of_the_page")
-def test_a_python_block_runs(block: Block):
+def test_a_python_block_runs(block: Block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what a block trains leaves a run's folder
     code = compile(block.code, str(block), "exec")
     if block.reason is None and block.module:
         __import__(block.module)

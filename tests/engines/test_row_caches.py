@@ -91,8 +91,9 @@ class Watch(Callback):
 @pytest.mark.parametrize(
     ("name", "own_process"), [("lfm2", False), pytest.param("qwen3_next", True, marks=pytest.mark.slow)]
 )
-def test_a_run_with_the_default_callbacks(name, own_process, tmp_path):
+def test_a_run_with_the_default_callbacks(name, own_process, tmp_path, monkeypatch):
     """Asynchronous, two micro-batches, validation; the engine's check compares its samples with the trainer's."""
+    monkeypatch.chdir(tmp_path)
     model = save(tiny(name, tmp_path), tmp_path, tiny_tokenizer(64))
     trainer = rl.Trainer(
         accelerator="cpu",
@@ -100,7 +101,6 @@ def test_a_run_with_the_default_callbacks(name, own_process, tmp_path):
         val_check_interval=2,
         callbacks=[watch := Watch()],
         enable_progress_bar=False,
-        default_root_dir=str(tmp_path),
         log_every_n_steps=1,
         defaults={"engine_check": rl.EngineCheck(every_n_updates=1)},
     )

@@ -420,7 +420,12 @@ def test_the_price_of_a_lag_is_counted_from_its_first_stale_step_and_only_where_
                 accuracy = top * min(1.0, max(0.0, risen))
                 rows.append({"method": method, "lag": lag, "seed": seed, "step": step, "accuracy": accuracy})
     steps = pd.DataFrame(rows).assign(learning_rate_scale=1.0)
-    ends = steps.groupby(["method", "seed"]).tail(1).rename(columns={"accuracy": "final", "step": "steps"}).assign(start=0.0)
+    ends = (
+        steps.groupby(["method", "seed"])
+        .tail(1)
+        .rename(columns={"accuracy": "final", "step": "steps"})
+        .assign(start=0.0)
+    )
     cells = [[cell.strip() for cell in line.split("|")] for line in price_table(steps, ends).splitlines()[2:]]
     prices = {row[1]: row[-3:-1] for row in cells}
     assert prices["sync"] == ["", ""]

@@ -53,7 +53,8 @@ def logs(tmp_path) -> list[str]:
 def test_added_behind_its_base_it_builds(path, tmp_path):
     base = ["--config", "configs/bench/base.yaml"] if path.parent.name in ("methods", "regimes") else BASE
     base = ["--config", "configs/calculator.yaml"] if path.name == "sampo.yaml" else base
-    cli = AsyncRLCLI([*base, "--config", str(path), *logs(tmp_path)])
+    database = f"--trainer.logger.init_args.tracking_uri=sqlite:///{tmp_path}/mlflow.db"
+    cli = AsyncRLCLI([*base, "--config", str(path), *logs(tmp_path), *([database] if path.stem == "mlflow" else [])])
     assert cli.datamodule.model == cli.config["model"]["model"]
 
 

@@ -57,7 +57,9 @@ def test_distributions_hold_types_licence_stubs_and_tests(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in packed)
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
     folders = ("tests/", "configs/", "scripts/", "benchmarks/", "examples/", "docs/", ".ci/", ".github/")
     missing = {name for name in tracked if name.startswith(folders)} - names
     assert not missing, sorted(missing)[:10]

@@ -293,7 +293,10 @@ AS_JSON = '{"class_path": "WandbLogger", "init_args": {"name": "chosen"}}'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [["--trainer.logger", AS_JSON], [f"--trainer.logger=[{OTHER}, {AS_JSON}]"]])
-def test_a_name_that_a_flag_chooses_for_wandb_stays(flag, tmp_path):
+def test_a_name_that_a_flag_chooses_for_wandb_stays(flag, tmp_path, monkeypatch):
+    for link in ("configs", "lit_async_rl"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    monkeypatch.chdir(tmp_path)
     cli = AsyncRLCLI(["--config", "configs/quickstart.yaml", *flag])
     (found,) = (logger for logger in cli.trainer.loggers if isinstance(logger, WandbLogger))
     assert found._name == found._wandb_init["name"] == "chosen"

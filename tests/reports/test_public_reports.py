@@ -603,7 +603,7 @@ def test_skyrl_2008_a_step_in_parts_is_the_step_as_a_whole():
     assert torch.allclose(weights[1], weights[2], atol=1e-6)
 
 
-def test_skyrl_1929_validation_has_the_step_of_the_weights_that_it_measured(tmp_path):
+def test_skyrl_1929_validation_has_the_step_of_the_weights_that_it_measured(tmp_path, monkeypatch):
     """In `metrics.csv` the value of a validation stands at the step after which it ran."""
     scores = iter(range(1, 10_000))
 
@@ -615,6 +615,7 @@ def test_skyrl_1929_validation_has_the_step_of_the_weights_that_it_measured(tmp_
             if not trainer.sanity_checking:
                 self.at[trainer.global_step] = float(trainer.callback_metrics["val/reward"])
 
+    monkeypatch.chdir(tmp_path)
     count = Count()
     trainer = rl.fit(
         MODEL,
@@ -628,7 +629,6 @@ def test_skyrl_1929_validation_has_the_step_of_the_weights_that_it_measured(tmp_
         val_check_interval=2,
         log_every_n_steps=3,
         accelerator="cpu",
-        default_root_dir=str(tmp_path),
         enable_progress_bar=False,
         callbacks=[count],
     )

@@ -384,6 +384,8 @@ def test_other_languages(reward, language, code):
     program = {"sh": "bash", "javascript": "node", "c": "gcc"}.get(language, language)
     if shutil.which(program, path="/usr/local/bin:/usr/bin:/bin") is None:
         pytest.skip(f"{program} is not installed")
+    if program == "node" and not levels():
+        pytest.skip("node reserves more addresses than the limits of a process allow")
     assert reward(APPS, fenced(code, language)) == 1.0
     assert reward(APPS, fenced(code.replace("+", "*"), language)) == 0.0
     assert reward(MBPP, fenced(code, language)) == 0.0

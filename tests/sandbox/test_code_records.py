@@ -511,7 +511,7 @@ def test_a_run_refuses_or_leaves_out_prompts_whose_tests_test_nothing(tmp_path, 
     rows.write_text("".join(json.dumps(one) + "\n" for one in records))
     made = rl.CodeReward(**LIMIT)
     settings = dict(max_steps=1, groups_per_step=1, group_size=2, sampling={"max_tokens": 2}, logger=False)
-    settings |= dict(accelerator="cpu", devices=1, enable_progress_bar=False)
+    settings |= dict(accelerator="cpu", devices=1, enable_progress_bar=False, enable_checkpointing=False)
 
     def run(on_bad_prompt):
         source = rl.JsonlPrompts(str(rows), answer_field=None, on_bad_prompt=on_bad_prompt)

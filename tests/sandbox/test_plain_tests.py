@@ -292,6 +292,8 @@ def f(x):
     return "sesame" + str(2355 * 2 + 1) in text
 """
     assert reward(prompt(test_list=["assert f(1) == False", "assert f(2) == 'sesame4711'"]), fenced(code)) == 0.0
+    if not levels():
+        pytest.skip("the program reads more memory than the limits of a process allow")
     seen = rl.CodeReward(**LIMIT, partial_credit=True)
     # half: the first call has found nothing, the second does not return the text
     assert seen(prompt(test_list=["assert f(1) == False", "assert f(2) == 'sesame4711'"]), fenced(code)) == 0.5
@@ -358,7 +360,7 @@ def test_prompts_with_weak_tests_are_counted_once(tmp_path, caplog):
     tests = [["assert f(2) == 4"], [WEAK], ["assert f(2) == 4", WEAK]]
     rows.write_text("".join(json.dumps({"prompt": str(n), "test_list": one}) + "\n" for n, one in enumerate(tests)))
     settings = dict(max_steps=1, groups_per_step=1, group_size=2, sampling={"max_tokens": 2}, logger=False)
-    settings |= dict(accelerator="cpu", devices=1, enable_progress_bar=False)
+    settings |= dict(accelerator="cpu", devices=1, enable_progress_bar=False, enable_checkpointing=False)
 
     def run(mode, on_bad_prompt="error"):
         source = rl.JsonlPrompts(str(rows), answer_field=None, on_bad_prompt=on_bad_prompt)
