@@ -8,6 +8,7 @@ last of its settings becomes known:
 |---|---|---|
 | `of_objective`, `of_distillation`, `of_weights`, `of_compilation` | `model` | `PolicyModule()` |
 | `of_truncation`, `of_tape`, `of_engine`, `of_rewards`, `of_order`, `of_step` | `data` | `RolloutDataModule()` |
+| `of_validation` | `data` | the same |
 | `of_new_bound` | `data` | `RolloutDataModule.set_max_staleness` |
 | `of_limits`, `of_processes` | `trainer` | `lit_async_rl.Trainer()` |
 | `of_callbacks`, `of_tuner` | `trainer.callbacks` | the same; the latter by `RolloutDataModule.setup`, too |
@@ -291,6 +292,22 @@ def of_rewards(
         known = [*reward.rewards, *(["overlong"] if any(isinstance(f, OverlongPenalty) for f in filters) else [])]
         if unknown := sorted(set(advantage.weights) - set(known)):
             yield f"data.advantage.weights names {', '.join(unknown)}, but data.reward has {', '.join(known)}"
+
+
+def of_validation(validation: Any, sampling: SamplingParams, is_sampled: bool) -> Iterator[str]:
+    """Completions of a held-out prompt that cannot differ.
+
+    Args:
+        validation: `data.validation`.
+        sampling: `data.sampling`, which holds where `data.validation` has none.
+        is_sampled: as in `of_signal`.
+    """
+    name = "data.sampling" if validation.sampling is None else "data.validation.sampling"
+    if is_sampled and validation.num_samples > 1 and (validation.sampling or sampling).temperature == 0:
+        yield (
+            f"data.validation.num_samples={validation.num_samples} with {name}.temperature=0: the samples of a prompt "
+            "would be identical. Use num_samples: 1, or a data.validation.sampling.temperature > 0"
+        )
 
 
 def of_order(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
-from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces
+from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces, is_dropped_before
 from lit_async_rl.stabilizers.step_lr import metric_suffix, optimizer_index, raw_optimizer, unscale_gradients
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -59,7 +59,7 @@ class GradientMonitor(pl.Callback):
         gradients = space.gradients()
         copies = self.cosine and self._may_copy(trainer, space, index)
         gg, gp, pp = self._previous.products(space, gradients, index)[0].tolist()
-        if not math.isfinite(gg):
+        if not math.isfinite(gg) or is_dropped_before(trainer, self, index):
             return
         pl_module.log(f"grad/norm{suffix}", math.sqrt(gg))
         if copies:

@@ -121,6 +121,7 @@ class GradientAlignmentControl(GradientTreatment):
         self._skips: dict[int, list[int]] = {}  # optimizer index -> consecutive skips of each parameter group
         self._cosines: list[float] = []
         self.num_dropped = 0
+        self._is_dropped: dict[int, bool] = {}  # optimizer index -> whether all of its last gradient was dropped
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
         """Controls the gradients between backward and step, in any loop; returns the metrics.
@@ -139,6 +140,7 @@ class GradientAlignmentControl(GradientTreatment):
             self._decide(step, skips, group)
         self._update(space, gradients, self._references.of(space, index), steps=steps)
         space.drop(group for group, step in enumerate(steps) if step.regime >= Regime.SKIP)
+        self._is_dropped[index] = all(step.regime == Regime.DROP for step in steps)
         return self._metrics(steps, skips)
 
     def _skips_of(self, index: int, num_groups: int) -> list[int]:
@@ -204,6 +206,10 @@ class GradientAlignmentControl(GradientTreatment):
                 values["cosine"] = step.cosine
             metrics |= {f"gac/{name}{suffix}": value for name, value in values.items()}
         return metrics
+
+    def has_dropped(self, index: int) -> bool:
+        """Whether the last update of the optimizer at position `index` was dropped, all of it, as not finite."""
+        return self._is_dropped.get(index, False)
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradientTreatment, GradSpaces
-from lit_async_rl.stabilizers.step_lr import finds_scale, raw_optimizer
+from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradientTreatment, GradSpaces, is_dropped_before
+from lit_async_rl.stabilizers.step_lr import finds_scale, optimizer_index, raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -20,7 +20,8 @@ class GradientClipping(GradientTreatment):
     `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, fails with tensor parallelism and with fused optimizers
     under loss scaling; this works under every strategy. Put it last in the list of callbacks, after the
     other stabilizers. A step whose gradient contains NaN or infinity is dropped (weights and optimizer state are
-    unchanged, also by weight decay; Lightning still advances the scheduler), logged and counted.
+    unchanged, also by weight decay; Lightning still advances the scheduler), logged and counted, also if
+    `SkipNonFinite` has dropped it before.
 
     Logs `grad/norm` (before clipping; not for a non-finite gradient), `grad/clip_scale` (1: unchanged, 0: dropped) and
     `grad/num_dropped` (steps so far).
@@ -44,6 +45,7 @@ class GradientClipping(GradientTreatment):
         self.dropped = DroppedUpdates("GradientClipping", max_in_a_row)
         self._spaces = GradSpaces()
         self._finds_scale = False  # the loss scaler skips this step
+        self._is_gone = False  # the gradient of this step, which another callback has dropped
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
         """Clips the gradients between backward and step, in any loop; returns the metrics.
@@ -57,8 +59,9 @@ class GradientClipping(GradientTreatment):
         space = self._spaces.of(root, optimizer)
         gradients = space.gradients()
         norm = space.norms(gradients)[0].item()
-        self.dropped.note(not math.isfinite(norm) and not self._finds_scale, index)
-        if not math.isfinite(norm):
+        is_broken = self._is_gone or not math.isfinite(norm)
+        self.dropped.note(is_broken and not self._finds_scale, index)
+        if is_broken:
             space.drop([0])
             return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
         # 1e-6 as in `torch.nn.utils.clip_grad_norm_`, so that results agree
@@ -74,7 +77,12 @@ class GradientClipping(GradientTreatment):
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Clips; overflows with which the loss scaler finds its scale do not count as dropped."""
         self._finds_scale = finds_scale(trainer, raw_optimizer(optimizer))
+        self._is_gone = is_dropped_before(trainer, self, optimizer_index(trainer, optimizer))
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    def has_dropped(self, index: int) -> bool:
+        """Whether the last update of the optimizer at position `index` was dropped."""
+        return self.dropped.is_in_a_row(index)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Fails the run after too many dropped steps, once all callbacks have completed the last one."""

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
+from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces, is_dropped_before
 from lit_async_rl.stabilizers.step_lr import (
     finds_scale,
     loss_scaler,
@@ -22,7 +22,8 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class SkipNonFinite(pl.Callback):
     """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
-    One of the default callbacks. `GradientClipping` does the same, with its own limit. With loss scaling
+    One of the default callbacks. `GradientClipping` does the same, with its own limit; each counts what those before it
+    have dropped, too. With loss scaling
     (`precision: 16-mixed`) the scaler skips such steps, and lowers its scale; they count here once the scale is at most
     1, when it cannot be the reason.
 
@@ -48,6 +49,7 @@ class SkipNonFinite(pl.Callback):
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Checks the accumulated gradient; a collective where it is sharded."""
         raw = raw_optimizer(optimizer)
+        index = optimizer_index(trainer, optimizer)
         if loss_scaler(trainer) is not None:
             is_broken = overflows(trainer, raw) and not finds_scale(trainer, raw)
         else:
@@ -55,9 +57,14 @@ class SkipNonFinite(pl.Callback):
             is_broken = not bool(space.norms(space.gradients()).isfinite().all())
             if is_broken:
                 space.drop(range(space.num_groups))
-        self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
+            is_broken = is_broken or is_dropped_before(trainer, self, index)
+        self.dropped.note(is_broken, index)
         if self.dropped.total:
             pl_module.log("grad/num_skipped", float(self.dropped.total))
+
+    def has_dropped(self, index: int) -> bool:
+        """Whether the last update of the optimizer at position `index` was dropped."""
+        return self.dropped.is_in_a_row(index)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Fails the run after too many dropped updates, once all callbacks have completed the last step."""

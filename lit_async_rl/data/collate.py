@@ -45,7 +45,7 @@ class _Row:
     advantages: Sequence[float]  # of the completion's tokens
     token_weight: float
     group_index: int
-    rollout_index: tuple[int, int]  # group, and number within it
+    rollout_index: tuple[int, int]  # position of the group in the step, and number within it
     max_staleness: int | None
 
     @property
@@ -119,7 +119,7 @@ def collate_step(
                     advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
                     token_weight=token_weight,
                     group_index=group.index,
-                    rollout_index=(group.index, number),
+                    rollout_index=(position, number),
                     max_staleness=group.max_staleness,
                 )
                 for row in rollout.rows
@@ -128,7 +128,7 @@ def collate_step(
                 zip(group.rollouts, map(iter, rows), weights, num_policy_tokens, strict=False)
             )
         ]
-        for group, rows in zip(groups, advantages, strict=True)
+        for position, (group, rows) in enumerate(zip(groups, advantages, strict=True))
     ]
     rollouts = [row.rollout for group in units for rows in group for row in rows]
     head_width = _head_width(rollouts)

@@ -27,6 +27,7 @@ from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.packing import TreeCosts
@@ -165,6 +166,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         sampling = with_support(sampling, engine)
         self.tape = open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
+        is_sampled = not isinstance(engine, MultiRequestEngine)  # of a tape, too: validation has its environment
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
@@ -203,6 +205,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 advantage=self.advantage,
                 filters=self.intake.filters,
             ),
+            rules.of_validation(validation, sampling, is_sampled=is_sampled),
             rules.of_order(
                 self.admission,
                 max_staleness,

@@ -75,7 +75,8 @@ class Replay:
     """Hands out the groups of a tape in order, in place of a `Producer`.
 
     Token versions are shifted to the staleness of the recorded run, also if updates are skipped or the run does not
-    start at version 0.
+    start at version 0. Groups keep their indices, unless another one of the step has it: a step may be larger than the
+    recorded ones, to which `ReplayBuffer` can have given the same prompt again.
 
     Args:
         tape: tape to read.
@@ -96,6 +97,7 @@ class Replay:
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
         self.num_used = 0
         self.num_before_step = 0
+        self._step_indices: set[int] = set()
         self._num_restored = 0
         self._num_tokens = 0
         self._arrived: list[float] = []  # in the steps that were read, until `take_rewards`
@@ -126,6 +128,7 @@ class Replay:
     def begin_step(self) -> None:
         """Marks all groups handed out before as trained on."""
         self.num_before_step = self.num_used
+        self._step_indices = set()
 
     def state_dict(self, step_is_done: bool) -> dict[str, Any]:
         """Position in the tape: first step, and number of groups trained on since.
@@ -165,7 +168,9 @@ class Replay:
             for rollout in group.rollouts
         ]
         oldest = min((v for rollout in shifted for v in rollout.all_versions), default=self.version)
-        return replace(group, rollouts=tuple(shifted), max_staleness=self.version - oldest)
+        index = group.index if group.index not in self._step_indices else max(self._step_indices) + 1
+        self._step_indices.add(index)
+        return replace(group, index=index, rollouts=tuple(shifted), max_staleness=self.version - oldest)
 
     def _next(self) -> tuple[int, RolloutGroup] | None:
         """(version in training, group) of the next group; None at the end."""

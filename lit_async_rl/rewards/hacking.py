@@ -128,8 +128,8 @@ class HackingWatch:
     def reset(self) -> None:
         """Forgets everything."""
         self._rows: deque[dict[str, float]] = deque(maxlen=MEMORY * self.window)
-        self._first: dict[str, float] = {}  # means of the first window
-        self._num_first = 0
+        self._first: dict[str, float] = {}  # means over the first window of steps that have the value
+        self._num_first: dict[str, int] = {}  # steps in them
         self._range: dict[str, list[float]] = {}  # smallest and largest mean over a window so far
         self._compared: deque[int] = deque(maxlen=100)  # 1 for a disagreement of the second grader
         self._counts: dict[str, int] = {}  # consecutive steps in which a sign holds, or no longer does
@@ -148,11 +148,12 @@ class HackingWatch:
         """Adds a step; returns the names of signs that begin at it."""
         row = seen.row()
         self._rows.append(row)
-        if self._num_first < self.window:
-            self._num_first += 1
-            for name, value in row.items():
-                self._first.setdefault(name, 0.0)
-                self._first[name] += (value - self._first[name]) / self._num_first
+        for name, value in row.items():
+            number = self._num_first.get(name, 0) + 1  # of each value by itself: short completions have no repetition
+            if number <= self.window:
+                mean = self._first.get(name, 0.0)
+                self._first[name] = mean + (value - mean) / number
+                self._num_first[name] = number
         now = self._means(list(self._rows)[-self.window :])
         before = self._means(list(self._rows)[: self.window])
         if len(self._rows) >= self.window:
@@ -275,7 +276,7 @@ class HackingWatch:
         return {
             "rows": [dict(row) for row in self._rows],
             "first": dict(self._first),
-            "num_first": self._num_first,
+            "num_first": dict(self._num_first),
             "range": {name: list(found) for name, found in self._range.items()},
             "compared": list(self._compared),
             "counts": dict(self._counts),
@@ -287,7 +288,8 @@ class HackingWatch:
         self.reset()
         self._rows.extend(dict(row) for row in state["rows"])
         self._first = dict(state["first"])
-        self._num_first = int(state["num_first"])
+        number = state["num_first"]  # one for all values in older checkpoints
+        self._num_first = dict(number) if isinstance(number, Mapping) else dict.fromkeys(self._first, int(number))
         self._range = {name: list(found) for name, found in state["range"].items()}
         self._compared.extend(state["compared"])
         self._counts = dict(state["counts"])

@@ -7,6 +7,7 @@ holds a piece of the vector; pieces replicated over ranks (DDP, replicated tenso
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -329,6 +330,10 @@ class DroppedUpdates:
         """Consecutive drops, the maximum over optimizers."""
         return max(self._in_a_row.values(), default=0)
 
+    def is_in_a_row(self, index: int) -> bool:
+        """Whether the last update of the optimizer at position `index` was dropped."""
+        return self._in_a_row.get(index, 0) > 0
+
     def begin(self) -> None:
         """Resets the consecutive drops, at the start of a run."""
         self._in_a_row = {}
@@ -355,6 +360,15 @@ class DroppedUpdates:
                 f"max_in_a_row={self.max_in_a_row}). None of these updates changed the weights. Check "
                 "model.learning_rate, the loss and the precision."
             )
+
+
+def is_dropped_before(trainer: AnyTrainer, callback: pl.Callback, index: int) -> bool:
+    """Whether a callback that runs before this one has dropped the present update of the optimizer at `index`.
+
+    Where it has removed a gradient with NaN or infinity, those that follow see none, which is as finite as 0.
+    """
+    earlier = itertools.takewhile(lambda one: one is not callback, trainer.callbacks)  # type: ignore[attr-defined]
+    return any(one.has_dropped(index) for one in earlier if hasattr(one, "has_dropped"))
 
 
 # -- Base of callbacks that change the gradients of one optimizer's steps, or of each optimizer's ---------------------

@@ -18,6 +18,7 @@ from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.weights import BlendedIS, CurrentProximal, Proximal
 from lit_async_rl.errors import SetupError
+from lit_async_rl.importance import masked
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
@@ -167,7 +168,10 @@ class Objective:
                 found[name].append(value)
         loss, blended_advantages, blended_weights = (_blended(estimators, values) for values in found.values())
         if len(estimators) == 1 and baseline is not None and tape is not None and baseline.can_keep_books(tape):
-            of_rollouts = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
+            # without the credits, which are in the coefficients of the tape; a row without any has no gradient there
+            credits = batch.loss_mask if batch.credits is None else masked(batch.credits, batch.loss_mask)
+            total = credits.sum(-1)
+            of_rollouts = advantages.sum(-1) / torch.where(total == 0, 1, total)
             loss = surrogate_loss(tape, -of_rollouts, loss)
         signals: dict[str, Any] = {
             "log_ratio": detached - batch.behavior_logprobs,

@@ -54,11 +54,13 @@ class Validator(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reward = MeanMetric()
-        self.pass_at_1 = MeanMetric()
-        self.pass_at_k = MeanMetric()
+        # the errors come from variances, differences of two means, which cancel in float32 if rewards are far from 0
+        wide = torch.float32 if torch.backends.mps.is_available() else torch.float64  # MPS has no float64
+        self.reward = MeanMetric().set_dtype(wide)
+        self.pass_at_1 = MeanMetric().set_dtype(wide)
+        self.pass_at_k = MeanMetric().set_dtype(wide)
         self.cut = MeanMetric()
-        self.squares: Any = torch.nn.ModuleList(MeanMetric() for _ in range(3))  # of the first three, for their errors
+        self.squares: Any = torch.nn.ModuleList(MeanMetric().set_dtype(wide) for _ in range(3))  # of the first three
         self.num_prompts = SumMetric()
         self.num_scored = 0  # prompts of the last validation, on all ranks
         self.half_widths: dict[str, float] = {}  # 95 %, of its averages over prompts

@@ -175,6 +175,20 @@ def test_a_truncated_support_is_part_of_the_gradient_and_its_norms(truncated, ch
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
+@pytest.mark.parametrize("flavour", Flavour)
+def test_the_credit_of_a_row_counts_once_whatever_the_norms(truncated, flavour):
+    """The ghost's gradient had its square: a credit of 0.5 made it a quarter."""
+    of_rows = torch.linspace(-0.5, 2.0, len(truncated))
+    of_rows[1] = 0.0
+    batch = truncated.replace(credits=of_rows[:, None].expand_as(truncated.advantages).clone())
+    found, expected = (
+        gradient(batch, baseline=OptimalBaseline(norms, flavour)) for norms in (Norms.GHOST, Norms.PER_TRAJECTORY)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert other.any()
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match=r"OptimalBaseline.*PPOClip.*linear"):
         make_module(loss=PPOClip(), baseline=OptimalBaseline())

@@ -702,7 +702,7 @@ OWN: dict[str, tuple[str, Own]] = {
     "optim/lr": ("stale", lambda run, k: rate_of(k)),
     "val/pass@<k>": ("fresh", lambda run, k: validation(run, lambda rewards: solved(rewards, 1), k)),
     "val/reward": ("fresh", lambda run, k: validation(run, mean, k)),
-    "grad/num_skipped": ("changed", lambda run, k: 1.0 if k >= 2 else None),
+    "grad/num_skipped": ("changed", lambda run, k: min(k - 1.0, 2.0) if k >= 2 else None),
     "eval/<data set>/pass@<k>": ("fresh", lambda run, k: evaluated(run, "long", lambda rewards: solved(rewards, 3))),
     "eval/<data set>/reward": ("fresh", lambda run, k: evaluated(run, "long", mean)),
     "eval/pass@<k>": ("fresh", lambda run, k: evaluated(run, None, lambda rewards: solved(rewards, 1))),

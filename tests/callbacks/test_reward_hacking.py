@@ -132,6 +132,31 @@ def test_what_steps_are_compared_with_is_the_mean_of_the_first_window():
     assert watch.state_dict()["first"]["repetition"] == pytest.approx((0.0 + 0.1 + 0.2 + 0.3) / 4)
 
 
+@pytest.mark.parametrize("begin", [12, 30])
+@pytest.mark.parametrize("name", ["repetition", "special_tokens"])
+def test_a_value_that_begins_late_is_compared_with_its_own_first_window(name, begin):
+    """The share of repeated 4-grams is absent while completions are short; absent was as good as 0."""
+    watch = HackingWatch()
+    late = {name: lambda step: 0.55 if step >= begin else None}
+    assert not any(watch.observe(healthy(step, **late)) for step in range(STEPS))
+    assert watch.state_dict()["first"][name] == pytest.approx(0.55)
+    grown = {name: lambda step: 0.8}
+    assert [sign for step in range(STEPS) for sign in watch.observe(healthy(STEPS, **grown))] == [name]
+
+
+@pytest.mark.parametrize("num_rows", [3, 80])
+def test_a_checkpoint_with_one_number_of_first_steps_goes_on(num_rows):
+    old = HackingWatch()
+    for step in range(num_rows):
+        old.observe(healthy(step, repetition=lambda step: 0.5))
+    state = old.state_dict() | {"num_first": min(num_rows, 20)}
+    new = HackingWatch()
+    new.load_state_dict(json.loads(json.dumps(state)))
+    for step in range(num_rows, 2 * num_rows):
+        assert new.observe(healthy(step, repetition=lambda step: 0.5)) == []
+    assert new.state_dict()["first"]["repetition"] == pytest.approx(0.5)
+
+
 def test_repetition_counts_n_grams_that_were_there_before():
     ids = list(range(100, 150))
     assert repetition(ids) == 0.0

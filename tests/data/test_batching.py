@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from flow import fit, make_data, make_module
-from groups import collate
+from groups import collate, group
 
 
 def gradient_of(batches, module) -> torch.Tensor:
@@ -65,3 +65,9 @@ def test_an_all_padding_micro_batch_trains_nothing_and_reaches_every_parameter(g
 
 def test_token_weights_of_a_step_sum_to_one(groups):
     assert sum(float(batch.token_weights.sum()) for batch in collate(groups, 3)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_two_groups_of_one_index_are_not_one_rollout_each():
+    """A tape can have a prompt of the replay buffer in two of its steps, which a larger step puts together."""
+    (batch,) = collate([group([1.0, 0.0], index=5), group([0.0, 1.0], index=5)], 1)
+    assert batch.rollout is None

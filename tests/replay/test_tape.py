@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -15,15 +16,18 @@ import torch
 from disk import full_disk
 from filelock import FileLock
 from flow import fit, make_data, make_module, parameters
+from groups import group
 from test_resume import Watch, saving
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.lab import tape as tape_command
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.replay import tape as tape_writer
-from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
+from lit_async_rl.replay.tape_source import Replay
 from lit_async_rl.runtime.files import lock_path
 from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
+from lit_async_rl.scheduling.admission import FromTape
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +65,16 @@ def test_another_loss_sees_the_same_data_and_the_run_ends_with_the_tape(recorded
     assert "the tape has ended" in caplog.text
     assert sorted(set(watch.trained)) == sorted(set(trained))
     assert not torch.equal(parameters(module), expected)
+
+
+def test_groups_of_one_step_have_indices_of_their_own():
+    """Recorded steps that share a prompt of the replay buffer share its index, and a larger step has both."""
+    recorded = [TapeStep(step, step, (group([1.0, 0.0], index=5), group([0.0, 1.0], index=6))) for step in range(3)]
+    source = Replay(SimpleNamespace(steps=lambda first: iter(recorded[first:])), 0, FromTape("").make(4, 1))
+    source.start(0)
+    for expected in ([5, 6, 7, 8], [5, 6]):
+        source.begin_step()
+        assert [source.take().index for _ in expected] == expected
 
 
 def test_a_resumed_replay_goes_on_at_its_step(recorded, tmp_path):

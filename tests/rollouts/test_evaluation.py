@@ -246,3 +246,13 @@ def test_copies_of_one_greedy_completion_are_refused():
         ValueError, match=r"num_samples=2 with temperature 0: the samples of a prompt would be identical"
     ):
         fit(make_module(), make_data(), 1, [Evaluation(held_out(), num_samples=2, sampling=GREEDY)])
+
+
+def test_copies_of_one_greedy_completion_are_refused_in_validations_too():
+    """They took as many times as long, and pass@k was pass@1."""
+    said = r"data\.validation\.num_samples=2 with {}\.temperature=0: the samples of a prompt would be identical"
+    with pytest.raises(ValueError, match=said.format(r"data\.validation\.sampling")):
+        make_data(val_prompts=held_out()["six"], num_val_samples=2, val_sampling=GREEDY)
+    with pytest.raises(ValueError, match=said.format(r"data\.sampling")):
+        make_data(val_prompts=held_out()["six"], num_val_samples=2, sampling=GREEDY)
+    make_data(val_prompts=held_out()["six"], num_val_samples=1, val_sampling=GREEDY)

@@ -8,7 +8,15 @@ from flow import fit, make_data, make_module, parameters
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lit_async_rl.callbacks import GradientClipping, RolloutTape, SaveOnFailure, SkipNonFinite
+import lit_async_rl as rl
+from lit_async_rl.callbacks import (
+    GradientAlignmentControl,
+    GradientClipping,
+    GradientMonitor,
+    RolloutTape,
+    SaveOnFailure,
+    SkipNonFinite,
+)
 from lit_async_rl.errors import NonFiniteError
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.stabilizers.gradients import DroppedUpdates
@@ -90,6 +98,56 @@ def test_only_those_in_a_row_end_the_run_and_all_are_counted_over_a_resume():
     resumed.load_state_dict(saved.state_dict())
     assert resumed.dropped.total == 1
     assert resumed.dropped.num_in_a_row == 0
+
+
+def logged_by(module):
+    """What is logged about the gradient in each step, filled during training."""
+    log, seen = module.log, []
+
+    def note(name, value, **options):
+        step = module.trainer.global_step
+        seen.extend({} for _ in range(step + 1 - len(seen)))
+        if name.startswith("grad/"):
+            seen[step][name] = float(value)
+        log(name, value, **options)
+
+    module.log = note
+    return seen
+
+
+def test_clipping_beside_the_default_callbacks_counts_what_they_have_dropped():
+    """It saw a gradient of norm 0 in such a step, and dropped nothing."""
+    clipping, module = GradientClipping(), make_module()
+    logged = logged_by(module)
+    settings = dict(accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False)
+    trainer = rl.Trainer(callbacks=[NaNs({2}), clipping], enable_progress_bar=False, **settings)
+    trainer.fit(module, datamodule=make_data(groups_per_step=2))
+    assert [step["grad/num_dropped"] for step in logged[:4]] == [0, 0, 1, 1]
+    assert logged[2]["grad/clip_scale"] == 0
+    assert ["grad/norm" in step for step in logged[:4]] == [True, True, False, True]
+    assert (clipping.dropped.total, clipping.dropped.num_in_a_row) == (1, 0)
+
+
+EARLIER = [SkipNonFinite, GradientAlignmentControl, GradientClipping]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "guard"),
+    [(one, guard) for one in EARLIER for guard in (SkipNonFinite, GradientClipping) if one is not guard],
+)
+def test_a_limit_holds_whoever_drops_the_gradient_before(earlier, guard):
+    first = earlier() if earlier is GradientAlignmentControl else earlier(max_in_a_row=None)
+    guards = [NaNs(range(2, 99)), first, guard(max_in_a_row=1)]
+    with pytest.raises(NonFiniteError, match=rf"2 updates in a row .* {guard.__name__}\.max_in_a_row=1"):
+        fit(make_module(), make_data(groups_per_step=2), 9, guards)
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_no_norm_is_logged_where_the_gradient_was_dropped_before(earlier):
+    module = make_module()
+    logged = logged_by(module)
+    fit(module, make_data(groups_per_step=2), 4, [NaNs({2}), earlier(), GradientMonitor()])
+    assert ["grad/norm" in step for step in logged[:4]] == [True, True, False, True]
 
 
 class LastNaN(pl.Callback):

@@ -1,6 +1,7 @@
 """Intervals of held-out averages: what `evaluate` prints behind `±`."""
 
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,16 @@ def test_the_rewards_half_width_is_that_of_a_mean_over_prompts():
     spread = torch.tensor(rewards).mean(1).std().item()
     assert validator.num_scored == 40
     assert validator.half_widths["val/reward"] == pytest.approx(1.96 * spread / math.sqrt(40), rel=1e-4)
+
+
+@pytest.mark.parametrize("base", [0.0, 1e3, -1e4])
+def test_the_half_width_does_not_depend_on_how_far_from_0_the_rewards_are(base):
+    """In float32 it was eight times as large at 1000, and 0 at 10000."""
+    rewards = [base + n % 7 / 10 for n in range(300)]
+    validator = validated([[reward] for reward in rewards])
+    expected = 1.96 * statistics.stdev(n % 7 / 10 for n in range(300)) / math.sqrt(300)
+    assert validator.half_widths["val/reward"] == pytest.approx(expected, rel=1e-4)
+    assert float(validator.reward.compute()) == pytest.approx(statistics.fmean(rewards), rel=1e-8)
 
 
 @pytest.mark.parametrize("num_correct", [0, 3, 10])
