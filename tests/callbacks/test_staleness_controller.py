@@ -182,6 +182,28 @@ def test_the_log_odds_are_those_of_the_formula_and_continue_after_a_resume():
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_first_norms_that_are_mostly_zero_are_no_measure_of_later_ones():
+    """Beside a median of 0 each later norm was 10^5 times as large, and a healthy run collapsing forever."""
+    for num_zeros in range(20):
+        forecast = CollapseForecast()
+        found = [
+            forecast.observe(StepHealth(ess_ratio=0.9, grad_norm=0.0 if step < num_zeros else 0.1))
+            for step in range(60)
+        ]
+        ready = max(CollapseForecast.MIN_STEPS, num_zeros + 3)
+        assert found[: ready - 1] == [None] * (ready - 1)
+        assert max(found[ready - 1 :]) < CollapseForecast.LIMIT - 1
+        assert found[-1] == pytest.approx(-5.77 * math.log10(0.9) - 5.78, abs=0.1)
+    norms = [0.0, 0.0, 0.3, 0.1, 0.2]
+    forecast = CollapseForecast()
+    for norm in norms + [0.1] * 5:
+        forecast.observe(StepHealth(ess_ratio=0.9, grad_norm=norm))
+    assert forecast.state_dict()["first_norms"] == norms, "two zeros stay: so the rule was fitted"
+    state = forecast.state_dict() | {"first_norms": [0.0, 0.0, 0.0, 0.1, 0.1]}  # of an earlier commit
+    forecast.load_state_dict(state)
+    assert forecast.observe(StepHealth(ess_ratio=0.9, grad_norm=0.1)) < CollapseForecast.LIMIT - 1
+
+
 def test_the_share_that_is_lost_is_of_the_gain_or_of_the_first_value_without_one():
     watch = GainWatch()
     assert [watch.observe(0.4) for _ in range(9)] == [0.0] * 9
