@@ -192,6 +192,7 @@ class StalenessController(SignalCallback):
                 # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
                 self._num_discarded = _steps_of_bound(trainer)
             self.gain.forget_steps()
+            self.forecast.forget_steps()
             self._lost = 0.0
             self._has_collapsed = False
         elif self._cooldown_left > 0:
@@ -233,10 +234,12 @@ class StalenessController(SignalCallback):
     def _is_worth_a_copy(self) -> bool:
         """Whether the weights may be returned to: the first ones, and those of calm steps that have lost little.
 
+        After a loss of the reward none are the first ones, though the forecast begins anew.
+
         Signals lag behind the weights by the age of the data, so that a step that is merely below the limit may have
         weights that are already on their way.
         """
-        is_first = self._log_odds is None and not self.forecast.is_ready
+        is_first = self._first_rung == 0 and self._log_odds is None and not self.forecast.is_ready
         return is_first or (self._num_calm > 0 and self._lost < GainWatch.COLLAPSE / 2)
 
     def _norm(self, root: nn.Module, optimizer: Optimizer) -> float:

@@ -304,6 +304,13 @@ class CollapseForecast:
         self._norm = 0.0
         self.signals = (0.0, 0.0)
 
+    def forget_steps(self) -> None:
+        """Discards the averages, after a rollback; the first norms stay."""
+        self._num_steps = 0
+        self._weight = 0.0
+        self._ess = 0.0
+        self._norm = 0.0
+
     @property
     def is_ready(self) -> bool:
         """Whether enough steps were measured."""

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_all_callbacks import BoundedRows
 
 import lit_async_rl as rl
 from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
+from lit_async_rl.stabilizers.signals import StepSignals
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
 
 pytestmark = pytest.mark.filterwarnings("ignore:StalenessController at")
@@ -141,6 +143,49 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path):
     assert found.reports == whole.reports
     assert found.state_dict()["rung"] == whole.state_dict()["rung"]
     assert len(weights(again)) == len(weights(module))
+
+
+class FakeRollBack:
+    """Counts; its weights are the test's."""
+
+    num_rollbacks = 0
+
+    def act(self, trainer, pl_module):
+        self.num_rollbacks += 1
+        return "Weights and moments were rolled back."
+
+    def state_dict(self):
+        return {"num_rollbacks": self.num_rollbacks}
+
+
+def test_signals_of_discarded_weights_are_forgotten_with_them():
+    """A gradient 10^4 times as large stayed in the averages, and took the rolled back run down to the last rung."""
+    controller = rl.StalenessController(correction=None)
+    controller.rollback = FakeRollBack()
+    trainer = SimpleNamespace(datamodule=BoundedRows(), global_step=0)
+    rungs = []
+    for step in range(100):
+        is_bad = 60 <= step < 72 and not controller.rollback.num_rollbacks
+        reward = 0.0 if is_bad else min(0.8, 0.1 + step * 0.012)
+        ess = 0.05 if is_bad else 0.8
+        signals = StepSignals(
+            num_samples=32, num_broken=0, ess_ratio=ess, kl=0.0, entropy=1.0, reward=reward, staleness=8.0
+        )
+        controller._log_odds = controller._observe(signals, 1e3 if is_bad else 0.1)
+        if controller.rollback.num_rollbacks:
+            assert controller._is_worth_a_copy() == (controller._num_calm > 0), "not the first weights once more"
+        controller.on_step_complete(trainer, None)
+        if controller.rollback.num_rollbacks:
+            rungs.append(controller.rung)
+        if step == 68:  # resumed soon after the rollback
+            state = controller.state_dict()
+            controller = rl.StalenessController(correction=None)
+            controller.load_state_dict(state)
+            controller.rollback = FakeRollBack()
+            controller.rollback.num_rollbacks = 1
+            assert controller.state_dict() == state
+    assert rungs[0] == max(rungs), "never further down by what the rollback discarded"
+    assert rungs[-1] < rungs[0], "up again after calm steps"
 
 
 def test_a_fixed_lag_has_no_bound_to_lower_and_is_refused_at_the_start():
