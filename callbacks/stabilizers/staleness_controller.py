@@ -152,8 +152,9 @@ class StalenessController(SignalCallback):
         if self.min_staleness is not None:
             data = bounded_data(trainer, "StalenessController")
             self._configured_bound = data.max_staleness
-            if (bound := self._bound()) is not None:
-                data.set_max_staleness(bound)  # raises now, at the start, if the bound cannot be changed
+        self.rung = min(self.rung, self._deepest)  # the checkpoint may be of a longer ladder
+        if (bound := self._bound()) is not None:
+            data.set_max_staleness(bound)  # raises now, at the start, if the bound cannot be changed
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -253,6 +254,15 @@ class StalenessController(SignalCallback):
         halved = self._configured_bound >> max(0, self.rung - self._num_corrections - self.max_halvings)
         return max(halved, min(self.min_staleness, self._configured_bound))
 
+    @property
+    def _deepest(self) -> int:
+        """The last rung that changes something."""
+        halvings = 0  # of the bound
+        if self._configured_bound is not None and self.min_staleness is not None:
+            while self._configured_bound >> halvings > self.min_staleness:
+                halvings += 1
+        return self._num_corrections + self.max_halvings + halvings
+
     def _begin_correction(self, pl_module: AnyModule) -> None:
         """Prepares the rung that corrects, if the module's loss can be corrected; it is on where a run was resumed."""
         objective = getattr(pl_module, "objective", None)
@@ -265,7 +275,11 @@ class StalenessController(SignalCallback):
                 self._objectives = (objective, corrected)
                 self._num_corrections = 1
         if self.rung > 0:  # the checkpoint may be of another setting
-            self.rung += self._num_corrections - before
+            shift = self._num_corrections - before
+            self.rung += shift
+            if shift and self._first_rung > 0:
+                self._first_rung = max(1, self._first_rung + shift)  # never again the configured run, which lost reward
+                self.rung = max(self.rung, self._first_rung)
             self._correct()
 
     def _correct(self) -> None:
@@ -277,7 +291,7 @@ class StalenessController(SignalCallback):
         present = self.rung
         scale = self.lr_scale
         bound = self._bound()
-        self.rung = max(0, present + rungs)
+        self.rung = min(max(0, present + rungs), self._deepest)
         self._num_calm = 0
         self._cooldown_left = self.cooldown_steps
         changes = []
@@ -292,8 +306,7 @@ class StalenessController(SignalCallback):
             bounded_data(trainer, "StalenessController").set_max_staleness(new)
             self._cooldown_left += max(waits, _steps_of_bound(trainer))
             changes.append(f"max_staleness is {new} now, and was {bound}")
-        if not changes:
-            self.rung = present  # there is no lower one
+        if not changes:  # there is no lower rung
             return
         self._report(trainer, f"{why}: {' and '.join(changes)}")
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_all_callbacks import BoundedRows
 
 import lit_async_rl as rl
+from lit_async_rl.corrections import TokenTruncatedIS
 from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
 from lit_async_rl.stabilizers.signals import StepSignals
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
@@ -186,6 +187,44 @@ def test_signals_of_discarded_weights_are_forgotten_with_them():
             assert controller.state_dict() == state
     assert rungs[0] == max(rungs), "never further down by what the rollback discarded"
     assert rungs[-1] < rungs[0], "up again after calm steps"
+
+
+def test_a_resume_with_a_shorter_ladder_is_at_its_last_rung_that_changes_something():
+    """It was stuck: a rung up that changed nothing was taken back."""
+    saved = rl.StalenessController(max_rollbacks=0).state_dict() | {"rung": 8}  # of a bound of 8: 5 halvings and 3
+    for max_staleness, changes in ((2, dict()), (8, dict(max_halvings=2)), (8, dict(min_staleness=None))):
+        controller = rl.StalenessController(max_rollbacks=0, **changes)
+        controller.load_state_dict(saved)
+        data = BoundedRows()
+        data.max_staleness = max_staleness
+        trainer = SimpleNamespace(datamodule=data, global_step=0)
+        controller.on_fit_start(trainer, None)
+        present = controller.lr_scale, data.max_staleness
+        assert present == (0.5**controller.max_halvings, 8 if controller.min_staleness is None else 1)
+        while controller.rung > 0:
+            controller._move(trainer, -1, "calm")
+            assert (controller.lr_scale, data.max_staleness) != present
+            present = controller.lr_scale, data.max_staleness
+        assert present == (1.0, max_staleness)
+
+
+@pytest.mark.parametrize(
+    ("saved", "correction", "expected"),
+    [
+        (dict(rung=4, first_rung=3, num_corrections=1), None, (3, 2)),
+        (dict(rung=1, first_rung=1, num_corrections=1), None, (1, 1)),  # lost on rung 0, which has no correction
+        (dict(rung=2, first_rung=1, num_corrections=0), TokenTruncatedIS(), (3, 2)),
+        (dict(rung=2, first_rung=0, num_corrections=0), TokenTruncatedIS(), (3, 0)),
+    ],
+)
+def test_the_rung_of_the_lost_reward_moves_with_the_ladder(saved, correction, expected):
+    """Only the present rung did, and a run whose correction was taken away climbed to the rate that had failed."""
+    controller = rl.StalenessController(max_rollbacks=0, correction=correction)
+    controller.load_state_dict(controller.state_dict() | saved)
+    module = make_module(loss=rl.Reinforce())
+    controller.on_fit_start(SimpleNamespace(datamodule=BoundedRows(), global_step=0), module)
+    assert (controller.rung, controller._first_rung) == expected
+    controller.close()
 
 
 def test_a_fixed_lag_has_no_bound_to_lower_and_is_refused_at_the_start():
