@@ -10,7 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_async_rl.corrections import Correction, SequenceTruncatedIS
-from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, RewardingData, StepHealth, bounded_data
+from lit_async_rl.stabilizers.collapse import (
+    CollapseForecast,
+    GainWatch,
+    RewardingData,
+    StepHealth,
+    bounded_data,
+    configured_bound,
+)
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
@@ -151,10 +158,11 @@ class StalenessController(SignalCallback):
                 self._resumed_rollback = None
         if self.min_staleness is not None:
             data = bounded_data(trainer, "StalenessController")
-            self._configured_bound = data.max_staleness
+            self._configured_bound = configured_bound(data)
         self.rung = min(self.rung, self._deepest)  # the checkpoint may be of a longer ladder
         if (bound := self._bound()) is not None:
-            data.set_max_staleness(bound)  # raises now, at the start, if the bound cannot be changed
+            # raises now, at the start, if the bound cannot be changed; another callback may have restored a lower one
+            data.set_max_staleness(min(bound, data.max_staleness))
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -421,6 +421,11 @@ def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
     return data
 
 
+def configured_bound(data: BoundedData) -> int:
+    """Bound that a data module was given: its `configured_bound`, or the present one if it has no such attribute."""
+    return int(getattr(data, "configured_bound", data.max_staleness))
+
+
 # -- Actions of `CollapseAlarm`: warn, stop, or lower the staleness bound. Rollbacks are in `rollback` ----------------
 
 

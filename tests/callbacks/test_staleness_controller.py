@@ -1,5 +1,6 @@
 """StalenessController: down before a forecast collapse, back to healthy weights after one, up again when it is calm."""
 
+import itertools
 import math
 import random
 import statistics
@@ -14,7 +15,7 @@ from test_all_callbacks import BoundedRows
 
 import lit_async_rl as rl
 from lit_async_rl.corrections import TokenTruncatedIS
-from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
+from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, LowerStaleness, StepHealth
 from lit_async_rl.stabilizers.signals import StepSignals
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
 
@@ -225,6 +226,31 @@ def test_the_rung_of_the_lost_reward_moves_with_the_ladder(saved, correction, ex
     controller.on_fit_start(SimpleNamespace(datamodule=BoundedRows(), global_step=0), module)
     assert (controller.rung, controller._first_rung) == expected
     controller.close()
+
+
+class GivenRows(BoundedRows):
+    """Says its configured bound, as `RolloutDataModule` does."""
+
+    configured_bound = 8
+
+
+def test_a_resumed_run_does_not_depend_on_the_order_of_callbacks_that_bound_staleness():
+    """The second one took for configured what the first had restored, and raised what it had lowered."""
+    controller_state = rl.StalenessController(max_rollbacks=0).state_dict() | {"rung": 7}  # a bound of 2
+    for adaptive_bound, expected in ((3, 2), (1, 1)):
+        for order in itertools.permutations(range(3)):
+            controller = rl.StalenessController(max_rollbacks=0, correction=None)
+            controller.load_state_dict(controller_state)
+            adaptive = rl.AdaptiveStaleness()
+            adaptive.load_state_dict({"smoothed": 0.9, "bound": adaptive_bound, "wait": 0})
+            alarm = rl.CollapseAlarm(LowerStaleness())
+            alarm.load_state_dict(alarm.state_dict() | {"action": {"bound": 4}})
+            data = GivenRows()
+            trainer = SimpleNamespace(datamodule=data, global_step=0)
+            for place in order:
+                (controller, adaptive, alarm)[place].on_fit_start(trainer, None)
+            assert data.max_staleness == expected
+            assert (adaptive._max_bound, controller._configured_bound) == (8, 8)
 
 
 def test_a_fixed_lag_has_no_bound_to_lower_and_is_refused_at_the_start():
