@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.stabilizers.collapse import bounded_data
+from lit_async_rl.stabilizers.collapse import bounded_data, configured_bound
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -97,11 +97,12 @@ class AdaptiveStaleness(SignalCallback):
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores the bound of a resumed run before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
-        self._max_bound = data.max_staleness
+        self._max_bound = configured_bound(data)
+        present = data.max_staleness  # another callback may have restored a lower one
         resumed = self._resumed_bound
         self._resumed_bound = None
         # also without a resumed bound, because data that cannot change it raises here, before anything is sampled
-        data.set_max_staleness(self._max_bound if resumed is None else min(resumed, self._max_bound))
+        data.set_max_staleness(present if resumed is None else min(resumed, present))
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures the step."""

@@ -10,7 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_async_rl.corrections import Correction, SequenceTruncatedIS
-from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, RewardingData, StepHealth, bounded_data
+from lit_async_rl.stabilizers.collapse import (
+    CollapseForecast,
+    GainWatch,
+    RewardingData,
+    StepHealth,
+    bounded_data,
+    configured_bound,
+)
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
@@ -151,9 +158,11 @@ class StalenessController(SignalCallback):
                 self._resumed_rollback = None
         if self.min_staleness is not None:
             data = bounded_data(trainer, "StalenessController")
-            self._configured_bound = data.max_staleness
-            if (bound := self._bound()) is not None:
-                data.set_max_staleness(bound)  # raises now, at the start, if the bound cannot be changed
+            self._configured_bound = configured_bound(data)
+        self.rung = min(self.rung, self._deepest)  # the checkpoint may be of a longer ladder
+        if (bound := self._bound()) is not None:
+            # raises now, at the start, if the bound cannot be changed; another callback may have restored a lower one
+            data.set_max_staleness(min(bound, data.max_staleness))
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -192,6 +201,7 @@ class StalenessController(SignalCallback):
                 # what is on its way was sampled by policies that are gone: nothing is concluded from its rewards
                 self._num_discarded = _steps_of_bound(trainer)
             self.gain.forget_steps()
+            self.forecast.forget_steps()
             self._lost = 0.0
             self._has_collapsed = False
         elif self._cooldown_left > 0:
@@ -233,10 +243,12 @@ class StalenessController(SignalCallback):
     def _is_worth_a_copy(self) -> bool:
         """Whether the weights may be returned to: the first ones, and those of calm steps that have lost little.
 
+        After a loss of the reward none are the first ones, though the forecast begins anew.
+
         Signals lag behind the weights by the age of the data, so that a step that is merely below the limit may have
         weights that are already on their way.
         """
-        is_first = self._log_odds is None and not self.forecast.is_ready
+        is_first = self._first_rung == 0 and self._log_odds is None and not self.forecast.is_ready
         return is_first or (self._num_calm > 0 and self._lost < GainWatch.COLLAPSE / 2)
 
     def _norm(self, root: nn.Module, optimizer: Optimizer) -> float:
@@ -250,6 +262,15 @@ class StalenessController(SignalCallback):
         halved = self._configured_bound >> max(0, self.rung - self._num_corrections - self.max_halvings)
         return max(halved, min(self.min_staleness, self._configured_bound))
 
+    @property
+    def _deepest(self) -> int:
+        """The last rung that changes something."""
+        halvings = 0  # of the bound
+        if self._configured_bound is not None and self.min_staleness is not None:
+            while self._configured_bound >> halvings > self.min_staleness:
+                halvings += 1
+        return self._num_corrections + self.max_halvings + halvings
+
     def _begin_correction(self, pl_module: AnyModule) -> None:
         """Prepares the rung that corrects, if the module's loss can be corrected; it is on where a run was resumed."""
         objective = getattr(pl_module, "objective", None)
@@ -262,7 +283,11 @@ class StalenessController(SignalCallback):
                 self._objectives = (objective, corrected)
                 self._num_corrections = 1
         if self.rung > 0:  # the checkpoint may be of another setting
-            self.rung += self._num_corrections - before
+            shift = self._num_corrections - before
+            self.rung += shift
+            if shift and self._first_rung > 0:
+                self._first_rung = max(1, self._first_rung + shift)  # never again the configured run, which lost reward
+                self.rung = max(self.rung, self._first_rung)
             self._correct()
 
     def _correct(self) -> None:
@@ -274,7 +299,7 @@ class StalenessController(SignalCallback):
         present = self.rung
         scale = self.lr_scale
         bound = self._bound()
-        self.rung = max(0, present + rungs)
+        self.rung = min(max(0, present + rungs), self._deepest)
         self._num_calm = 0
         self._cooldown_left = self.cooldown_steps
         changes = []
@@ -289,8 +314,7 @@ class StalenessController(SignalCallback):
             bounded_data(trainer, "StalenessController").set_max_staleness(new)
             self._cooldown_left += max(waits, _steps_of_bound(trainer))
             changes.append(f"max_staleness is {new} now, and was {bound}")
-        if not changes:
-            self.rung = present  # there is no lower one
+        if not changes:  # there is no lower rung
             return
         self._report(trainer, f"{why}: {' and '.join(changes)}")
 

@@ -273,7 +273,7 @@ class CollapseForecast:
     """Log-odds that the mean reward collapses within the next 20 steps, from two signals of each step.
 
         e <- average of the effective sample size, as a share of the step's completions
-        g <- average of the gradient norm, over the median of the first `START_STEPS` norms
+        g <- average of the gradient norm, over the median of the first `START_STEPS` norms, at most two of them 0
         log-odds = a log10(e) + b log10(g) + c
 
     The averages are exponential with a half-life of `HALF_LIFE` steps. `GainWatch` says what a collapse is. The
@@ -304,15 +304,30 @@ class CollapseForecast:
         self._norm = 0.0
         self.signals = (0.0, 0.0)
 
+    def forget_steps(self) -> None:
+        """Discards the averages, after a rollback; the first norms stay."""
+        self._num_steps = 0
+        self._weight = 0.0
+        self._ess = 0.0
+        self._norm = 0.0
+
     @property
     def is_ready(self) -> bool:
         """Whether enough steps were measured."""
-        return self._num_steps >= self.MIN_STEPS
+        return self._num_steps >= self.MIN_STEPS and self._first_norm > 0
+
+    @property
+    def _first_norm(self) -> float:
+        """Median of the first norms; 0 without any."""
+        return statistics.median(self._first_norms) if self._first_norms else 0.0
 
     def observe(self, seen: StepHealth) -> float | None:
-        """Adds one step; returns the log-odds, or None before `MIN_STEPS` steps. Unmeasured steps change nothing."""
+        """Adds one step; returns the log-odds, or None unless `is_ready`. Unmeasured steps change nothing."""
         if seen.ess_ratio is None or seen.grad_norm is None or not math.isfinite(seen.ess_ratio + seen.grad_norm):
             return None
+        if len(self._first_norms) == self.START_STEPS and not self._first_norm:
+            # most were of steps without a gradient (equal rewards in every group), beside which any norm is huge
+            self._first_norms.remove(0.0)
         if len(self._first_norms) < self.START_STEPS:
             self._first_norms.append(seen.grad_norm)
         keep = 0.5 ** (1 / self.HALF_LIFE)
@@ -322,7 +337,7 @@ class CollapseForecast:
         self._num_steps += 1
         if not self.is_ready:
             return None
-        first = max(statistics.median(self._first_norms), 1e-6)
+        first = max(self._first_norm, 1e-6)
         self.signals = (
             math.log10(max(self._ess / self._weight, 1e-4)),
             math.log10(max(self._norm / self._weight, 1e-6) / first),
@@ -404,6 +419,11 @@ def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
             f"{owner} needs a data module with `max_staleness` and `set_max_staleness(int)`, got {type(data).__name__}"
         )
     return data
+
+
+def configured_bound(data: BoundedData) -> int:
+    """Bound that a data module was given: its `configured_bound`, or the present one if it has no such attribute."""
+    return int(getattr(data, "configured_bound", data.max_staleness))
 
 
 # -- Actions of `CollapseAlarm`: warn, stop, or lower the staleness bound. Rollbacks are in `rollback` ----------------

@@ -40,7 +40,7 @@ from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
 from lit_async_rl.runtime.checkpoint_files import OF_POLICY, check_content
-from lit_async_rl.stabilizers.step_lr import overflows
+from lit_async_rl.stabilizers.step_lr import group_settings, overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
 from lit_async_rl.training.distillation import Distillation, Distiller
 from lit_async_rl.training.end_check import check_end
@@ -365,6 +365,7 @@ class PolicyModule(pl.LightningModule):
         self.validator = Validator()
         self._validated: tuple[int, int] | None = None  # weights of the last validation within a fit
         self._gradient_scale = 1.0
+        self._settings: list[dict[str, Any]] = []  # of the optimizer's parameter groups, as it was made
         self._is_compiled = torch_compile
 
     @property
@@ -435,7 +436,7 @@ class PolicyModule(pl.LightningModule):
                 self.objective.kl_coefficient,
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:
-            adopt_settings(self.trainer.optimizers[0], self.scheduler)
+            adopt_settings(self.trainer.optimizers[0], self._settings, self.scheduler)
         for optimizer in self.trainer.optimizers:
             check_constants(optimizer)
         check_end(self.trainer, self.policy, self.model)
@@ -531,6 +532,7 @@ class PolicyModule(pl.LightningModule):
             betas=self.betas,
         )
         optimizer = make_optimizer(self.make_optimizer or adamw, parameters, learning_rate=self.learning_rate)
+        self._settings = group_settings(optimizer)  # before a schedule or a checkpoint changes them
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, max_steps=self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -672,4 +674,5 @@ class PolicyModule(pl.LightningModule):
         check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
         saved = [state["param_groups"] for state in checkpoint.get("optimizer_states", []) if "param_groups" in state]
         if saved and type(self).configure_optimizers is PolicyModule.configure_optimizers:
-            check_saved_groups(self.configure_optimizers()["optimizer"], saved[0])
+            optimizer = self.configure_optimizers()["optimizer"]
+            check_saved_groups(optimizer, saved[0], self._settings)

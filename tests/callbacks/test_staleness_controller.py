@@ -1,8 +1,10 @@
 """StalenessController: down before a forecast collapse, back to healthy weights after one, up again when it is calm."""
 
+import itertools
 import math
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_all_callbacks import BoundedRows
 
 import lit_async_rl as rl
-from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, StepHealth
+from lit_async_rl.corrections import TokenTruncatedIS
+from lit_async_rl.stabilizers.collapse import CollapseForecast, GainWatch, LowerStaleness, StepHealth
+from lit_async_rl.stabilizers.signals import StepSignals
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
 
 pytestmark = pytest.mark.filterwarnings("ignore:StalenessController at")
@@ -143,6 +147,112 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path):
     assert len(weights(again)) == len(weights(module))
 
 
+class FakeRollBack:
+    """Counts; its weights are the test's."""
+
+    num_rollbacks = 0
+
+    def act(self, trainer, pl_module):
+        self.num_rollbacks += 1
+        return "Weights and moments were rolled back."
+
+    def state_dict(self):
+        return {"num_rollbacks": self.num_rollbacks}
+
+
+def test_signals_of_discarded_weights_are_forgotten_with_them():
+    """A gradient 10^4 times as large stayed in the averages, and took the rolled back run down to the last rung."""
+    controller = rl.StalenessController(correction=None)
+    controller.rollback = FakeRollBack()
+    trainer = SimpleNamespace(datamodule=BoundedRows(), global_step=0)
+    rungs = []
+    for step in range(100):
+        is_bad = 60 <= step < 72 and not controller.rollback.num_rollbacks
+        reward = 0.0 if is_bad else min(0.8, 0.1 + step * 0.012)
+        ess = 0.05 if is_bad else 0.8
+        signals = StepSignals(
+            num_samples=32, num_broken=0, ess_ratio=ess, kl=0.0, entropy=1.0, reward=reward, staleness=8.0
+        )
+        controller._log_odds = controller._observe(signals, 1e3 if is_bad else 0.1)
+        if controller.rollback.num_rollbacks:
+            assert controller._is_worth_a_copy() == (controller._num_calm > 0), "not the first weights once more"
+        controller.on_step_complete(trainer, None)
+        if controller.rollback.num_rollbacks:
+            rungs.append(controller.rung)
+        if step == 68:  # resumed soon after the rollback
+            state = controller.state_dict()
+            controller = rl.StalenessController(correction=None)
+            controller.load_state_dict(state)
+            controller.rollback = FakeRollBack()
+            controller.rollback.num_rollbacks = 1
+            assert controller.state_dict() == state
+    assert rungs[0] == max(rungs), "never further down by what the rollback discarded"
+    assert rungs[-1] < rungs[0], "up again after calm steps"
+
+
+def test_a_resume_with_a_shorter_ladder_is_at_its_last_rung_that_changes_something():
+    """It was stuck: a rung up that changed nothing was taken back."""
+    saved = rl.StalenessController(max_rollbacks=0).state_dict() | {"rung": 8}  # of a bound of 8: 5 halvings and 3
+    for max_staleness, changes in ((2, dict()), (8, dict(max_halvings=2)), (8, dict(min_staleness=None))):
+        controller = rl.StalenessController(max_rollbacks=0, **changes)
+        controller.load_state_dict(saved)
+        data = BoundedRows()
+        data.max_staleness = max_staleness
+        trainer = SimpleNamespace(datamodule=data, global_step=0)
+        controller.on_fit_start(trainer, None)
+        present = controller.lr_scale, data.max_staleness
+        assert present == (0.5**controller.max_halvings, 8 if controller.min_staleness is None else 1)
+        while controller.rung > 0:
+            controller._move(trainer, -1, "calm")
+            assert (controller.lr_scale, data.max_staleness) != present
+            present = controller.lr_scale, data.max_staleness
+        assert present == (1.0, max_staleness)
+
+
+@pytest.mark.parametrize(
+    ("saved", "correction", "expected"),
+    [
+        (dict(rung=4, first_rung=3, num_corrections=1), None, (3, 2)),
+        (dict(rung=1, first_rung=1, num_corrections=1), None, (1, 1)),  # lost on rung 0, which has no correction
+        (dict(rung=2, first_rung=1, num_corrections=0), TokenTruncatedIS(), (3, 2)),
+        (dict(rung=2, first_rung=0, num_corrections=0), TokenTruncatedIS(), (3, 0)),
+    ],
+)
+def test_the_rung_of_the_lost_reward_moves_with_the_ladder(saved, correction, expected):
+    """Only the present rung did, and a run whose correction was taken away climbed to the rate that had failed."""
+    controller = rl.StalenessController(max_rollbacks=0, correction=correction)
+    controller.load_state_dict(controller.state_dict() | saved)
+    module = make_module(loss=rl.Reinforce())
+    controller.on_fit_start(SimpleNamespace(datamodule=BoundedRows(), global_step=0), module)
+    assert (controller.rung, controller._first_rung) == expected
+    controller.close()
+
+
+class GivenRows(BoundedRows):
+    """Says its configured bound, as `RolloutDataModule` does."""
+
+    configured_bound = 8
+
+
+def test_a_resumed_run_does_not_depend_on_the_order_of_callbacks_that_bound_staleness():
+    """The second one took for configured what the first had restored, and raised what it had lowered."""
+    controller_state = rl.StalenessController(max_rollbacks=0).state_dict() | {"rung": 7}  # a bound of 2
+    for adaptive_bound, expected in ((3, 2), (1, 1)):
+        for order in itertools.permutations(range(3)):
+            controller = rl.StalenessController(max_rollbacks=0, correction=None)
+            controller.load_state_dict(controller_state)
+            adaptive = rl.AdaptiveStaleness()
+            adaptive.load_state_dict({"smoothed": 0.9, "bound": adaptive_bound, "wait": 0})
+            alarm = rl.CollapseAlarm(LowerStaleness())
+            alarm.load_state_dict(alarm.state_dict() | {"action": {"bound": 4}})
+            data = GivenRows()
+            trainer = SimpleNamespace(datamodule=data, global_step=0)
+            for place in order:
+                (controller, adaptive, alarm)[place].on_fit_start(trainer, None)
+            assert data.max_staleness == expected
+            assert (adaptive._max_bound, controller._configured_bound) == (8, 8)
+
+
 def test_a_fixed_lag_has_no_bound_to_lower_and_is_refused_at_the_start():
     data = make_data(admission=rl.FixedLag(), max_staleness=2)
     with pytest.raises(ValueError, match="FixedLag"):
@@ -180,6 +290,28 @@ def test_the_log_odds_are_those_of_the_formula_and_continue_after_a_resume():
         first = sorted(norm for _, norm in steps[:5])[2]
         expected = -5.77 * math.log10(e) + 2.52 * math.log10(g / first) - 5.78
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_first_norms_that_are_mostly_zero_are_no_measure_of_later_ones():
+    """Beside a median of 0 each later norm was 10^5 times as large, and a healthy run collapsing forever."""
+    for num_zeros in range(20):
+        forecast = CollapseForecast()
+        found = [
+            forecast.observe(StepHealth(ess_ratio=0.9, grad_norm=0.0 if step < num_zeros else 0.1))
+            for step in range(60)
+        ]
+        ready = max(CollapseForecast.MIN_STEPS, num_zeros + 3)
+        assert found[: ready - 1] == [None] * (ready - 1)
+        assert max(found[ready - 1 :]) < CollapseForecast.LIMIT - 1
+        assert found[-1] == pytest.approx(-5.77 * math.log10(0.9) - 5.78, abs=0.1)
+    norms = [0.0, 0.0, 0.3, 0.1, 0.2]
+    forecast = CollapseForecast()
+    for norm in norms + [0.1] * 5:
+        forecast.observe(StepHealth(ess_ratio=0.9, grad_norm=norm))
+    assert forecast.state_dict()["first_norms"] == norms, "two zeros stay: so the rule was fitted"
+    state = forecast.state_dict() | {"first_norms": [0.0, 0.0, 0.0, 0.1, 0.1]}  # of an earlier commit
+    forecast.load_state_dict(state)
+    assert forecast.observe(StepHealth(ess_ratio=0.9, grad_norm=0.1)) < CollapseForecast.LIMIT - 1
 
 
 def test_the_share_that_is_lost_is_of_the_gain_or_of_the_first_value_without_one():

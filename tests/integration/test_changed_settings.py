@@ -78,16 +78,29 @@ def test_tokens_of_the_rollouts_in_a_checkpoint_are_counted(tmp_path):
     assert counts["first"] < counts["second"] == counts["whole"]
 
 
-def test_groups_of_an_optimizer_keep_their_own_settings(tmp_path):
-    def grouped(parameters):
-        return torch.optim.AdamW([{"params": parameters[:1], "weight_decay": 0.5}, {"params": parameters[1:]}], lr=1e-4)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_groups_of_an_optimizer_have_the_settings_that_they_were_given_fresh_and_resumed(tmp_path, num_groups):
+    """Those of a single group were the optimizer's defaults, and several had the checkpoint's."""
+
+    def grouped(weight_decay):
+        def make(parameters):
+            cut = len(parameters) if num_groups == 1 else 1
+            groups = [{"params": parameters[:cut], "weight_decay": weight_decay, "eps": 1e-6}]
+            return torch.optim.AdamW([*groups, {"params": parameters[cut:]}][:num_groups], lr=1e-4)
+
+        return make_module(optimizer=make)
 
     path, found = tmp_path / "grouped.ckpt", []
+
+    def look(trainer, *_):
+        found.append([(group["weight_decay"], group["eps"]) for group in trainer.optimizers[0].param_groups])
+
     save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
-    look = LambdaCallback(on_train_batch_start=lambda trainer, *_: found.extend(trainer.optimizers[0].param_groups))
-    fit(make_module(optimizer=grouped), make_data(), 1, [save])
-    fit(make_module(optimizer=grouped), make_data(), 2, [look], str(path))
-    assert [group["weight_decay"] for group in found] == [0.5, 0.01]
+    watch = LambdaCallback(on_train_batch_start=look)
+    fit(grouped(0.5), make_data(), 1, [save, watch])
+    fit(grouped(0.25), make_data(), 2, [watch], str(path))
+    defaults = [(0.01, 1e-8)][: num_groups - 1]
+    assert found == [[(0.5, 1e-6), *defaults], [(0.25, 1e-6), *defaults]]
 
 
 class Counting(torch.optim.AdamW):

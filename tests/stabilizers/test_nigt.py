@@ -105,9 +105,10 @@ def test_the_weight_of_the_newest_gradient_is_that_of_the_resumed_run():
     """Torch restores the checkpoint's with the optimizer's state, and nothing but the rate was set again."""
     weight = nn.Parameter(torch.zeros(2))
     saved, resumed = NIGT([weight], lr=1e-3, eta=0.1), NIGT([weight], lr=1e-3, eta=0.5)
+    settings = group_settings(resumed)
     resumed.load_state_dict(saved.state_dict())
     assert resumed.param_groups[0]["eta"] == 0.1
-    adopt_settings(resumed, ConstantRate())
+    adopt_settings(resumed, settings, ConstantRate())
     assert resumed.param_groups[0]["eta"] == 0.5
     assert group_settings(resumed) == [{"lr": 1e-3, "eta": 0.5}]
 

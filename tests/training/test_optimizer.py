@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
+from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.training.optimizer import check_constants, check_saved_groups, lost_share, make_adamw
 
 MODEL = asset("small_sort_policy")
@@ -163,8 +164,8 @@ def test_a_run_says_that_moments_do_not_decay(caplog):
     assert sum("betas[1]=0.999 rounds to 1 in bfloat16" in r.getMessage() for r in caplog.records) == 1
 
 
-def groups_of(make, num_groups=1):
-    weights = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(num_groups)]
+def groups_of(make, num_groups=1, **of_groups):
+    weights = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], **of_groups} for _ in range(num_groups)]
     return make(weights)
 
 
@@ -175,17 +176,19 @@ def groups_of(make, num_groups=1):
         (groups_of(torch.optim.AdamW), groups_of(partial(torch.optim.SGD, lr=1.0)), "=AdamW has amsgrad.*dampening"),
         (groups_of(torch.optim.AdamW), groups_of(torch.optim.AdamW, 2), "has 1 parameter groups, .* optimizer has 2"),
         (groups_of(partial(torch.optim.AdamW, amsgrad=True)), groups_of(torch.optim.AdamW), "option amsgrad=True of"),
+        (groups_of(torch.optim.AdamW, 2, amsgrad=True), groups_of(torch.optim.AdamW, 2), "option amsgrad=True of"),
     ],
 )
 def test_groups_of_another_optimizer_are_refused(own, saved, message):
     with pytest.raises(ValueError, match=message):
-        check_saved_groups(own, saved.state_dict()["param_groups"])
+        check_saved_groups(own, saved.state_dict()["param_groups"], group_settings(own))
 
 
 def test_groups_of_the_same_optimizer_pass_with_what_a_schedule_and_later_versions_add():
     saved = groups_of(torch.optim.AdamW)
     torch.optim.lr_scheduler.OneCycleLR(saved, max_lr=1.0, total_steps=3)
     (group,) = saved.state_dict()["param_groups"]
-    check_saved_groups(groups_of(torch.optim.AdamW), [group])
+    own = groups_of(torch.optim.AdamW)
+    check_saved_groups(own, [group], group_settings(own))
     del group["decoupled_weight_decay"]  # of an earlier torch
-    check_saved_groups(groups_of(torch.optim.AdamW), [group])
+    check_saved_groups(own, [group], group_settings(own))
