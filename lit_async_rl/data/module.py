@@ -164,7 +164,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replicate_prompts = replicate_prompts
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         sampling = with_support(sampling, engine)
-        self.tape = open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
+        self.tape = None
+        if isinstance(self.admission, FromTape):
+            self.tape = open_tape(self.admission, sampling, max_staleness)
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
