@@ -7,8 +7,8 @@
 #   docker run --rm --gpus all lit-async-rl env
 #
 # CUDA needs the driver and the NVIDIA Container Toolkit on the host, and nothing of CUDA in the image but the wheels.
-# Code rewards run programs in namespaces, which Docker forbids by default; the sandbox then has resource limits only, and
-# says so when a run starts. `docker run --security-opt seccomp=unconfined` allows them.
+# Code rewards run programs in namespaces, which Docker forbids by default; a run with such a reward then ends at its start,
+# unless `allow_unsandboxed: true` accepts resource limits only. `docker run --security-opt seccomp=unconfined` allows them.
 FROM python:3.11-slim
 ARG TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 ARG EXTRAS="peft,ray,agents"

@@ -76,7 +76,8 @@ class GradientAlignmentControl(GradientTreatment):
         two_sided: treat strongly opposed gradients like aligned ones.
         per_parameter_group: treat each parameter group of the optimizer separately.
         max_consecutive_skips: after this many consecutive skips a step is projected instead.
-        min_remainder: a projection that leaves less than this share of the norm is a skip.
+        min_remainder: a projection that leaves less than this share of the norm is a skip; one that must not be skipped
+            keeps at least this share.
         calibrate_steps: record this many cosines without intervention, then set `low` to their quantile (and `high` to
             the same relative position between `low` and 1); these steps should be on-policy, or nearly.
         calibrate_quantile: the quantile, in [0, 1].

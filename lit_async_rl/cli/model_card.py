@@ -68,6 +68,7 @@ def write_card(
 def _of_rollouts(module: PolicyModule, data: RolloutDataModule) -> dict[str, Any]:
     """The method: what the gradient is, and from which data."""
     objective = module.objective
+    bound = max(data.max_staleness, 0 if data.replay is None else data.replay.max_staleness)
     parts: dict[str, Any] = {
         "loss": _name(objective.loss),
         "proximal policy": _name(objective.proximal),
@@ -76,7 +77,7 @@ def _of_rollouts(module: PolicyModule, data: RolloutDataModule) -> dict[str, Any
         "average over tokens": _name(data.aggregation),
         "completions of a prompt": data.group_size,
         "prompts of a step": data.groups_per_step,
-        "bound on the age of a trained token": f"{data.max_staleness} versions",
+        "bound on the age of a trained token": f"{bound} versions",
     }
     if objective.distiller is not None:
         distillation = objective.distiller.settings

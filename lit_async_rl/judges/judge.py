@@ -240,7 +240,7 @@ class JudgeReward(Rebuildable):
         temperature: of the judge; None leaves it to the endpoint.
         max_tokens: of an answer, reasoning included.
         max_opponents: with `pairwise`, number of completions that each one is compared with, its neighbours in a ring;
-            even. None is all of the group of G, which takes G (G - 1) requests per sample.
+            even. None is all of the group of G, which takes G (G - 1) requests for each of the `num_samples`.
         on_unreadable: result without a readable answer: `error` (a failed try, see `data.scoring.tries`), `none` (the
             reward does not apply), `fallback`, or a number.
         on_failure: result when all tries have failed.
@@ -248,8 +248,8 @@ class JudgeReward(Rebuildable):
         fallback: reward that replaces a verdict, `fallback(prompt, completion)`.
         limits: of calls and time.
         budget: prices and spending limits.
-        cache: store of verdicts by content: `run` (a file in the run's folder), the path of a file, or None.
-            Equal completions are judged once in any case.
+        cache: store of readable verdicts by content: `run` (a file in the run's folder, if it has one), the path of a
+            file, or None, which keeps them in memory. Those of the policy are not kept.
         request: further fields of each request to an endpoint, such as `reasoning_effort`.
         name: prefix of its metrics and of its cache file.
 

@@ -55,12 +55,12 @@ WITHOUT_COUNTERPART = {
         "quantized weights do not train here"
     ),
     "cast_lm_head_to_fp32": "log-probabilities are computed in float32 anyway",
-    "chat_template_kwargs": "set it in the tokenizer's chat template",
+    "chat_template_kwargs": "set data.prompts.init_args.chat_template_kwargs",
     "data_seed": "the order of prompts is drawn with data.seed",
     "dataset_streaming streaming": "all prompts are read at the start",
     "datasets": "a mixture of datasets is written into one file first",
     "deepspeed fsdp fsdp_config": "sharding is trainer.strategy, see docs/hardware.md",
-    "disable_dropout": "dropout stays as the model's configuration has it",
+    "disable_dropout": "the policy has no dropout",
     "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy": (
         "model.entropy_coefficient is constant"
     ),
@@ -70,7 +70,7 @@ WITHOUT_COUNTERPART = {
     "full_determinism": "data.admission=FixedLag repeats a run bit for bit",
     "generation_kwargs": "data.sampling has max_tokens, temperature, top_p, top_k, min_p and stop",
     "label_smoothing_factor": "TRL's loss does not read it, either",
-    "load_best_model_at_end": "see the BestCheckpoint recipes in docs/checkpoints.md",
+    "load_best_model_at_end": "defaults.checkpoint.init_args.monitor keeps the best one; none is loaded at the end",
     "lora_dropout": "adapters have no dropout: sampler and trainer would differ",
     "lora_target_parameters": "adapters are of modules",
     "lora_task_type": "adapters are those of causal language models",
@@ -78,13 +78,15 @@ WITHOUT_COUNTERPART = {
     "max_tool_calling_iterations": "tools are an environment, see docs/environments.md",
     "model_revision": "model.model names a folder, or a model in the hub's cache",
     "neftune_noise_alpha": "there is no noise in embeddings",
-    "off_policy_mask_threshold": "see the corrections in docs/command_line.md, for example SecondMomentMask",
+    "off_policy_mask_threshold": "see the corrections in docs/stabilizers.md, for example SecondMomentMask",
     "optim": "AdamW, unless model.optimizer names another",
     "optim_args": "set the arguments of an optimizer other than AdamW in model.optimizer",
-    "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model": "the reference policy is frozen",
+    "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model": (
+        "the callback ReferenceReset copies the policy to the reference policy, without a mixture of both"
+    ),
     "repetition_penalty": "the trainer would have to know it, too: sampling must be from the policy's own distribution",
     "resume_from_checkpoint": "ckpt_path resumes from a checkpoint of this trainer",
-    "reward_model_name_or_path": "load the reward model in a class with reward(prompt, completion)",
+    "reward_model_name_or_path": "data.reward=RewardModel, see docs/rewards.md",
     "router_aux_loss_coef": "there is no auxiliary loss of routers",
     "test_split_size": "data.validation.prompts names held-out prompts",
     "token_budget": "data.micro_batches_per_step splits a step",

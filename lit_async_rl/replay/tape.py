@@ -374,6 +374,12 @@ class TapeStep:
     sampling: Mapping[str, float] | None = None
     arrived: Sequence[float] | None = None
 
+    @property
+    def staleness(self) -> int:
+        """Age of the oldest token in versions; 0 without tokens."""
+        versions = (v for group in self.groups for rollout in group.rollouts for v in rollout.all_versions)
+        return self.version - min(versions, default=self.version)
+
 
 class Tape:
     """Reader of a tape.
@@ -381,15 +387,19 @@ class Tape:
     Args:
         folder: folder written by a `TapeWriter`.
         sampling: sampling settings that the recorded log-probabilities must have; None accepts any.
+        max_staleness: age in versions that no token may exceed in the step that was trained on it; None accepts any.
 
     Raises:
         FileNotFoundError: there is no tape.
         ValueError: files are missing, or contain the same steps.
     """
 
-    def __init__(self, folder: str | Path, sampling: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, sampling: Mapping[str, float] | None = None, max_staleness: int | None = None
+    ) -> None:
         self.folder = Path(folder)
         self._sampling = sampling
+        self._max_staleness = max_staleness
         self._files = tape_files(self.folder)
         if not self._files:
             raise FileNotFoundError(f"{self.folder} holds no tape (no file steps-*.arrow)")
@@ -413,7 +423,8 @@ class Tape:
         """Iterates over the steps in order, with one file at a time in memory.
 
         Raises:
-            ValueError: a file is damaged, or a step was sampled with other settings than `sampling`.
+            ValueError: a file is damaged, or a step was sampled with other settings than `sampling`, or has a token
+                older than `max_staleness`.
         """
         for file in self._files:
             if file.last < first_step:
@@ -435,6 +446,12 @@ class Tape:
                     f"with {name}={recorded}, so the recorded log-probabilities cannot be compared with the "
                     f"policy's. Use data.sampling.{name}={recorded}"
                 )
+        if self._max_staleness is not None and step.staleness > self._max_staleness:
+            raise ValueError(
+                f"data.max_staleness={self._max_staleness} does not match tape {self.folder}: step {step.step} was "
+                f"trained on tokens that were {step.staleness} versions old. Use at least "
+                f"data.max_staleness={step.staleness}, or a copy of the tape without them (lit-async-rl tape filter)"
+            )
         return step
 
 

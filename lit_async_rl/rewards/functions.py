@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
 from lit_async_rl.rewards.forms import TakesAnswerField, as_reward_function, wanted
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades, references_of
 from lit_async_rl.runtime.isolation import IsolatedFunction
+from lit_async_rl.runtime.loop import run_once
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.identity import module_code
 
@@ -50,7 +52,7 @@ def load_reward(path: str) -> Callable[..., Any]:
 
     Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function
     returns the completion with the prompt's reference answer. Without a prompt, it returns full marks and whether there
-    is partial credit. Both are None for a reward that is not a grader.
+    is partial credit. Both are None for a reward that is not a grader. An `async` reward is awaited.
     """
     from lit_async_rl.rewards.combined import name_answers  # in the child only
 
@@ -69,6 +71,8 @@ def load_reward(path: str) -> Callable[..., Any]:
             return references.completion(prompt)
         name_answers(reward, answer_field)
         value = reward(prompt, completion, **wanted(reward, token_ids=token_ids))
+        if inspect.iscoroutine(value):  # no other call waits for this process
+            value = run_once(value)
         try:
             return as_reward(value)
         except (TypeError, ValueError) as error:
@@ -213,7 +217,8 @@ class IsolatedReward(TakesAnswerField):
     and kills its children with it. This is not a sandbox: the function has the trainer's access to files and network.
 
     Args:
-        reward: dotted path `package.module.function`, imported in the child process.
+        reward: dotted path `package.module.function`, imported in the child process; an `async` function
+            has an event loop for each call.
         timeout_s: time limit per completion in seconds; must be less than `data.scoring.timeout_s`.
         max_memory_gb: memory in GB (address space, on Linux) for calls, in addition to the imports; a call that exceeds
             it fails with MemoryError. None is no limit.

@@ -4,7 +4,7 @@
 |---|---|
 | `close()` | at the end of the run; a later call of the reward may reopen its resources |
 | `metrics() -> dict[str, float]` | after each step, for the loggers |
-| `check_prompt(prompt)` | for each prompt at the start; raises ValueError for one that it cannot reward |
+| `check_prompt(prompt)` | for each prompt at the start (of more than 10,000: on first use); ValueError refuses it |
 | `end_check()` | when the prompts of a run have been checked |
 | `use_folder(path)` | at the start, with the folder of the run, on every rank |
 | `use_policy(producer)` | if `wants_policy` is true: by the producer, at the start of a fit; with None at its end |

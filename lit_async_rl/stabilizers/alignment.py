@@ -221,7 +221,8 @@ class AlignmentRule:
         two_sided: treat strongly opposed gradients (c < 0) like aligned ones.
         max_consecutive_skips: after this many consecutive skips a step is projected instead; 0 never skips.
         min_remainder: a projection that leaves less than this share of the gradient's norm is a skip, because Adam
-            would amplify the remaining rounding noise to a full-sized step.
+            would amplify the remaining rounding noise to a full-sized step. Where it must not be one, it keeps at least
+            this share of the norm.
     """
 
     low: float
@@ -247,7 +248,7 @@ class AlignmentRule:
         remainder = math.sqrt(max(0.0, 1 - size**2 + (share * size) ** 2))
         if size <= self.high and remainder >= self.min_remainder:
             return Regime.PROJECT, share
-        if num_skipped < self.max_consecutive_skips:
+        if self.high < 1 and num_skipped < self.max_consecutive_skips:  # at 1 nothing is skipped, noise neither
             return Regime.SKIP, 0.0
         if remainder < self.min_remainder:  # keep a part, or a constant gradient direction would never be applied
             share = max(share, min(1.0, max(self.low, self.min_remainder) / size))

@@ -106,6 +106,16 @@ def test_a_skip_moves_neither_weights_nor_moments_nor_decay():
     assert all(torch.equal(state[k], v) for k, v in optimizer.state[param].items())
 
 
+@pytest.mark.parametrize("low", [0.0, 0.2])
+def test_with_a_high_of_one_a_constant_direction_is_never_skipped(low):
+    """What a projection would leave of it is less than `min_remainder`."""
+    param = nn.Parameter(torch.zeros(2))
+    gac = GradientAlignmentControl(low=low, high=1.0)
+    seen = [step(gac, torch.optim.SGD([param], lr=1.0), vector(3.0, 4.0))["gac/regime"] for _ in range(4)]
+    assert Regime.SKIP not in seen
+    assert param.norm() > 5.0
+
+
 def test_groups_are_judged_by_themselves():
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)

@@ -15,7 +15,7 @@ from test_configs import ROOT
 
 import lit_async_rl as rl
 from lit_async_rl.cli.app import export
-from lit_async_rl.cli.model_card import write_card
+from lit_async_rl.cli.model_card import _of_rollouts, write_card
 from lit_async_rl.training.trackers import CSVLog
 
 MODEL = rl.asset("small_sort_policy")
@@ -111,6 +111,11 @@ def test_the_card_says_method_ages_and_version(checkpoint, tmp_path, monkeypatch
     assert rows["bound on the age of a trained token"] == "4 versions"
     mean, oldest = rows["age of the trained tokens, mean and maximum"].removesuffix(" versions").split(", ")
     assert 0 < float(mean) <= float(oldest) == 1
+
+
+def test_the_bound_on_the_card_is_that_of_replayed_groups_too():
+    data = make_data(max_staleness=2, replay=rl.ReplayBuffer(max_staleness=30))
+    assert _of_rollouts(make_module(), data)["bound on the age of a trained token"] == "30 versions"
 
 
 @pytest.mark.slow

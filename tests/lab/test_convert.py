@@ -1,8 +1,13 @@
 """`lit-async-rl convert`: settings of TRL's GRPO trainers become a configuration that trains, or are named."""
 
+import ast
 import csv
 import dataclasses
+import inspect
+import json
 import math
+import re
+from pathlib import Path
 
 import datasets
 import pytest
@@ -15,9 +20,12 @@ import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.cli.app import main as train
 from lit_async_rl.cli.console import main as console
+from lit_async_rl.lab import convert as convert_module
 from lit_async_rl.lab.convert import convert
 from lit_async_rl.losses import LossInputs
 from lit_async_rl.losses.reference_kl import reference_kl
+
+ROOT = Path(__file__).parents[2]
 
 # Fields and defaults of TRL at the commit f2cd57710ae345ea6428ae95363267fcf38a3dc8 (2026-07-24).
 GRPO = dict(
@@ -126,6 +134,31 @@ def test_a_field_that_is_not_known_is_named_with_the_one_that_was_meant():
     text = convert({"model_name_or_path": "m", "learning_rat": 1e-5, "top_entropy_quantile": 0.2})
     assert any("learning_rat: 1e-05 (not known; did you mean learning_rate" in line for line in notes(text))
     assert any("top_entropy_quantile: 0.2 (there is no mask by entropy)" in line for line in notes(text))
+
+
+def test_the_pages_settings_and_classes_that_a_line_names_exist():
+    """A line named recipes of docs/checkpoints.md that the page had lost."""
+    texts = [
+        node.value
+        for node in ast.walk(ast.parse(Path(convert_module.__file__).read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    pages = {page for text in texts for page in re.findall(r"docs/\w+\.md", text)}
+    assert {page for page in pages if not (ROOT / page).is_file()} == set()
+    known = json.loads((ROOT / "lit_async_rl/cli/settings.json").read_text())
+    keys = {key for text in texts for key in re.findall(r"\b(?:data|defaults|model|trainer)\.[a-z][\w.]*\w", text)}
+    arguments = {
+        "defaults.checkpoint.init_args.monitor": rl.LinkedCheckpoint,
+        "data.prompts.init_args.chat_template_kwargs": rl.HuggingFacePrompts,
+        "model.lora.alpha": rl.LoRA,
+    }
+    assert {key for key in keys if not any(f"{name}.".startswith(f"{key}.") for name in known)} == {*arguments}
+    for key, owner in arguments.items():
+        assert key.rpartition(".")[2] in inspect.signature(owner).parameters
+    names = {name for text in texts for name in re.findall(r"\b[A-Z][a-z]+[A-Z][A-Za-z]+\b", text)}
+    others = {"AsyncGRPOConfig", "FileNotFoundError", "ValueError"}
+    assert {name for name in names if not hasattr(rl, name)} <= others
+    assert len(pages) > 3 < len(keys)
 
 
 def test_what_is_left_out_of_the_file_has_the_defaults_of_trl():

@@ -60,7 +60,7 @@ def test_another_loss_sees_the_same_data_and_the_run_ends_with_the_tape(recorded
     folder, expected, trained = recorded
     module, watch = make_module(loss=Reinforce()), Watch()
     with caplog.at_level(logging.WARNING):
-        trainer = fit(module, replay(folder, max_staleness=0), 30, [watch])
+        trainer = fit(module, replay(folder, max_staleness=5), 30, [watch])
     assert trainer.global_step == 20
     assert "the tape has ended" in caplog.text
     assert sorted(set(watch.trained)) == sorted(set(trained))
@@ -75,6 +75,27 @@ def test_groups_of_one_step_have_indices_of_their_own():
     for expected in ([5, 6, 7, 8], [5, 6]):
         source.begin_step()
         assert [source.take().index for _ in expected] == expected
+
+
+def stale(folder, *staleness):
+    """A tape with a step a file, each of one group of that age."""
+    writer = TapeWriter(folder)
+    for step, age in enumerate(staleness):
+        writer.append(step, age, [group([0.0, 1.0], [2, 3])])  # sampled by version 0
+        writer.flush()
+    writer.close(1.0)
+    return folder
+
+
+def test_a_tape_with_older_tokens_than_the_bound_is_refused(tmp_path):
+    """They were trained on without a word, and the exported model's card named the bound."""
+    said = r"data\.max_staleness=1 does not match tape .*: step 2 was trained on tokens that were 2 versions old"
+    with pytest.raises(ValueError, match=said):
+        replay(stale(tmp_path / "last", 0, 1, 2), max_staleness=1)
+    between = replay(stale(tmp_path / "between", 0, 1, 2, 0), max_staleness=1)
+    with pytest.raises(ValueError, match=said):
+        fit(make_module(), between, 4)
+    assert replay(tmp_path / "last", max_staleness=2).tape is not None
 
 
 def test_a_resumed_replay_goes_on_at_its_step(recorded, tmp_path):

@@ -110,6 +110,15 @@ def test_values_that_are_no_rewards_are_refused_in_one_line(what, message, rewar
     assert reward(PROMPT, "one") == 1.0
 
 
+def test_an_async_function_is_awaited_in_its_process(tmp_path):
+    source = "import asyncio\n\n\nasync def judge(prompt, completion):\n    await asyncio.sleep(0)\n"
+    with importable(tmp_path, f"{source}    return float(completion)\n") as name:
+        reward = IsolatedReward(f"{name}.judge", timeout_s=30.0)
+        assert [reward(PROMPT, text) for text in ("0.5", "2")] == [0.5, 2.0]
+        with pytest.raises(RewardError, match="ValueError: could not convert string to float"):
+            score(reward, PROMPT, "none")
+
+
 def test_limits_must_be_positive():
     with pytest.raises(ValueError, match=r"max_memory_gb must be positive, got -1\.0"):
         IsolatedReward("a.b", max_memory_gb=-1.0)

@@ -58,7 +58,15 @@ def test_beyond_high_skips_until_the_limit_then_projects():
 
 
 def test_a_projection_that_would_leave_only_noise_is_a_skip():
-    assert rule(residual=FullRemoval()).decide(0.9999, 0)[0] == Regime.SKIP
+    assert rule(residual=FullRemoval(), high=0.99999).decide(0.9999, 0)[0] == Regime.SKIP
+
+
+@given(st.floats(0.0, 0.999), st.floats(0.0, 1.0), st.integers(0, 3), st.sampled_from(RESIDUALS), st.booleans())
+def test_nothing_is_skipped_up_to_a_cosine_of_one_and_a_part_of_each_gradient_is_kept(low, size, skips, residual, flip):
+    cosine = -size if flip else size
+    regime, kept = rule(low=low, residual=residual, two_sided=flip).decide(cosine, skips)
+    assert regime == (Regime.APPLY if size <= low else Regime.PROJECT)
+    assert math.hypot(kept * size, math.sqrt(1 - size**2)) >= 0.05 * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 0.5), (0.6, 0.5), (0.1, 1.1)])
@@ -76,7 +84,8 @@ def test_a_projection_leaves_at_least_the_smallest_share_of_the_gradient_or_is_a
     left = math.hypot(share * cosine, math.sqrt(1 - cosine**2))
     for smallest, expected in ((left * factor, Regime.PROJECT), (left / factor, Regime.SKIP)):
         if smallest <= 1:
-            assert rule(low=low, residual=residual, min_remainder=smallest).decide(cosine, 0)[0] == expected
+            decided = rule(low=low, high=0.9999, residual=residual, min_remainder=smallest).decide(cosine, 0)
+            assert decided[0] == expected
 
 
 @pytest.mark.parametrize(
