@@ -165,14 +165,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replicate_prompts = replicate_prompts
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         sampling = with_support(sampling, engine)
-<<<<<<< HEAD
-        self.tape = open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         is_sampled = not isinstance(engine, MultiRequestEngine)  # of a tape, too: validation has its environment
-=======
         self.tape = None
         if isinstance(self.admission, FromTape):
             self.tape = open_tape(self.admission, sampling, max_staleness)
->>>>>>> mend-wc
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
