@@ -48,6 +48,16 @@ def test_the_policy_reads_what_programs_print():
     assert "SIGSEGV" in texts[3] or "ended" in texts[3]
 
 
+DOCUMENTED = """
+    '''Example:
+
+    ```python
+    f()
+    ```
+    '''
+f()"""
+
+
 @pytest.mark.parametrize(
     ("turn", "code"),
     [
@@ -61,7 +71,13 @@ def test_the_policy_reads_what_programs_print():
         (call("print('```python')"), "print('```python')\n"),
         (f"{call('x = 1')}\nThe answer is 42.", None),
         (f"{call('x = 1')}\nIt prints:\n```text\n1\n```", None),
-        ("It is written ```python\nprint(2)\n```", None),
+        ("Let me compute: ```python\nprint(2)\n```", "print(2)\n"),
+        ("</think>```python\nprint(2)```", "print(2)"),
+        ("- so\n    ```python\n    print(2)\n    ```", "    print(2)\n"),
+        ("- so\n    ```python\n    x = 1\n    ```\n- or\n    ```python\n    print(2)\n    ```", "    print(2)\n"),
+        ("    ```python\n    x = 1\n```\nso: ```python\nprint(2)\n```", "print(2)\n"),
+        ("First: ```python\nx = 1\n```\nThen: ```python\nprint(2)\n```", "print(2)\n"),
+        (call(f"def f():{DOCUMENTED}"), f"def f():{DOCUMENTED}\n"),
         ("```python\nprint(2)", None),
     ],
 )
