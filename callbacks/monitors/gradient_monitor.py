@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces, is_dropped_before
-from lit_async_rl.stabilizers.step_lr import metric_suffix, optimizer_index, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import (
+    is_left_out,
+    metric_suffix,
+    optimizer_index,
+    raw_optimizer,
+    unscale_gradients,
+)
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -52,6 +58,8 @@ class GradientMonitor(pl.Callback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        if is_left_out(trainer, raw_optimizer(optimizer)):
+            return
         unscale_gradients(trainer, optimizer)
         index = optimizer_index(trainer, optimizer)
         suffix = metric_suffix(trainer, None, index)

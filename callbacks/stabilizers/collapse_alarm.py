@@ -13,7 +13,7 @@ from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.collapse import AlarmAction, CollapseWatch, StepHealth, Warn
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback
-from lit_async_rl.stabilizers.step_lr import finds_scale, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import finds_scale, is_left_out, raw_optimizer, unscale_gradients
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -111,9 +111,10 @@ class CollapseAlarm(SignalCallback):
         """Compares the step with the limits, and logs."""
         unscale_gradients(trainer, optimizer)
         signals = self.reduce_signals(optimizer)
-        norm, c = self._gradient(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
-        if finds_scale(trainer, raw_optimizer(optimizer)):
-            norm = None  # of a step that the loss scaler skips
+        raw = raw_optimizer(optimizer)
+        norm, c = self._gradient(trainer.strategy.model or pl_module, raw)
+        if finds_scale(trainer, raw) or is_left_out(trainer, raw):
+            norm = None  # of a step that is skipped
         seen = StepHealth(
             ess_ratio=signals.ess_ratio,
             kl=signals.kl,

@@ -21,7 +21,13 @@ from lit_async_rl.stabilizers.collapse import (
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
-from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_optimizers, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import (
+    OneStepLearningRate,
+    chosen_optimizers,
+    is_left_out,
+    raw_optimizer,
+    unscale_gradients,
+)
 from lit_async_rl.training.objective import Objective
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -174,7 +180,8 @@ class StalenessController(SignalCallback):
         """Forecasts, scales the learning rate of the step, and logs."""
         unscale_gradients(trainer, optimizer)
         signals = self.reduce_signals(optimizer)
-        norm = self._norm(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
+        raw = raw_optimizer(optimizer)
+        norm = None if is_left_out(trainer, raw) else self._norm(trainer.strategy.model or pl_module, raw)
         self._log_odds = self._observe(signals, norm)
         if self.rollback is not None and self._is_worth_a_copy():
             self.rollback.healthy(trainer, pl_module)
@@ -224,7 +231,7 @@ class StalenessController(SignalCallback):
 
     # -- One step -----------------------------------------------------------------------------------------------------
 
-    def _observe(self, signals: StepSignals, grad_norm: float) -> float | None:
+    def _observe(self, signals: StepSignals, grad_norm: float | None) -> float | None:
         seen = StepHealth(ess_ratio=signals.ess_ratio, grad_norm=grad_norm)
         log_odds = self.forecast.observe(seen)
         rewards = [] if signals.reward is None else [signals.reward]

@@ -185,7 +185,7 @@ class ChatRenderer:
         self._mark = f"turn{secrets.token_hex(6)}n"
         self._tail = functools.lru_cache(MAX_KINDS)(self._find_tail)
         self._form_of_calls = functools.lru_cache(MAX_KINDS)(self._find_form_of_calls)
-        self._unread: dict[tuple[tuple[str, ...], str], int | None] = {}  # by roles and kind, see `_find_unread`
+        self._unread: dict[tuple[Any, str], int | None] = {}  # by roles and kind, see `_find_unread`
 
     def segments(
         self,
@@ -288,13 +288,14 @@ class ChatRenderer:
     def _find_unread(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> int | None:
         """First system or developer message that the template leaves out; None if it writes all.
 
-        Looked for once per sequence of roles, with other texts.
+        Looked for once per sequence of roles and of empty messages, with other texts.
         """
-        places = [n for n, message in enumerate(messages) if message["role"] in INSTRUCTIONS]
+        # an empty one may be left out
+        places = [n for n, one in enumerate(messages) if one["role"] in INSTRUCTIONS and one["content"].strip()]
         if not places:
             return None
         begin = messages[: places[-1] + 1]
-        key = tuple(message["role"] for message in begin), kind_of(tools, options)
+        key = tuple((message["role"], n in places) for n, message in enumerate(begin)), kind_of(tools, options)
         if key not in self._unread:
             marks = {n: f"{self._mark}{n}n" for n in places}
             marked = [{**message, "content": marks.get(n, message["content"])} for n, message in enumerate(begin)]

@@ -24,9 +24,10 @@ from lit_async_rl.api.run_folders import remove_unused
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.models.export import export_model
-from lit_async_rl.models.loading import load_tokenizer, model_folder
+from lit_async_rl.models.loading import base_of, load_tokenizer, model_folder
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.sharding import Sharding
+from lit_async_rl.runtime.files import part_name
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import SamplingParams
 from lit_async_rl.utils.checks import meant
@@ -145,7 +146,8 @@ def in_folder(
     """Context with a folder of the model and its tokenizer: the run's, or without a logger one that goes at the end.
 
     A model that is named, and has no other tokenizer, stays where it is. An error before the first step takes the
-    folder away.
+    folder away, or brings back what was there. Ranks other than the leading one have a folder each that goes at the
+    end.
 
     Args:
         model: in memory, or its name or folder.
@@ -154,37 +156,64 @@ def in_folder(
         name: of the folder, in the run's.
 
     Raises:
-        ValueError: there is no tokenizer; or the run has several processes, each of which would write the folder.
+        ValueError: there is no tokenizer; or the model's own files are in the folder that would be written.
     """
     if not isinstance(model, PreTrainedModel) and tokenizer is None:
         yield os.fspath(model)
         return
-    if trainer.world_size > 1:
-        raise ValueError(
-            f"model: an in-memory model needs a single-process run, but this run has {trainer.world_size} processes: "
-            "save the model and its tokenizer with save_pretrained, and pass the folder"
-        )
     tokenizer = tokenizer or _own_tokenizer(model)
-    run = run_folder(trainer)
+    run = run_folder(trainer)  # a collective
+    if not trainer.is_global_zero:
+        run = None
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="lit-async-rl-")) if run is None else ""
         folder = Path(temporary or run or "", name)
+        part = part_name(folder)
+        old = part.with_suffix(".old.part")  # recovered after a crash by `remove_stale_parts`
+        is_new = not folder.exists()
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            if isinstance(model, PreTrainedModel):
-                export_model(model, tokenizer, folder, weights=model.state_dict())
-            else:
-                for file in model_folder(os.path.expanduser(model)).iterdir():
-                    if not file.name.startswith(("tokenizer", "chat_template", "vocab", "merges", "special_tokens")):
-                        (folder / file.name).symlink_to(file.resolve())
-                tokenizer.save_pretrained(folder)
+            part.mkdir(parents=True, exist_ok=True)
+            _write(model, tokenizer, part, folder=folder)
+            if not is_new:  # of the run that is resumed, whose adapter and checkpoints name it
+                folder.rename(old)
+            part.rename(folder)
             yield str(folder)
         except BaseException:
             if trainer.global_step == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(part, ignore_errors=True)
+                if old.exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    old.rename(folder)
+                elif is_new and not _has_forked(trainer):
+                    shutil.rmtree(folder, ignore_errors=True)
                 remove_unused(trainer)
             raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(model: Any, tokenizer: PreTrainedTokenizerBase, part: Path, *, folder: Path) -> None:
+    """Writes a model and its tokenizer to `part`, which then becomes `folder`."""
+    if isinstance(model, PreTrainedModel):
+        export_model(model, tokenizer, part, weights=model.state_dict())
+        return
+    name = os.path.expanduser(model)
+    source = model_folder(name)
+    if folder.resolve() in (source.resolve(), Path(base_of(name)).resolve()):
+        raise ValueError(
+            f"model={os.fspath(model)!r}: its files are in {str(folder)!r}, where this run would write the model with "
+            "the tokenizer: leave tokenizer out"
+        )
+    for file in source.iterdir():
+        if not file.name.startswith(("tokenizer", "chat_template", "vocab", "merges", "special_tokens")):
+            (part / file.name).symlink_to(file.resolve())
+    tokenizer.save_pretrained(part)
+
+
+def _has_forked(trainer: pl.Trainer) -> bool:
+    """Whether the ranks were forked from this process, whose Trainer does not know their steps after an error."""
+    launcher: Any = trainer.strategy.launcher
+    return launcher is not None and launcher.is_interactive_compatible and bool(getattr(launcher, "procs", ()))
 
 
 def _own_tokenizer(model: Any) -> PreTrainedTokenizerBase:

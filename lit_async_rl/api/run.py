@@ -272,6 +272,12 @@ def _fit_here(
     gather_loggers(trainer, ckpt_path)
     with contextlib.ExitStack() as stack:
         if not isinstance(given.model, PolicyModule):
+            is_in_memory = tokenizer is not None or isinstance(given.model, PreTrainedModel)
+            if trainer.world_size > 1 and is_in_memory:
+                raise ValueError(
+                    "model: an in-memory model or tokenizer needs a single-process run, but this run has "
+                    f"{trainer.world_size} processes: save both with save_pretrained, and pass the folder"
+                )
             given = replace(given, model=stack.enter_context(in_folder(given.model, tokenizer, trainer)))
         sections = _sections(given)
         trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -15,11 +14,9 @@ _cpu_groups: dict[Any, dist.ProcessGroup] = {}
 
 def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
     """(number of data-parallel positions, position of this rank); tensor-parallel ranks share a position."""
-    strategy: Any = trainer.strategy
-    if not isinstance(strategy, ParallelStrategy):
-        return 1, 0
-    kwargs: dict[str, Any] = strategy.distributed_sampler_kwargs
-    return kwargs["num_replicas"], kwargs["rank"]
+    # not by class: lightning.pytorch and pytorch_lightning have one each
+    kwargs: dict[str, Any] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
 
 def num_copies(trainer: AnyTrainer) -> int:

@@ -355,7 +355,9 @@ class RayReward(RemoteProxy):
             # what came with the state counts already, in those of the process that has saved it
             restored = {name: value for name, value in answer.get("restored", {}).items() if name in self._base}
             metrics = {name: float(value) for name, value in answer["metrics"].items()}
-            since = {name: metrics[name] - value for name, value in restored.items() if not name.endswith("_s")}
+            since = {
+                name: metrics.get(name, value) - value for name, value in restored.items() if not name.endswith("_s")
+            }
             self._metrics_of[process.number] = metrics | since
         if (error := answer.get("error")) is not None:
             for call in calls:

@@ -124,8 +124,10 @@ class RewardWorker(PoolWorker):
             has_begun = False
             while not (has_begun and call.done()):
                 waiting = loop.create_task(got_on.wait())
-                await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
+                try:
+                    await asyncio.wait({call, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
                 if not has_begun or not call.done():
                     has_begun = True
                     got_on.clear()

@@ -17,6 +17,7 @@ from lit_async_rl.rewards.calls import NamedErrors, is_async, reward_name
 from lit_async_rl.rewards.forms import TakesAnswerField, as_reward_function, wanted, wants
 from lit_async_rl.rewards.scorer import MAX_QUEUED
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 Part = Callable[..., float | Awaitable[float | None] | None]
 
@@ -235,8 +236,12 @@ def name_answers(owner: Any, answer_field: str | None) -> None:
         owner: reward, or an environment or agent with a `reward`; a judge may have one as its `fallback`.
         answer_field: of the prompts.
     """
-    owners = [part for _, part in named_parts(owner)]
-    held = [getattr(one, "__dict__", {}).get(name) for one in owners for name in ("reward", "fallback")]
-    for _, part in (pair for one in (*owners, *held) for pair in named_parts(one)):
-        if isinstance(part, TakesAnswerField) and part.answer_field is None:
-            part.answer_field = answer_field
+    found = [owner]
+    for one in found:  # which grows
+        held = [getattr(one, "__dict__", {}).get(name) for name in ("reward", "fallback")]
+        inner = [*one.rewards.values()] if isinstance(one, CombinedReward) else held
+        found += [part for part in inner if part is not None and not any(part is known for known in found)]
+        if isinstance(one, TakesAnswerField) and one.answer_field is None:
+            one.answer_field = answer_field
+        if isinstance(one, Rebuildable) and one._answer_field is None:
+            one._answer_field = answer_field

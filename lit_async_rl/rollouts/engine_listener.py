@@ -423,12 +423,22 @@ class EngineListener:
                     with self.changed:
                         if engine is self.engine and self.ledger.lose(request_id, sample):
                             self._on_lost(request_id, sample)
-                self._on_turn()
+                if engine is self.engine:  # else the thread of the new one has the turns
+                    self._turn()
         except BaseException as error:
             with self.changed:
                 if engine is self.engine:  # else nobody waits for this thread any more
                     self.error = error
                     self.changed.notify_all()
+
+    def _turn(self) -> None:
+        try:
+            self._on_turn()
+        except BaseException as error:
+            with self.changed:  # an error of the run, also if the engine is replaced meanwhile
+                self.error = error
+                self.changed.notify_all()
+            raise
 
     def _receive(self, completion: Any, engine: RolloutEngine) -> None:
         """Passes completions on, unless the engine was replaced or has failed."""

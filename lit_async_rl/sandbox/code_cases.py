@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.problem import Prompt
-from lit_async_rl.utils.plain import as_lists
+from lit_async_rl.utils.plain import as_lists, is_missing
 
 _OPENING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*")
 _CLOSING = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*")
 MAX_UNPACKED_BYTES = 2**29  # of packed cases; more of them are refused
+_LISTED = ("public_test_cases", "private_test_cases", "test_cases", "tests")  # fields of input and output
 _AROUND_TEXT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}  # of a pickle that is one text
 ALIASES = {
     "py": "python",
@@ -92,14 +93,15 @@ class Cases:
 
 
 def _field(record: Mapping[str, Any], *names: str) -> Any:
-    """The first of these fields that is not empty, parsed if it is JSON; None without one."""
+    """The first of these fields that is not missing or empty, parsed if it is JSON; None without one."""
     for name in names:
         value = as_lists(record.get(name))
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)
-        if value is not None and value != "" and value != []:
-            return value
+        if is_missing(value) or value in ([], {}) or (isinstance(value, str) and not value.strip()):
+            continue
+        return value
     return None
 
 
@@ -127,17 +129,32 @@ def read_cases(prompt: Prompt) -> Cases:
 
 
 def _cases_of(prompt: Prompt) -> Cases:
-    cases = _from_record(prompt.metadata)
-    if cases or prompt.answer is None:
+    record = prompt.metadata
+    try:
+        return _from_record(record) or _from_answer(prompt.answer, record)
+    except ValueError:
+        # where the answer has the cases, a field with the name of cases may be something else, such as their number
+        others = {name: record[name] for name in record if name not in _LISTED or _is_listed(_field(record, name))}
+        if len(others) == len(record) or _from_record(others) or not (cases := _from_answer(prompt.answer, others)):
+            raise
         return cases
-    answer = _field({"answer": prompt.answer}, "answer")
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether a field may hold cases: as a list, or packed in a text."""
+    return isinstance(value, (str, list, tuple))
+
+
+def _from_answer(given: str | None, record: Mapping[str, Any]) -> Cases:
+    """Cases in an answer, with the other fields of its record."""
+    answer = _field({"answer": given}, "answer")
     if isinstance(answer, Mapping):
-        return _from_record({**prompt.metadata, **answer})
+        return _from_record({**record, **answer})
     if isinstance(answer, list):
         key = "test_list" if all(isinstance(one, str) for one in answer) else "test_cases"
-        return _from_record({**prompt.metadata, key: answer})
+        return _from_record({**record, key: answer})
     if isinstance(answer, str) and re.search(r"^\s*(assert\b|def check\()", answer, re.MULTILINE):
-        return Cases(check=answer, function=_field(prompt.metadata, "entry_point"))
+        return Cases(check=answer, function=_field(record, "entry_point"))
     return Cases()
 
 
@@ -171,7 +188,7 @@ def _from_record(record: Mapping[str, Any]) -> Cases:
 def _listed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Cases of input and output, of all fields together."""
     listed: list[Any] = []
-    for name in ("public_test_cases", "private_test_cases", "test_cases", "tests"):
+    for name in _LISTED:
         found = _field(record, name)
         if isinstance(found, str):
             found = _unpacked(found)

@@ -21,9 +21,14 @@ from lit_async_rl.sandbox.program import Program, ProgramResult, SandboxLimits, 
 from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.utils.checks import check_range
 
-_FENCE = r"(?m:^) {0,3}```"
-# no line of the code is a fence, or it would begin with an earlier block of the turn
-CALL = rf"{_FENCE}(?:python|py)?[ \t]*\n(?P<code>(?:(?!{_FENCE}).)*?) {{0,3}}```[ \t\n]*$"
+CALL = (
+    # text may stand before the block on its line, such as `</think>`
+    r"(?m:^)(?P<indent>[ \t]*)(?![ \t])[^\n]*?```(?:python|py)?[ \t]*\n"
+    # no line of the code is a fence as far in as the block's, or opens a block behind text: it would begin with an
+    # earlier block of the turn
+    r"(?P<code>(?:(?!(?m:^)(?:(?P=indent)? {0,3}```|[ \t]*[^ \t\n`][^\n]*?```(?:python|py)[ \t]*\n)).)*?)"
+    r"(?<![ \t])[ \t]*```[ \t\n]*$"  # spaces are tried from their first one on: their number does not square
+)
 
 
 class PythonTool(Environment):

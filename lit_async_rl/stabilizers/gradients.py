@@ -27,7 +27,9 @@ from lit_async_rl.errors import InvariantError, NonFiniteError
 from lit_async_rl.stabilizers.step_lr import (
     check_choice,
     chosen_index,
+    is_left_out,
     metric_suffix,
+    raw_optimizer,
     tolerate_dropped_gradients,
     unscale_gradients,
 )
@@ -402,7 +404,7 @@ class GradientTreatment(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         index = chosen_index(trainer, pl_module, optimizer, choice=self.optimizer)
-        if index is None:
+        if index is None or is_left_out(trainer, raw_optimizer(optimizer)):
             return
         unscale_gradients(trainer, optimizer)
         suffix = metric_suffix(trainer, self.optimizer, index)

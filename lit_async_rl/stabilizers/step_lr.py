@@ -97,6 +97,18 @@ def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
         _unscaled_in[optimizer] = batch
 
 
+def is_left_out(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
+    """Whether the step is skipped with gradients that are still multiplied by the loss scale.
+
+    Lightning leaves them so if the last micro-batch's `training_step` returned None, except for fused optimizers, see
+    `unscale_gradients`.
+    """
+    scaler = loss_scaler(trainer)
+    if scaler is None or getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY")
+
+
 def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
     """Whether the loss scaler will skip the step, because it has found NaN or infinity; False without a scaler."""
     scaler = loss_scaler(trainer)

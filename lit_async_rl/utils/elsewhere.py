@@ -27,6 +27,7 @@ class Rebuildable:
     """Object with locks, threads or processes, pickled as its class and constructor arguments."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    _answer_field: str | None = None  # that `name_answers` told the rewards within, which the constructor makes anew
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Records the constructor arguments."""
@@ -35,8 +36,12 @@ class Rebuildable:
         return made
 
     def __reduce__(self) -> Any:
-        return _remake, (type(self), *self._arguments)
+        return _remake, (type(self), *self._arguments, self._answer_field)
 
 
-def _remake(kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    return kind(*args, **settings)
+def _remake(kind: type, args: tuple[Any, ...], settings: dict[str, Any], answer_field: str | None) -> Any:
+    from lit_async_rl.rewards.combined import name_answers  # imports this module
+
+    made = kind(*args, **settings)
+    name_answers(made, answer_field)
+    return made

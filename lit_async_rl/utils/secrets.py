@@ -105,5 +105,7 @@ def concealed(value: Any, name: str = "") -> Any:
         return found
     if isinstance(value, (list, tuple, set)):
         items = [concealed(item, name) for item in value]
+        if hasattr(value, "_fields"):  # a namedtuple takes its items one by one
+            return type(value)(*items)
         return items if isinstance(value, list) else type(value)(items)
     return value

@@ -418,7 +418,8 @@ class RequestRunner:
             self._fail(error)
 
     def _forget(self, request_id: int, task: asyncio.Task[None]) -> None:
-        del self._tasks[request_id], self._requests[request_id]
+        if self._tasks.get(request_id) is task:  # else another request has its number by now
+            del self._tasks[request_id], self._requests[request_id]
 
     def _fail(self, error: Exception) -> None:
         self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)

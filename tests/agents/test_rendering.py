@@ -68,6 +68,8 @@ def test_instructions_that_a_template_leaves_out_are_refused():
     renderer = ChatRenderer(CODEC, template)
     assert renderer.segments([user(QUESTION)]) == [QUESTION]
     for role in ("system", "developer"):
+        empty = {"role": role, "content": " \n"}
+        assert renderer.segments([user(QUESTION), empty, user(SECOND)]) == [QUESTION + SECOND]
         with pytest.raises(AgentCallError, match=rf"leaves out messages\[1\], of the role {role}"):
             renderer.segments([user(QUESTION), {"role": role, "content": "rule"}, user(SECOND)])
 

@@ -65,6 +65,8 @@ def test_a_model_in_memory_that_is_refused_leaves_nothing(tmp_path):
         fit(lm)
     with pytest.raises(ValueError, match=r"^group_size=1 with advantage=GroupMeanStd"):
         fit(lm, tokenizer=AutoTokenizer.from_pretrained(MODEL), group_size=1)
+    with pytest.raises(ValueError, match=r"an in-memory model or tokenizer needs a single-process run, but .* 2 proc"):
+        fit(MODEL, tokenizer=AutoTokenizer.from_pretrained(MODEL), devices=2, strategy="ddp")
     assert os.listdir(tmp_path) in ([], ["runs"])
 
 

@@ -12,6 +12,7 @@ from test_all_callbacks import BoundedRows
 from torch import nn
 
 from lit_async_rl.callbacks import CollapseAlarm, GradientAlignmentControl
+from lit_async_rl.distributed.ranks import data_parallel, num_copies
 from lit_async_rl.stabilizers.collapse import LowerStaleness
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
@@ -220,3 +221,12 @@ def test_lower_staleness_needs_a_bound_from_the_start():
     with pytest.raises(ValueError, match=r"^LowerStaleness needs a data module with `max_staleness`"):
         fit(module, CollapseAlarm(LowerStaleness()))
     assert torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=lambda package: package.__name__)
+def test_ranks_of_ddp_are_no_copies_of_each_other(package):
+    quiet = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = package.Trainer(devices=2, strategy="ddp", **quiet)
+    assert (data_parallel(trainer), num_copies(trainer)) == ((2, 0), 1)
+    trainer = package.Trainer(devices=1, **quiet)
+    assert (data_parallel(trainer), num_copies(trainer)) == ((1, 0), 1)

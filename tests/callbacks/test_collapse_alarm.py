@@ -6,8 +6,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from foreign_modules import Regression, fit, weights
+from lightning.pytorch.plugins import MixedPrecision
 
-from lit_async_rl.callbacks import CollapseAlarm, LinkedCheckpoint
+from lit_async_rl.callbacks import CollapseAlarm, GradientClipping, GradientMonitor, LinkedCheckpoint
 from lit_async_rl.stabilizers.collapse import CollapseWatch, LowerStaleness, StepHealth, Stop
 from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, BackgroundCheckpointIO
@@ -242,3 +243,36 @@ def test_watches_the_cosine_of_consecutive_gradients():
 def test_senseless_settings_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         CollapseAlarm(**setting)
+
+
+class LeavingOut(Regression):
+    """Its last micro-batch of every fourth step has no loss: Lightning skips the step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 8 == 7 else loss
+
+
+class Norms(pl.Callback):
+    """Those that callbacks before it have logged."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.found += [float(trainer.callback_metrics[n]) for n in ("grad/norm",) if n in trainer.callback_metrics]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_left_out_has_no_scaled_gradients_to_alarm_of(fused):
+    """With a loss scaler they are multiplied by the scale, unless the optimizer is fused."""
+    norms = Norms()
+    alarm = CollapseAlarm(max_grad_norm_factor=100.0, patience=1)
+    clipping = GradientClipping(1e6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    settings = dict(accumulate_grad_batches=2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    module = LeavingOut(lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused))
+    fit(module, alarm, clipping, GradientMonitor(), norms, max_steps=20, **settings)
+    assert alarm.reports == []
+    assert norms.found
+    assert max(norms.found) < 100.0

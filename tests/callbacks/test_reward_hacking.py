@@ -302,6 +302,18 @@ def test_a_second_grader_may_be_called_in_batches():
     assert list(monitor.watch.state_dict()["compared"]) == [True] * 8
 
 
+def test_a_second_grader_in_trls_form_knows_the_answers_column(tmp_path):
+    def against_solutions(completions, solution):
+        return [float(one == right) for one, right in zip(completions, solution, strict=True)]
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}=", "solution": str(n)}) + "\n" for n in range(10, 30)))
+    monitor = rl.RewardHackingMonitor(check=against_solutions, **QUICK)
+    prompts = rl.JsonlPrompts(str(path), answer_field="solution")
+    fit(make_module(), make_data(prompts=prompts, reward=sevens, success_reward=0.0), 3, [monitor, Settled(monitor)])
+    assert list(monitor.watch.state_dict()["compared"]) == [True] * 8
+
+
 def test_signs_go_on_after_a_resume(tmp_path):
     path = tmp_path / "last.ckpt"
     monitor = rl.RewardHackingMonitor(**QUICK)

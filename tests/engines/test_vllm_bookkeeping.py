@@ -146,6 +146,26 @@ def test_a_request_that_is_cancelled_before_it_begins_leaves_nothing():
     assert not runner._requests
 
 
+def test_a_request_that_ends_late_is_not_taken_for_the_next_of_its_number():
+    runner = RequestRunner(VLLMProcess({}, 20.0), RequestBook(), (), model=MODEL, vocab_size=20)
+
+    async def run() -> None:
+        runner.launch([request()], "0")
+        runner.cancel({request().id})
+        runner.launch([request()], "0")
+        late = runner._tasks[request().id]
+        late.add_done_callback(lambda task: seen.append(task))
+        await asyncio.sleep(0)  # the first one has been cancelled, and tells so in the next turn of the loop
+        runner._tasks[request().id] = kept
+        await asyncio.sleep(0.05)
+
+    seen: list[object] = []
+    kept: object = object()
+    asyncio.run(run())
+    assert seen
+    assert runner._tasks == {request().id: kept}
+
+
 def test_what_a_request_raises_before_it_begins_reaches_the_trainer():
     """Here vLLM is not installed, or not started: both are found when the request is made, in a task of the loop."""
 

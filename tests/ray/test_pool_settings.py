@@ -22,6 +22,7 @@ from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observat
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
 from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_notes
+from lit_async_rl.ray.reward_worker import RewardWorker
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.calls import reward_name
 from lit_async_rl.rewards.forms import BatchedReward, TRLReward
@@ -361,3 +362,37 @@ def test_prompts_are_checked_at_the_start_with_rewards_in_actors_too():
         with pytest.raises(ValueError, match="weak"):
             hooks.checking(lambda prompt: (1,), reward)(weak)
     assert hooks.end_check(in_actors) == hooks.end_check(grader)
+
+
+def test_a_metric_that_a_restored_reward_has_no_more_loses_no_call():
+    cluster = rl.RayCluster(rewards=rl.RewardActors())
+    reward = cluster.with_reward_actors(pool_parts.length, workers=1, timeout_s=5.0)
+    reward._base = {"hits": 3.0}
+    found = []
+    call = SimpleNamespace(completions=["x"], succeed=found.extend)
+    answer = {"values": [1.0], "metrics": {}, "restored": {"hits": 3.0}}
+    reward._file(answer, SimpleNamespace(number=0), [call])
+    assert found == [1.0]
+    assert reward._metrics() == {"hits": 3.0}
+    reward.close()
+
+
+def test_a_call_in_turn_that_is_cancelled_leaves_no_task():
+    begun = []
+
+    async def slow(prompt, completion, begun):
+        await asyncio.sleep(20)
+
+    async def left():
+        worker = RewardWorker({"reward": slow}, 1)
+        turns = worker.call_in_turn("reward", [pack_prompt(Prompt(text="?"))], ["x"], [], False, None)
+        waiting = asyncio.ensure_future(anext(turns))
+        await asyncio.sleep(0.1)
+        begun.extend(asyncio.all_tasks())
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert not asyncio.run(left())
+    assert len(begun) == 4, "this one, the turn, its call, and what waits for the call to get on"

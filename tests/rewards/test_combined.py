@@ -4,6 +4,7 @@ import asyncio
 import csv
 import json
 import math
+import pickle
 import threading
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from lit_async_rl.errors import RewardError
 from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.calls import reward_name, score
+from lit_async_rl.rewards.combined import name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.rewards.success import Success
@@ -540,3 +542,24 @@ def test_an_async_part_that_hangs_or_fails_is_given_up_and_named(caplog):
         scorer.close()
     assert "its part 'slow' raised RuntimeError: no" in caplog.text
     assert "did not return within" in caplog.text
+
+
+def against_solutions(completions, solution):
+    return [float(one == right) for one, right in zip(completions, solution, strict=True)]
+
+
+def test_rewards_that_an_environment_or_judge_calls_know_the_answers_column_in_another_process_too():
+    """Pools send both as the arguments of their constructors."""
+    prompt = Prompt(text="?", answer="5", metadata={})
+    endpoint = dict(model="m", base_url="http://localhost:1/v1", on_failure="fallback")
+    judge = rl.JudgeReward(**endpoint, fallback=against_solutions)
+    tool = rl.PythonTool(reward=against_solutions, allow_unsandboxed=True)
+    judged = rl.PythonTool(reward=judge, allow_unsandboxed=True)
+    identity = reward_identity(judge)
+    name_answers(tool, "solution")
+    name_answers(judged, "solution")
+    sent = [pickle.loads(pickle.dumps(one)) for one in (tool, judged, judge)]
+    here = [tool.reward, judge.fallback]
+    for reward in (*here, sent[0].reward, sent[1].reward.fallback, sent[2].fallback):
+        assert [reward(prompt, text) for text in "56"] == [1.0, 0.0]
+    assert reward_identity(judge) == identity

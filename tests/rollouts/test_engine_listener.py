@@ -7,7 +7,7 @@ import pytest
 from hostile_engines import wait_until
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.errors import EnvironmentFailure, ProducerError
+from lit_async_rl.errors import EnvironmentFailure, ProducerError, RewardError
 from lit_async_rl.rollouts.engine_listener import EngineCalls, EngineListener
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
@@ -87,6 +87,37 @@ def test_nothing_comes_any_more_from_an_engine_that_was_replaced(result):
     assert [completion.request_id for completion in found] == [2]
     assert old.polls == 1, "its thread has ended"
     assert listener.is_working
+    assert listener.stop(5.0)
+
+
+def test_an_old_thread_has_no_turn_and_an_error_of_a_turn_is_kept_when_the_engine_is_replaced():
+    turns: list[threading.Thread] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def turn():
+        turns.append(threading.current_thread())
+        if len(turns) == 1:
+            begun.set()
+            assert go.wait(20)
+            raise RewardError("timed out in its last try")
+
+    first, second = Held(), Held()
+    first.go.set()
+    listener = EngineListener(first, threading.Condition(threading.RLock()), lambda completion: None, turn)
+    listener.start()
+    assert begun.wait(20)
+    listener.break_engine(TimeoutError("hangs"), first)
+    listener.replace(second, [])
+    go.set()
+    until(lambda: not turns[0].is_alive())
+    with pytest.raises(ProducerError, match="timed out in its last try"):
+        listener.check_thread()
+    listener.break_engine(TimeoutError("hangs"), second)
+    old = listener._thread
+    listener.replace(SimulatedEngine(Constant(0.0)), [])
+    second.go.set()
+    until(lambda: not old.is_alive() and len(turns) > 1)
+    assert old not in turns
     assert listener.stop(5.0)
 
 

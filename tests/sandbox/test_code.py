@@ -322,6 +322,26 @@ def test_packed_private_cases_count(protocol):
     assert cases.streams == [("3", "9"), ("7", "ä"), ("7", "ä")]
 
 
+@pytest.mark.parametrize("empty", [float("nan"), None, {}, "{}", [], "[]", " \n"])
+def test_a_field_without_cases_is_as_if_it_was_not_there(empty):
+    """A table has NaN where a record lacks a column."""
+    public = [{"input": "3", "output": "9"}]
+    assert read_cases(prompt(public_test_cases=public, private_test_cases=empty)).streams == [("3", "9")]
+    assert read_cases(prompt(test_list=empty, tests=empty, answer=json.dumps(public))).streams == [("3", "9")]
+
+
+@pytest.mark.parametrize("tests", [5, {"unit": 3}])
+def test_where_the_answer_has_the_cases_a_field_of_their_name_may_be_something_else(tests):
+    public = [{"input": "3", "output": "9"}]
+    assert read_cases(prompt(tests=tests, answer=json.dumps(public))).streams == [("3", "9")]
+    assert read_cases(prompt(tests=tests, answer="assert f(1) == 2")).check == "assert f(1) == 2"
+    for fields in ({}, {"answer": "9"}, {"public_test_cases": public}, {"test_cases": public, "answer": "assert f(1)"}):
+        with pytest.raises(ValueError, match="tests must be a list of cases"):
+            read_cases(prompt(tests=tests, **fields))
+    with pytest.raises(ValueError, match="private_test_cases must be a list of cases"):
+        read_cases(prompt(tests=tests, private_test_cases="eJwz", answer=json.dumps(public)))
+
+
 class Hostile:
     """Its pickle, when it is loaded, ends the process."""
 

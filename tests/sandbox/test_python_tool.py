@@ -48,6 +48,16 @@ def test_the_policy_reads_what_programs_print():
     assert any(words in texts[3] for words in ("SIGSEGV", "ended", "PermissionError"))  # the last without namespaces
 
 
+DOCUMENTED = """
+    '''Example:
+
+    ```python
+    f()
+    ```
+    '''
+f()"""
+
+
 @pytest.mark.parametrize(
     ("turn", "code"),
     [
@@ -61,7 +71,13 @@ def test_the_policy_reads_what_programs_print():
         (call("print('```python')"), "print('```python')\n"),
         (f"{call('x = 1')}\nThe answer is 42.", None),
         (f"{call('x = 1')}\nIt prints:\n```text\n1\n```", None),
-        ("It is written ```python\nprint(2)\n```", None),
+        ("Let me compute: ```python\nprint(2)\n```", "print(2)\n"),
+        ("</think>```python\nprint(2)```", "print(2)"),
+        ("- so\n    ```python\n    print(2)\n    ```", "    print(2)\n"),
+        ("- so\n    ```python\n    x = 1\n    ```\n- or\n    ```python\n    print(2)\n    ```", "    print(2)\n"),
+        ("    ```python\n    x = 1\n```\nso: ```python\nprint(2)\n```", "print(2)\n"),
+        ("First: ```python\nx = 1\n```\nThen: ```python\nprint(2)\n```", "print(2)\n"),
+        (call(f"def f():{DOCUMENTED}"), f"def f():{DOCUMENTED}\n"),
         ("```python\nprint(2)", None),
     ],
 )
@@ -73,6 +89,8 @@ def test_a_turn_is_a_call_of_the_block_at_its_end(turn, code):
 def test_a_turn_of_many_blocks_is_read_in_linear_time():
     assert re.search(CALL, "```python\n" * 100_000, re.DOTALL) is None
     assert re.search(CALL, "```python\n" + "``` x" * 100_000, re.DOTALL) is None
+    assert re.search(CALL, "```python\n" + " " * 300_000 + "x", re.DOTALL) is None
+    assert re.search(CALL, "x ```python\n" * 30_000, re.DOTALL) is None
 
 
 def test_the_last_turn_is_the_answer():

@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +20,7 @@ from transformers import AutoTokenizer
 from tuning import RECORDS, fit, make_data, make_module, slow_loss
 
 import lit_async_rl as rl
+from lit_async_rl.api.arguments import in_folder
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.packing import PrefixTreePacking
@@ -246,6 +249,46 @@ def test_what_a_run_from_memory_writes_can_be_used_when_it_is_over(lora, tmp_pat
     torch.testing.assert_close(weights_of(written), torch.cat([tuned[name].flatten() for name in sorted(tuned)]))
     again = rl.SFTModule.load_from_checkpoint("runs/version_0/checkpoints/last.ckpt")
     assert again.version == trainer.lightning_module.version == 1
+
+
+def test_a_resume_that_fails_leaves_the_base_that_adapter_and_checkpoints_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    memory = dict(tokenizer=AutoTokenizer.from_pretrained(MODEL), lora=LoRA(rank=2), epochs=2)
+    resume = dict(ckpt_path="runs/version_0/checkpoints/last.ckpt")
+    base = Path("runs/version_0/base")
+    rl.sft(load_policy(MODEL), SORTED, max_steps=1, **memory, **SHORT)
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    other = load_policy(MODEL)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(0.5)
+    with pytest.raises(ValueError, match=r"records\[0\]: a record must have"):
+        rl.sft(other, [{"promt": "1", "completion": "2"}], **resume, **memory, **SHORT)
+    with pytest.raises(ValueError, match=r"^model='runs/version_0/base': its files are in .*: leave tokenizer out"):
+        rl.sft(base, SORTED, **resume, **memory, **SHORT)
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    load_policy("runs/version_0/adapter")
+    trainer = rl.sft(load_policy(MODEL), SORTED, **resume, **memory, **SHORT)
+    assert trainer.global_step == 2
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    assert not list(Path("runs/version_0").glob(".base*"))
+
+
+@pytest.mark.parametrize("model", [MODEL, None])
+def test_the_leading_rank_writes_a_model_from_memory_and_the_others_have_one_each(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_async_rl.supervised.run.train", lambda *_, **__: None)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ranks = dict(devices=2, strategy="ddp")
+    trainer = rl.sft(model or load_policy(MODEL), SORTED, tokenizer=tokenizer, epochs=1, **ranks, **SHORT)
+    assert Path(trainer.log_dir, "base", "tokenizer_config.json").is_file()
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    other = SimpleNamespace(loggers=trainer.loggers, strategy=strategy, is_global_zero=False, global_step=0)
+    with in_folder(model or load_policy(MODEL), tokenizer, other, name="base") as folder:
+        load_policy(folder)
+        assert not Path(folder).is_relative_to(tmp_path / "runs")
+        assert Path(folder).is_absolute()
+    assert not Path(folder).exists()
+    assert Path(trainer.log_dir, "base", "tokenizer_config.json").is_file()
 
 
 def test_epochs_end_a_run_of_any_trainer():

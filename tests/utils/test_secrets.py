@@ -1,5 +1,7 @@
 """Keys appear in no message and no file of a run, wherever they were pasted."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from flow import MODEL
@@ -129,6 +131,15 @@ trainer:
     - class_path: own_of_secrets.Notify
       init_args: {api_key: PLANTED-KEY, headers: {Authorization: Bearer PLANTED-KEY}}
 """
+
+
+class Login(NamedTuple):
+    user: str
+    headers: dict[str, str]
+
+
+def test_settings_conceal_keys_within_a_namedtuple():
+    assert concealed(Login("me", {"api_key": "KEY"})) == Login("me", {"api_key": "***"})
 
 
 def test_no_file_of_a_run_has_the_keys_of_its_callbacks_and_rewards(tmp_path, monkeypatch):
