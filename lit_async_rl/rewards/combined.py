@@ -243,5 +243,6 @@ def name_answers(owner: Any, answer_field: str | None) -> None:
         found += [part for part in inner if part is not None and not any(part is known for known in found)]
         if isinstance(one, TakesAnswerField) and one.answer_field is None:
             one.answer_field = answer_field
-        if isinstance(one, Rebuildable) and one._answer_field is None:
-            one._answer_field = answer_field
+        if isinstance(one, Rebuildable) and one._once_made is None and answer_field is not None:
+            # a copy in another process makes the parts within it anew
+            one._once_made = partial(name_answers, answer_field=answer_field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -27,7 +28,7 @@ class Rebuildable:
     """Object with locks, threads or processes, pickled as its class and constructor arguments."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    _answer_field: str | None = None  # that `name_answers` told the rewards within, which the constructor makes anew
+    _once_made: Callable[[Any], None] | None = None  # called with the copy: what was set after construction
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Records the constructor arguments."""
@@ -36,12 +37,13 @@ class Rebuildable:
         return made
 
     def __reduce__(self) -> Any:
-        return _remake, (type(self), *self._arguments, self._answer_field)
+        return _remake, (type(self), *self._arguments, self._once_made)
 
 
-def _remake(kind: type, args: tuple[Any, ...], settings: dict[str, Any], answer_field: str | None) -> Any:
-    from lit_async_rl.rewards.combined import name_answers  # imports this module
-
+def _remake(
+    kind: type, args: tuple[Any, ...], settings: dict[str, Any], once_made: Callable[[Any], None] | None
+) -> Any:
     made = kind(*args, **settings)
-    name_answers(made, answer_field)
+    if once_made is not None:
+        once_made(made)
     return made
