@@ -555,11 +555,9 @@ def test_rewards_that_an_environment_or_judge_calls_know_the_answers_column_in_a
     judge = rl.JudgeReward(**endpoint, fallback=against_solutions)
     tool = rl.PythonTool(reward=against_solutions, allow_unsandboxed=True)
     judged = rl.PythonTool(reward=judge, allow_unsandboxed=True)
-    identity = reward_identity(judge)
     name_answers(tool, "solution")
     name_answers(judged, "solution")
     sent = [pickle.loads(pickle.dumps(one)) for one in (tool, judged, judge)]
     here = [tool.reward, judge.fallback]
     for reward in (*here, sent[0].reward, sent[1].reward.fallback, sent[2].fallback):
         assert [reward(prompt, text) for text in "56"] == [1.0, 0.0]
-    assert reward_identity(judge) == identity
