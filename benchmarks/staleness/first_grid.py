@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from benchmarks.staleness.price import kept_beside
 from benchmarks.staleness.ranking import ranked, tuned_share
 from benchmarks.staleness.shown_runs import FOLDER, markdown, pm, runs_of
 from benchmarks.staleness.statistics import (
@@ -101,10 +102,18 @@ def decision() -> str:
     def model(method: str, lag: int) -> str:
         return ", ".join(f"{share} on {DEVICES[on]}" for on, share in kept_by_language_model(method, lag).items())
 
+    easier = runs_of("smollm2_arithmetic")
+
+    def arithmetic(method: str, lag: int, scale: float = 1.0) -> str:
+        return "" if easier is None else kept_beside(easier, method, lag, scale)
+
     language_model = "SmolLM2-135M"
     small = "88 thousand parameters"
     clip = "a clip (PPO, M2PO, DPPO) that you want to keep"
     rows = [
+        [f"{language_model}, [easier task](#a-language-model)", "4 or 16 versions old", "VCPO with `SCORE` norms",
+         f"lag 4: {arithmetic('vcpo_score', 4)}; lag 16: {arithmetic('vcpo_score', 16)}, "
+         f"token TIS {arithmetic('token_tis', 16, 0.3)}"],
         [language_model, "16 versions old",
          "a lower bound; if it must be 16, token TIS at a third of the learning rate",
          f"token TIS {model('token_tis', 16)}; VCPO {model('vcpo', 16)}; "

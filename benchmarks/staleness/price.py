@@ -32,15 +32,13 @@ def price_table(steps: pd.DataFrame, runs: pd.DataFrame) -> str:
         steps: of the runs of one regime, with `accuracy` where they were evaluated.
         runs: one row for each, see `per_cell`.
     """
-    reference = runs[runs["lag"] == 0].groupby(SETTING)["final"].mean().idxmax()
-    own = _runs_of(runs, reference)
+    reference = _reference(runs)
     rows = []
     for key, group in runs.groupby(SETTING):
         method, lag, scale = key
-        seeds = set(group["seed"]) & set(own["seed"])
-        paired = group[group["seed"].isin(seeds)]
-        same = own[own["seed"].isin(seeds)]
+        paired, same = _paired(runs, key)
         share, half = gain_share(paired["final"], float(paired["start"].mean()), same["final"])
+        seeds = set(paired["seed"])
         n = len(seeds)
         least = share - half * student.ppf(0.95, n - 1) / student.ppf(0.975, n - 1) if n > 1 else math.nan
         is_reference = key == reference
@@ -61,6 +59,25 @@ def price_table(steps: pd.DataFrame, runs: pd.DataFrame) -> str:
         )
     head = ["method", "lag", "generations", "rate ×", "seeds", "accuracy", "share kept", "at least (one-sided 95 %)"]
     return markdown([*head, *(f"price at {share:g}" for share in SHARES)], rows)
+
+
+def kept_beside(runs: pd.DataFrame, method: str, lag: int, scale: float) -> str:
+    """Share of the best synchronous method's gain that a method keeps, for a sentence."""
+    paired, same = _paired(runs, (method, lag, scale))
+    return pm(*gain_share(paired["final"], float(paired["start"].mean()), same["final"]))
+
+
+def _reference(runs: pd.DataFrame) -> tuple[object, ...]:
+    """The best synchronous method, and its rate."""
+    best: tuple[object, ...] = runs[runs["lag"] == 0].groupby(SETTING)["final"].mean().idxmax()
+    return best
+
+
+def _paired(runs: pd.DataFrame, key: tuple[object, ...]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Runs of a method and of the best synchronous one, with the seeds that both have."""
+    own = _runs_of(runs, key)
+    same = _runs_of(runs, _reference(runs))
+    return own[own["seed"].isin(same["seed"])], same[same["seed"].isin(own["seed"])]
 
 
 def _runs_of(runs: pd.DataFrame, key: tuple[object, ...]) -> pd.DataFrame:
