@@ -619,5 +619,5 @@ class Conversion:
             self.note("look at: trainer.val_check_interval (TRL measured after each epoch; this is the default)")
         folder = self.get("output_dir", None)
         if folder is not None:
-            trainer["default_root_dir"] = folder
+            trainer["logger"] = {"class_path": "CSVLog", "init_args": {"save_dir": folder, "name": ""}}
         return trainer

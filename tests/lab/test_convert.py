@@ -446,12 +446,12 @@ def test_a_converted_file_trains(tmp_path, monkeypatch):
     datasets.Dataset.from_list(rows).save_to_disk("digits")
     trl = dict(model_name_or_path=str(asset("sort_policy")), dataset_name="digits", max_completion_length=12)
     trl |= dict(reward_funcs=["lit_async_rl.rewards.exact_match"], max_steps=2, loss_type="dr_grpo", learning_rate=1e-4)
-    trl |= dict(per_device_train_batch_size=16, max_staleness=2, gradient_checkpointing=False, output_dir="runs")
+    trl |= dict(per_device_train_batch_size=16, max_staleness=2, gradient_checkpointing=False, output_dir="mine")
     (tmp_path / "trl.yaml").write_text(yaml.safe_dump(trl))
     console(["convert", "trl.yaml", "--out", "run.yaml"])
     flags = ["--data.prompts.init_args.answer_field", "answer", "--data.engine", "EmbeddedEngine"]
     train(["--config", "run.yaml", *flags, "--trainer.accelerator", "cpu"])
-    (log,) = tmp_path.rglob("metrics.csv")
+    (log,) = (tmp_path / "mine").rglob("metrics.csv")
     staleness = [row["sample/staleness_max"] for row in csv.DictReader(log.open()) if row.get("sample/staleness_max")]
     assert len(staleness) == 2
     assert max(map(float, staleness)) <= 2
