@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pool_parts
 import pytest
@@ -21,7 +22,7 @@ from lit_async_rl.ray.dry_run import Node, described, find_lack, place, roles_of
 from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observation
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
-from lit_async_rl.ray.reward_pool import RayReward, _find_wrong, _find_wrong_notes
+from lit_async_rl.ray.reward_pool import Call, RayReward, _find_wrong, _find_wrong_notes
 from lit_async_rl.ray.reward_worker import RewardWorker
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.calls import reward_name
@@ -369,9 +370,9 @@ def test_a_metric_that_a_restored_reward_has_no_more_loses_no_call():
     reward = cluster.with_reward_actors(pool_parts.length, workers=1, timeout_s=5.0)
     reward._base = {"hits": 3.0}
     found = []
-    call = SimpleNamespace(completions=["x"], succeed=found.extend)
+    call = Mock(spec=Call, completions=["x"], succeed=found.extend)
     answer = {"values": [1.0], "metrics": {}, "restored": {"hits": 3.0}}
-    reward._file(answer, SimpleNamespace(number=0), [call])
+    reward._file(answer, Mock(spec=pool.Process, number=0), [call])
     assert found == [1.0]
     assert reward._metrics() == {"hits": 3.0}
     reward.close()

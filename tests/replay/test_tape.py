@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -70,7 +70,8 @@ def test_another_loss_sees_the_same_data_and_the_run_ends_with_the_tape(recorded
 def test_groups_of_one_step_have_indices_of_their_own():
     """Recorded steps that share a prompt of the replay buffer share its index, and a larger step has both."""
     recorded = [TapeStep(step, step, (group([1.0, 0.0], index=5), group([0.0, 1.0], index=6))) for step in range(3)]
-    source = Replay(SimpleNamespace(steps=lambda first: iter(recorded[first:])), 0, FromTape("").make(4, 1))
+    tape = Mock(spec=Tape, steps=lambda first: iter(recorded[first:]))
+    source = Replay(tape, 0, FromTape("").make(4, 1))
     source.start(0)
     for expected in ([5, 6, 7, 8], [5, 6]):
         source.begin_step()

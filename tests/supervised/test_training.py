@@ -7,7 +7,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -281,8 +281,8 @@ def test_the_leading_rank_writes_a_model_from_memory_and_the_others_have_one_eac
     ranks = dict(devices=2, strategy="ddp")
     trainer = rl.sft(model or load_policy(MODEL), SORTED, tokenizer=tokenizer, epochs=1, **ranks, **SHORT)
     assert Path(trainer.log_dir, "base", "tokenizer_config.json").is_file()
-    strategy = SimpleNamespace(broadcast=lambda value: value)
-    other = SimpleNamespace(loggers=trainer.loggers, strategy=strategy, is_global_zero=False, global_step=0)
+    other = Mock(spec=pl.Trainer, loggers=trainer.loggers, is_global_zero=False, global_step=0)
+    other.strategy = Mock(broadcast=lambda value: value)
     with in_folder(model or load_policy(MODEL), tokenizer, other, name="base") as folder:
         load_policy(folder)
         assert not Path(folder).is_relative_to(tmp_path / "runs")
