@@ -105,7 +105,7 @@ def decision() -> str:
     easier = runs_of("smollm2_arithmetic")
 
     def arithmetic(method: str, lag: int, scale: float = 1.0) -> str:
-        return "" if easier is None else kept_beside(easier, method, lag, scale)
+        return "" if easier is None else kept_beside(easier, method, lag, scale=scale)
 
     language_model = "SmolLM2-135M"
     small = "88 thousand parameters"
