@@ -20,8 +20,8 @@ class GradientClipping(GradientTreatment):
     `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, fails with tensor parallelism and with fused optimizers
     under loss scaling; this works under every strategy. Put it last in the list of callbacks, after the
     other stabilizers. A step whose gradient contains NaN or infinity is dropped (weights and optimizer state are
-    unchanged, also by weight decay; Lightning still advances the scheduler), logged and counted, also if
-    `SkipNonFinite` has dropped it before.
+    unchanged, also by weight decay; Lightning still advances the scheduler) and logged. It is counted, unless
+    `SkipNonFinite` has dropped it before, with its own limit.
 
     Logs `grad/norm` (before clipping; not for a non-finite gradient), `grad/clip_scale` (1: unchanged, 0: dropped) and
     `grad/num_dropped` (steps so far).
@@ -46,6 +46,7 @@ class GradientClipping(GradientTreatment):
         self._spaces = GradSpaces()
         self._finds_scale = False  # the loss scaler skips this step
         self._is_gone = False  # the gradient of this step, which another callback has dropped
+        self._is_counted = False  # by that one
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
         """Clips the gradients between backward and step, in any loop; returns the metrics.
@@ -60,7 +61,7 @@ class GradientClipping(GradientTreatment):
         gradients = space.gradients()
         norm = space.norms(gradients)[0].item()
         is_broken = self._is_gone or not math.isfinite(norm)
-        self.dropped.note(is_broken and not self._finds_scale, index)
+        self.dropped.note(is_broken and not self._finds_scale and not self._is_counted, index)
         if is_broken:
             space.drop([0])
             return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
@@ -77,8 +78,13 @@ class GradientClipping(GradientTreatment):
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Clips; overflows with which the loss scaler finds its scale do not count as dropped."""
         self._finds_scale = finds_scale(trainer, raw_optimizer(optimizer))
-        self._is_gone = is_dropped_before(trainer, self, optimizer_index(trainer, optimizer))
-        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        index = optimizer_index(trainer, optimizer)
+        self._is_gone = is_dropped_before(trainer, self, index)
+        self._is_counted = is_dropped_before(trainer, self, index, is_counted=True)
+        try:
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        finally:
+            self._finds_scale = self._is_gone = self._is_counted = False  # of this step, and not of a later `apply`
 
     def has_dropped(self, index: int) -> bool:
         """Whether the last update of the optimizer at position `index` was dropped."""

@@ -22,10 +22,9 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class SkipNonFinite(pl.Callback):
     """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
-    One of the default callbacks. `GradientClipping` does the same, with its own limit; each counts what those before it
-    have dropped, too. With loss scaling
-    (`precision: 16-mixed`) the scaler skips such steps, and lowers its scale; they count here once the scale is at most
-    1, when it cannot be the reason.
+    One of the default callbacks. `GradientClipping` does the same, with its own limit; the first of both counts a drop,
+    also one by `GradientAlignmentControl`. With loss scaling (`precision: 16-mixed`) the scaler skips such steps, and
+    lowers its scale; they count here once the scale is at most 1, when it cannot be the reason.
 
     Logs `grad/num_skipped`, the number of dropped updates, once it is above 0.
 
@@ -58,6 +57,7 @@ class SkipNonFinite(pl.Callback):
             if is_broken:
                 space.drop(range(space.num_groups))
             is_broken = is_broken or is_dropped_before(trainer, self, index)
+            is_broken = is_broken and not is_dropped_before(trainer, self, index, is_counted=True)
         self.dropped.note(is_broken, index)
         if self.dropped.total:
             pl_module.log("grad/num_skipped", float(self.dropped.total))

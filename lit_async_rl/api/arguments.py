@@ -170,26 +170,38 @@ def in_folder(
         folder = Path(temporary or run or "", name)
         part = part_name(folder)
         old = part.with_suffix(".old.part")  # recovered after a crash by `remove_stale_parts`
+        _remove(part)  # of a killed process of the same number, as in a container that is started again
+        if old.exists():
+            _remove(old) if folder.exists() else old.rename(folder)
         is_new = not folder.exists()
         try:
-            part.mkdir(parents=True, exist_ok=True)
+            part.mkdir(parents=True)
             _write(model, tokenizer, part, folder=folder)
             if not is_new:  # of the run that is resumed, whose adapter and checkpoints name it
                 folder.rename(old)
+                callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+                callbacks.append(pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: _remove(old)))
             part.rename(folder)
             yield str(folder)
         except BaseException:
             if trainer.global_step == 0:
-                shutil.rmtree(part, ignore_errors=True)
+                _remove(part)
                 if old.exists():
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
                     old.rename(folder)
                 elif is_new and not _has_forked(trainer):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
                 remove_unused(trainer)
             raise
         finally:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(model: Any, tokenizer: PreTrainedTokenizerBase, part: Path, *, folder: Path) -> None:

@@ -128,7 +128,7 @@ class HackingWatch:
     def reset(self) -> None:
         """Forgets everything."""
         self._rows: deque[dict[str, float]] = deque(maxlen=MEMORY * self.window)
-        self._first: dict[str, float] = {}  # means over the first window of steps that have the value
+        self._first: dict[str, float] = {}  # means over those steps of the first window that have the value
         self._num_first: dict[str, int] = {}  # steps in them
         self._range: dict[str, list[float]] = {}  # smallest and largest mean over a window so far
         self._compared: deque[int] = deque(maxlen=100)  # 1 for a disagreement of the second grader
@@ -148,12 +148,11 @@ class HackingWatch:
         """Adds a step; returns the names of signs that begin at it."""
         row = seen.row()
         self._rows.append(row)
-        for name, value in row.items():
-            number = self._num_first.get(name, 0) + 1  # of each value by itself: short completions have no repetition
-            if number <= self.window:
-                mean = self._first.get(name, 0.0)
-                self._first[name] = mean + (value - mean) / number
-                self._num_first[name] = number
+        # each value by itself, as short completions have no repetition; what begins after the window begins from 0
+        for name, value in row.items() if len(self._rows) <= self.window else ():
+            self._num_first[name] = self._num_first.get(name, 0) + 1
+            mean = self._first.get(name, 0.0)
+            self._first[name] = mean + (value - mean) / self._num_first[name]
         now = self._means(list(self._rows)[-self.window :])
         before = self._means(list(self._rows)[: self.window])
         if len(self._rows) >= self.window:

@@ -99,7 +99,11 @@ def _field(record: Mapping[str, Any], *names: str) -> Any:
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)
-        if is_missing(value) or value in ([], {}) or (isinstance(value, str) and not value.strip()):
+        if (
+            is_missing(value)
+            or (isinstance(value, list | dict) and not value)
+            or (isinstance(value, str) and not value.strip())
+        ):
             continue
         return value
     return None

@@ -22,8 +22,9 @@ from lit_async_rl.sandbox.sandbox import Sandbox
 from lit_async_rl.utils.checks import check_range
 
 CALL = (
-    # text may stand before the block on its line, such as `</think>`
-    r"(?m:^)(?P<indent>[ \t]*)(?![ \t])[^\n]*?```(?:python|py)?[ \t]*\n"
+    # text such as `</think>` may stand before a block of Python on its line; a fence without a language may as well end
+    # a block, or be an answer's
+    r"(?m:^)(?P<indent>[ \t]*)(?![ \t])(?:```(?:python|py)?|[^\n]*?```(?:python|py))[ \t]*\n"
     # no line of the code is a fence as far in as the block's, or opens a block behind text: it would begin with an
     # earlier block of the turn
     r"(?P<code>(?:(?!(?m:^)(?:(?P=indent)? {0,3}```|[ \t]*[^ \t\n`][^\n]*?```(?:python|py)[ \t]*\n)).)*?)"

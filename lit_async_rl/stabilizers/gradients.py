@@ -364,13 +364,20 @@ class DroppedUpdates:
             )
 
 
-def is_dropped_before(trainer: AnyTrainer, callback: pl.Callback, index: int) -> bool:
+def is_dropped_before(trainer: AnyTrainer, callback: pl.Callback, index: int, *, is_counted: bool = False) -> bool:
     """Whether a callback that runs before this one has dropped the present update of the optimizer at `index`.
 
     Where it has removed a gradient with NaN or infinity, those that follow see none, which is as finite as 0.
+
+    Args:
+        trainer: with the callbacks, in order.
+        callback: the later one.
+        index: position of the optimizer.
+        is_counted: only by callbacks with a limit of dropped updates of their own, which holds for these.
     """
     earlier = itertools.takewhile(lambda one: one is not callback, trainer.callbacks)  # type: ignore[attr-defined]
-    return any(one.has_dropped(index) for one in earlier if hasattr(one, "has_dropped"))
+    droppers = [one for one in earlier if hasattr(one, "has_dropped") and (hasattr(one, "dropped") or not is_counted)]
+    return any(one.has_dropped(index) for one in droppers)
 
 
 # -- Base of callbacks that change the gradients of one optimizer's steps, or of each optimizer's ---------------------

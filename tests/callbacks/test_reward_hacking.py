@@ -132,16 +132,22 @@ def test_what_steps_are_compared_with_is_the_mean_of_the_first_window():
     assert watch.state_dict()["first"]["repetition"] == pytest.approx((0.0 + 0.1 + 0.2 + 0.3) / 4)
 
 
-@pytest.mark.parametrize("begin", [12, 30])
 @pytest.mark.parametrize("name", ["repetition", "special_tokens"])
-def test_a_value_that_begins_late_is_compared_with_its_own_first_window(name, begin):
+def test_a_value_that_begins_late_in_the_first_window_is_compared_with_its_own_steps(name):
     """The share of repeated 4-grams is absent while completions are short; absent was as good as 0."""
     watch = HackingWatch()
-    late = {name: lambda step: 0.55 if step >= begin else None}
+    late = {name: lambda step: 0.55 if step >= 12 else None}
     assert not any(watch.observe(healthy(step, **late)) for step in range(STEPS))
     assert watch.state_dict()["first"][name] == pytest.approx(0.55)
     grown = {name: lambda step: 0.8}
     assert [sign for step in range(STEPS) for sign in watch.observe(healthy(STEPS, **grown))] == [name]
+
+
+def test_loops_of_completions_that_were_short_before_are_a_sign():
+    """They must not become their own baseline."""
+    watch = HackingWatch()
+    late = {"repetition": lambda step: 0.95 if step >= 60 else None}
+    assert [sign for step in range(STEPS) for sign in watch.observe(healthy(step, **late))] == ["repetition"]
 
 
 @pytest.mark.parametrize("num_rows", [3, 80])

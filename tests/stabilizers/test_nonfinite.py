@@ -115,31 +115,45 @@ def logged_by(module):
     return seen
 
 
-def test_clipping_beside_the_default_callbacks_counts_what_they_have_dropped():
-    """It saw a gradient of norm 0 in such a step, and dropped nothing."""
+def test_clipping_beside_the_default_callbacks_logs_no_norm_of_what_they_have_dropped():
+    """It saw a gradient of norm 0 in such a step."""
     clipping, module = GradientClipping(), make_module()
     logged = logged_by(module)
     settings = dict(accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False)
     trainer = rl.Trainer(callbacks=[NaNs({2}), clipping], enable_progress_bar=False, **settings)
     trainer.fit(module, datamodule=make_data(groups_per_step=2))
-    assert [step["grad/num_dropped"] for step in logged[:4]] == [0, 0, 1, 1]
+    assert [step.get("grad/num_skipped", 0) for step in logged[:4]] == [0, 0, 1, 1]
+    assert [step["grad/num_dropped"] for step in logged[:4]] == [0, 0, 0, 0]  # counted once
     assert logged[2]["grad/clip_scale"] == 0
     assert ["grad/norm" in step for step in logged[:4]] == [True, True, False, True]
-    assert (clipping.dropped.total, clipping.dropped.num_in_a_row) == (1, 0)
+    assert clipping.dropped.total == 0
+
+
+def test_after_a_fit_whose_last_update_was_dropped_gradients_are_clipped():
+    clipping, module = GradientClipping(), make_module()
+    fit(module, make_data(groups_per_step=2), 3, [NaNs({2}), SkipNonFinite(), clipping])
+    parameters = list(module.parameters())
+    for one in parameters:
+        one.grad = torch.ones_like(one)
+    assert clipping.apply(module, torch.optim.SGD(parameters, lr=0.1))["grad/clip_scale"] > 0
 
 
 EARLIER = [SkipNonFinite, GradientAlignmentControl, GradientClipping]
 
 
-@pytest.mark.parametrize(
-    ("earlier", "guard"),
-    [(one, guard) for one in EARLIER for guard in (SkipNonFinite, GradientClipping) if one is not guard],
-)
-def test_a_limit_holds_whoever_drops_the_gradient_before(earlier, guard):
-    first = earlier() if earlier is GradientAlignmentControl else earlier(max_in_a_row=None)
-    guards = [NaNs(range(2, 99)), first, guard(max_in_a_row=1)]
+@pytest.mark.parametrize("guard", [SkipNonFinite, GradientClipping])
+def test_a_limit_holds_for_what_gradient_alignment_control_has_dropped(guard):
+    guards = [NaNs(range(2, 99)), GradientAlignmentControl(), guard(max_in_a_row=1)]
     with pytest.raises(NonFiniteError, match=rf"2 updates in a row .* {guard.__name__}\.max_in_a_row=1"):
         fit(make_module(), make_data(groups_per_step=2), 9, guards)
+
+
+@pytest.mark.parametrize("guards", [(SkipNonFinite, GradientClipping), (GradientClipping, SkipNonFinite)])
+def test_the_limit_of_the_first_guard_holds_alone(guards):
+    """A limit that is switched off is not that of the other one."""
+    first, second = guards[0](max_in_a_row=None), guards[1](max_in_a_row=1)
+    fit(make_module(), make_data(groups_per_step=2), 6, [NaNs(range(2, 99)), first, second])
+    assert (first.dropped.total, second.dropped.total) == (4, 0)
 
 
 @pytest.mark.parametrize("earlier", EARLIER)
