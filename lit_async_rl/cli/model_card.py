@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 import lit_async_rl
 from lit_async_rl.api.run_folders import row_step
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.scheduling.admission import FromTape
 from lit_async_rl.training.module import PolicyModule
 
 CARD = "README.md"
@@ -68,7 +69,9 @@ def write_card(
 def _of_rollouts(module: PolicyModule, data: RolloutDataModule) -> dict[str, Any]:
     """The method: what the gradient is, and from which data."""
     objective = module.objective
-    bound = max(data.max_staleness, 0 if data.replay is None else data.replay.max_staleness)
+    bound = f"{max(data.max_staleness, 0 if data.replay is None else data.replay.max_staleness)} versions"
+    if isinstance(data.admission, FromTape):
+        bound = "that of the recorded run"
     parts: dict[str, Any] = {
         "loss": _name(objective.loss),
         "proximal policy": _name(objective.proximal),
@@ -77,7 +80,7 @@ def _of_rollouts(module: PolicyModule, data: RolloutDataModule) -> dict[str, Any
         "average over tokens": _name(data.aggregation),
         "completions of a prompt": data.group_size,
         "prompts of a step": data.groups_per_step,
-        "bound on the age of a trained token": f"{bound} versions",
+        "bound on the age of a trained token": bound,
     }
     if objective.distiller is not None:
         distillation = objective.distiller.settings

@@ -401,7 +401,7 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def max_staleness(self) -> int:
         """Staleness bound of groups admitted from now on, in versions."""
-        return self._slots.max_staleness
+        return self._source.max_staleness
 
     @property
     def groups_per_round(self) -> int:

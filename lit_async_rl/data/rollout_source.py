@@ -303,6 +303,7 @@ class RolloutSource:
                     self.replay.clear()
             if self._first_bound is not None:
                 self.admission.max_staleness = self._first_bound
+                self._first_bound = None
             producer.start(version, should_stop)
 
     def _check_prompts(self, producer: Producer) -> None:
@@ -356,6 +357,11 @@ class RolloutSource:
             self._producer.listener.load_weights(version, weights)
         else:
             self._holder.calls.load_weights(version, weights)
+
+    @property
+    def max_staleness(self) -> int:
+        """Bound of groups admitted from now on, or from the start on."""
+        return self.admission.max_staleness if self._first_bound is None else self._first_bound
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound of groups admitted from now on; those of a checkpoint are kept, whatever their bound."""

@@ -190,15 +190,15 @@ def open_tape(admission: FromTape, sampling: SamplingParams, max_staleness: int)
 
     Raises:
         FileNotFoundError: there is none; names the setting.
-        ValueError: its first step was sampled with other settings, or lacks what they say is recorded; or its last file
-            begins with tokens older than `max_staleness`. Those between are found when they are read.
+        ValueError: its first step was sampled with other settings, or lacks what they say is recorded.
     """
     try:
         tape = Tape(admission.folder, sampling.distribution, max_staleness)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
-    first, *_ = tape.evenly_spaced_steps(2)  # reads the last file, too: a run's first steps are fresh at any bound
-    rollouts = [rollout for group in first.groups for rollout in group.rollouts if rollout.token_ids]
+    rollouts = [
+        r for step in tape.evenly_spaced_steps(1) for group in step.groups for r in group.rollouts if r.token_ids
+    ]
     rules.refuse(rules.of_tape(admission.folder, sampling, rollouts))
     return tape
 

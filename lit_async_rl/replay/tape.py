@@ -387,7 +387,7 @@ class Tape:
     Args:
         folder: folder written by a `TapeWriter`.
         sampling: sampling settings that the recorded log-probabilities must have; None accepts any.
-        max_staleness: age in versions that no token may exceed in the step that was trained on it; None accepts any.
+        max_staleness: age in versions above which the first step with older tokens is reported; None reports none.
 
     Raises:
         FileNotFoundError: there is no tape.
@@ -423,8 +423,7 @@ class Tape:
         """Iterates over the steps in order, with one file at a time in memory.
 
         Raises:
-            ValueError: a file is damaged, or a step was sampled with other settings than `sampling`, or has a token
-                older than `max_staleness`.
+            ValueError: a file is damaged, or a step was sampled with other settings than `sampling`.
         """
         for file in self._files:
             if file.last < first_step:
@@ -447,11 +446,15 @@ class Tape:
                     f"policy's. Use data.sampling.{name}={recorded}"
                 )
         if self._max_staleness is not None and step.staleness > self._max_staleness:
-            raise ValueError(
-                f"data.max_staleness={self._max_staleness} does not match tape {self.folder}: step {step.step} was "
-                f"trained on tokens that were {step.staleness} versions old. Use at least "
-                f"data.max_staleness={step.staleness}, or a copy of the tape without them (lit-async-rl tape filter)"
+            log.warning(
+                "data.max_staleness=%d is not the bound of tape %s: its step %d was trained on tokens %d versions old, "
+                "and so is this run",
+                self._max_staleness,
+                self.folder,
+                step.step,
+                step.staleness,
             )
+            self._max_staleness = None  # once
         return step
 
 

@@ -81,7 +81,7 @@ class Replay:
     Args:
         tape: tape to read.
         first_step: step of the tape to begin with.
-        admission: admission of the settings; groups keep their recorded staleness, which `Tape` has checked.
+        admission: admission of the settings; groups keep their recorded staleness.
 
     Attributes:
         num_used: number of groups handed out.

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
@@ -171,7 +172,9 @@ class PythonEpisode(Episode):
         if not self._calls_left:
             return Observation(done=True)
         self._calls_left -= 1
-        return Observation(text=self._tool.template.replace("{output}", await self._tool.run(call["code"])))
+        return Observation(
+            text=self._tool.template.replace("{output}", await self._tool.run(textwrap.dedent(call["code"])))
+        )
 
     async def step_cut(self, completion: str) -> Observation:
         """Half a program is not run: a turn that was cut is no answer."""

@@ -420,8 +420,8 @@ class ExpiringAdmission(Admission):
 # | `Ring` | never waits | the oldest in the buffer | no |
 # | `FromTape` | there is none | none | yes |
 #
-# All of them keep the bound: no token older than `data.max_staleness` versions is trained on. Groups that `data.replay`
-# mixes in have its own bound.
+# All that sample keep the bound: no token older than `data.max_staleness` versions is trained on. Groups that
+# `data.replay` mixes in have its own bound, and those of a tape that of the recorded run.
 
 
 @dataclass(frozen=True)
@@ -553,7 +553,7 @@ class Ring(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class FromTape(AdmissionPolicy):
-    """Trains on a recorded tape, in its order and without an engine; refuses a tape with tokens older than the bound.
+    """Trains on a recorded tape, in its order and without an engine; the bound is that of the recorded run.
 
     Args:
         folder: written by the `RolloutTape` callback.

@@ -435,7 +435,7 @@ class PolicyModule(pl.LightningModule):
                 "KL(reference || policy) without importance weights; model.kl_estimator: k3 restores that gradient",
                 self.objective.kl_coefficient,
             )
-        if type(self).configure_optimizers is PolicyModule.configure_optimizers:
+        if type(self).configure_optimizers is PolicyModule.configure_optimizers and self.trainer.ckpt_path:
             adopt_settings(self.trainer.optimizers[0], self._settings, self.scheduler)
         for optimizer in self.trainer.optimizers:
             check_constants(optimizer)

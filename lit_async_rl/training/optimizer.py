@@ -269,12 +269,12 @@ def make_adamw(
 def adopt_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]], scheduler: object) -> None:
     """Restores an optimizer's own settings after a resume, in which torch replaces them by the checkpoint's.
 
-    The schedule sets the rate, and also momentum if it (or a scheduler of torch) changes that. Optimizers of other
-    libraries keep the checkpoint's settings, which may be state.
+    The schedule sets the rate, and also momentum if it (or a scheduler of torch) changes that. Optimizers with several
+    parameter groups keep the checkpoint's settings, and so do those of other libraries, whose settings may be state.
 
     Args:
         optimizer: of this run.
-        settings: its `group_settings` as it was made; a group may have others than the optimizer's defaults.
+        settings: its `group_settings` as it was made; the group may have others than the optimizer's defaults.
         scheduler: of this run.
 
     Raises:
@@ -283,9 +283,8 @@ def adopt_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]], 
     has_constant_momentum = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
     kept = {"lr", *STATE_LAYOUT_SETTINGS} | (set() if has_constant_momentum else {"betas", "momentum"})
     check_saved_groups(optimizer, optimizer.param_groups, settings)
-    if has_plain_settings(optimizer):
-        for group, own in zip(optimizer.param_groups, settings, strict=False):  # callbacks may have added groups
-            group.update({k: v for k, v in own.items() if k not in kept})
+    if len(optimizer.param_groups) == 1 and has_plain_settings(optimizer):
+        optimizer.param_groups[0].update({k: v for k, v in settings[0].items() if k not in kept})
 
 
 def check_saved_groups(
@@ -314,11 +313,9 @@ def check_saved_groups(
             has = ", ".join(sorted(missing))
             had = ", ".join(sorted(unknown))
             raise ValueError(f"{name} has {has}, but the checkpoint's has {had}: {SAME_OPTIMIZER}")
-    if not has_plain_settings(optimizer):
-        return
-    for group, own in zip(groups, settings, strict=False):
+    if len(groups) == 1 and has_plain_settings(optimizer):
         for setting in SETTINGS_WITH_MOMENTS:
-            if own.get(setting) and not group.get(setting):
+            if settings[0].get(setting) and not groups[0].get(setting):
                 raise ValueError(
                     f"the option {setting}=True of {name} needs optimizer moments that the checkpoint lacks: "
                     "leave the option out"

@@ -234,7 +234,8 @@ class GivenRows(BoundedRows):
     configured_bound = 8
 
 
-def test_a_resumed_run_does_not_depend_on_the_order_of_callbacks_that_bound_staleness():
+@pytest.mark.parametrize("make", [GivenRows, lambda: make_data(max_staleness=8)])
+def test_a_resumed_run_does_not_depend_on_the_order_of_callbacks_that_bound_staleness(make):
     """The second one took for configured what the first had restored, and raised what it had lowered."""
     controller_state = rl.StalenessController(max_rollbacks=0).state_dict() | {"rung": 7}  # a bound of 2
     for adaptive_bound, expected in ((3, 2), (1, 1)):
@@ -245,7 +246,7 @@ def test_a_resumed_run_does_not_depend_on_the_order_of_callbacks_that_bound_stal
             adaptive.load_state_dict({"smoothed": 0.9, "bound": adaptive_bound, "wait": 0})
             alarm = rl.CollapseAlarm(LowerStaleness())
             alarm.load_state_dict(alarm.state_dict() | {"action": {"bound": 4}})
-            data = GivenRows()
+            data = make()
             trainer = SimpleNamespace(datamodule=data, global_step=0)
             for place in order:
                 (controller, adaptive, alarm)[place].on_fit_start(trainer, None)

@@ -80,7 +80,7 @@ def test_tokens_of_the_rollouts_in_a_checkpoint_are_counted(tmp_path):
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_groups_of_an_optimizer_have_the_settings_that_they_were_given_fresh_and_resumed(tmp_path, num_groups):
-    """Those of a single group were the optimizer's defaults, and several had the checkpoint's."""
+    """Those of a single group were the optimizer's defaults; several keep the checkpoint's."""
 
     def grouped(weight_decay):
         def make(parameters):
@@ -100,7 +100,27 @@ def test_groups_of_an_optimizer_have_the_settings_that_they_were_given_fresh_and
     fit(grouped(0.5), make_data(), 1, [save, watch])
     fit(grouped(0.25), make_data(), 2, [watch], str(path))
     defaults = [(0.01, 1e-8)][: num_groups - 1]
-    assert found == [[(0.5, 1e-6), *defaults], [(0.25, 1e-6), *defaults]]
+    resumed = 0.25 if num_groups == 1 else 0.5
+    assert found == [[(0.5, 1e-6), *defaults], [(resumed, 1e-6), *defaults]]
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_what_a_callback_sets_before_a_fresh_run_stays(num_groups):
+    def grouped(parameters):
+        cut = len(parameters) // num_groups
+        groups = [{"params": parameters[:cut], "weight_decay": 0.5}, {"params": parameters[cut:]}]
+        return torch.optim.AdamW(groups[:num_groups], lr=1e-4)
+
+    def change(trainer, *_):
+        trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.25
+
+    def look(trainer, *_):
+        found.append(trainer.optimizers[0].param_groups[0]["weight_decay"])
+
+    found = []
+    callback = LambdaCallback(on_train_start=change, on_train_batch_start=look)
+    fit(make_module(optimizer=grouped), make_data(), 1, [callback])
+    assert found == [0.25]
 
 
 class Counting(torch.optim.AdamW):

@@ -40,12 +40,14 @@ def test_the_policy_reads_what_programs_print():
         call("x"),
         call("import sys; sys.exit('bad')"),
         call("import os; os.kill(os.getpid(), 11)"),
+        "- so\n    ```python\n    y = 3\n    print(y)\n    ```",
     ]
-    texts = [one.text for one in played([*turns, "42"])]
+    texts = [one.text for one in played([*turns, "42"], max_calls=5)]
     assert texts[0] == "\n```output\nhi\n42\n```\n"
     assert "NameError: name 'x' is not defined" in texts[1]
     assert "bad" in texts[2]
     assert any(words in texts[3] for words in ("SIGSEGV", "ended", "PermissionError"))  # the last without namespaces
+    assert texts[4] == "\n```output\n3\n```\n"  # of a block that is indented in a list
 
 
 DOCUMENTED = """
@@ -78,6 +80,9 @@ f()"""
         ("    ```python\n    x = 1\n```\nso: ```python\nprint(2)\n```", "print(2)\n"),
         ("First: ```python\nx = 1\n```\nThen: ```python\nprint(2)\n```", "print(2)\n"),
         (call(f"def f():{DOCUMENTED}"), f"def f():{DOCUMENTED}\n"),
+        ("Answer: ```\n42\n```", None),
+        ("x```a```\ny```b```", None),
+        ("Data:```text\nfoo ```\n```", None),
         ("```python\nprint(2)", None),
     ],
 )
@@ -91,6 +96,8 @@ def test_a_turn_of_many_blocks_is_read_in_linear_time():
     assert re.search(CALL, "```python\n" + "``` x" * 100_000, re.DOTALL) is None
     assert re.search(CALL, "```python\n" + " " * 300_000 + "x", re.DOTALL) is None
     assert re.search(CALL, "x ```python\n" * 30_000, re.DOTALL) is None
+    for line in ("So ```\n", "  ```\n x", "x```\n\n\n\n\n"):  # 10 s for 30,000 characters were too much
+        assert re.search(CALL, line * 30_000, re.DOTALL) is None
 
 
 def test_the_last_turn_is_the_answer():

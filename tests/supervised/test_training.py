@@ -15,7 +15,7 @@ import torch
 from every_family import TABLE, load, model_types, params, tiny_config
 from flow import MODEL, parameters
 from flow import make_module as make_policy
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from transformers import AutoTokenizer
 from tuning import RECORDS, fit, make_data, make_module, slow_loss
 
@@ -26,6 +26,7 @@ from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.packing import PrefixTreePacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.runtime.files import part_name
 from lit_async_rl.tasks import SortDigits
 
 
@@ -267,10 +268,27 @@ def test_a_resume_that_fails_leaves_the_base_that_adapter_and_checkpoints_name(t
         rl.sft(base, SORTED, **resume, **memory, **SHORT)
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
     load_policy("runs/version_0/adapter")
+    part = part_name(base)
+    for left in (part, part.with_suffix(".old.part")):  # by a killed process of the same number, in a container
+        left.mkdir()
+        (left / "junk").touch()
     trainer = rl.sft(load_policy(MODEL), SORTED, **resume, **memory, **SHORT)
     assert trainer.global_step == 2
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
     assert not list(Path("runs/version_0").glob(".base*"))
+
+
+def test_the_former_base_goes_when_a_step_is_done(tmp_path, monkeypatch):
+    """A resumed run held two copies of the model on the disk until its end."""
+    monkeypatch.chdir(tmp_path)
+    memory = dict(tokenizer=AutoTokenizer.from_pretrained(MODEL), epochs=2)
+    rl.sft(load_policy(MODEL), SORTED, max_steps=1, **memory, **SHORT)
+    left = []
+    look = LambdaCallback(on_save_checkpoint=lambda *_: left.extend(Path("runs/version_0").glob(".base*")))
+    last = "runs/version_0/checkpoints/last.ckpt"
+    trainer = rl.sft(load_policy(MODEL), SORTED, ckpt_path=last, callbacks=[look], **memory, **SHORT)
+    assert trainer.global_step == 2
+    assert not left
 
 
 @pytest.mark.parametrize("model", [MODEL, None])

@@ -176,7 +176,7 @@ def groups_of(make, num_groups=1, **of_groups):
         (groups_of(torch.optim.AdamW), groups_of(partial(torch.optim.SGD, lr=1.0)), "=AdamW has amsgrad.*dampening"),
         (groups_of(torch.optim.AdamW), groups_of(torch.optim.AdamW, 2), "has 1 parameter groups, .* optimizer has 2"),
         (groups_of(partial(torch.optim.AdamW, amsgrad=True)), groups_of(torch.optim.AdamW), "option amsgrad=True of"),
-        (groups_of(torch.optim.AdamW, 2, amsgrad=True), groups_of(torch.optim.AdamW, 2), "option amsgrad=True of"),
+        (groups_of(torch.optim.AdamW, amsgrad=True), groups_of(torch.optim.AdamW), "option amsgrad=True of"),
     ],
 )
 def test_groups_of_another_optimizer_are_refused(own, saved, message):
