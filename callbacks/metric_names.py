@@ -43,7 +43,7 @@ METRICS: dict[str, list[Metric]] = {
     "StalenessMonitor": _metrics("""
         sample/staleness_mean | versions | mean age of the trained tokens
         sample/staleness_p95 | versions | 95th percentile of their age
-        sample/staleness_max | versions | greatest age; at most `max_staleness` of `data`, or of `data.replay`
+        sample/staleness_max | versions | greatest age; at most `max_staleness` of `data`, `data.replay` or a tape's run
         sample/inter_rollout_lag | versions | version in training less that of a rollout's newest token, mean
         sample/intra_rollout_lag | versions | version of a rollout's newest token less that of its oldest, mean
         sample/mixed_version_share | share | completions sampled by more than one version
@@ -175,7 +175,7 @@ METRICS: dict[str, list[Metric]] = {
     """),
     "GradientClipping": _metrics("""
         grad/clip_scale | factor | of the gradient: 1 unchanged, 0 dropped
-        grad/num_dropped | steps | dropped so far
+        grad/num_dropped | steps | dropped so far, not by `SkipNonFinite`
     """),
     "CollapseAlarm": _metrics("""
         collapse/ess_ratio | share | effective sample size over the number of completions

@@ -57,7 +57,7 @@ class SkipNonFinite(pl.Callback):
             if is_broken:
                 space.drop(range(space.num_groups))
             is_broken = is_broken or is_dropped_before(trainer, self, index)
-            is_broken = is_broken and not is_dropped_before(trainer, self, index, is_counted=True)
+        is_broken = is_broken and not is_dropped_before(trainer, self, index, is_counted=True)
         self.dropped.note(is_broken, index)
         if self.dropped.total:
             pl_module.log("grad/num_skipped", float(self.dropped.total))

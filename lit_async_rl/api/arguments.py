@@ -174,13 +174,18 @@ def in_folder(
         if old.exists():
             _remove(old) if folder.exists() else old.rename(folder)
         is_new = not folder.exists()
+
+        def remove_after_a_step(trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step:
+                _remove(old)
+
         try:
             part.mkdir(parents=True)
             _write(model, tokenizer, part, folder=folder)
             if not is_new:  # of the run that is resumed, whose adapter and checkpoints name it
                 folder.rename(old)
                 callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-                callbacks.append(pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: _remove(old)))
+                callbacks.insert(0, pl.callbacks.LambdaCallback(on_train_batch_end=remove_after_a_step))
             part.rename(folder)
             yield str(folder)
         except BaseException:

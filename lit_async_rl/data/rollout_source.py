@@ -289,7 +289,7 @@ class RolloutSource:
         No more prompts are admitted when `should_stop()` becomes true.
         """
         producer = self._producer = self._make_producer(step)
-        if isinstance(producer, Replay):
+        if isinstance(producer, Replay):  # whose bound nothing changes
             producer.load_state_dict(self._saved)
             producer.start(version)
             return

@@ -196,12 +196,14 @@ class HackingWatch:
         limit = self.limits[name]
         if limit is None or name not in now:
             return None
-        strength = min(now[name] / limit, (now[name] - self._first.get(name, 0.0)) / more)
+        is_known = self._num_first.get(name, 0) >= max(1, self.window // 4)  # else one step would be its own baseline
+        first = self._first[name] if is_known else 0.0
+        strength = min(now[name] / limit, (now[name] - first) / more)
         what = {
             "repetition": f"{now[name]:.0%} of the 4-grams of a completion are repeated",
             "special_tokens": f"{now[name]:.0%} of the completions have special tokens before their end",
         }[name]
-        return strength, f"{what} ({self._first.get(name, 0.0):.0%} at first)"
+        return strength, f"{what} ({first:.0%} at first)"
 
     def _format(self, now: Mapping[str, float], before: Mapping[str, float]) -> tuple[float, str] | None:
         limit = self.limits["format"]

@@ -172,9 +172,10 @@ class PythonEpisode(Episode):
         if not self._calls_left:
             return Observation(done=True)
         self._calls_left -= 1
-        return Observation(
-            text=self._tool.template.replace("{output}", await self._tool.run(textwrap.dedent(call["code"])))
-        )
+        code = call["code"]
+        if code.lstrip("\n")[:1].isspace():  # in a list; other code keeps its lines of spaces, which `dedent` empties
+            code = textwrap.dedent(code)
+        return Observation(text=self._tool.template.replace("{output}", await self._tool.run(code)))
 
     async def step_cut(self, completion: str) -> Observation:
         """Half a program is not run: a turn that was cut is no answer."""

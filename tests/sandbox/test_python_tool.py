@@ -41,13 +41,15 @@ def test_the_policy_reads_what_programs_print():
         call("import sys; sys.exit('bad')"),
         call("import os; os.kill(os.getpid(), 11)"),
         "- so\n    ```python\n    y = 3\n    print(y)\n    ```",
+        call('s = """a\n   \nb"""\nprint(len(s))'),
     ]
-    texts = [one.text for one in played([*turns, "42"], max_calls=5)]
+    texts = [one.text for one in played([*turns, "42"], max_calls=6)]
     assert texts[0] == "\n```output\nhi\n42\n```\n"
     assert "NameError: name 'x' is not defined" in texts[1]
     assert "bad" in texts[2]
     assert any(words in texts[3] for words in ("SIGSEGV", "ended", "PermissionError"))  # the last without namespaces
     assert texts[4] == "\n```output\n3\n```\n"  # of a block that is indented in a list
+    assert texts[5] == "\n```output\n7\n```\n"
 
 
 DOCUMENTED = """
