@@ -37,6 +37,7 @@ from lit_async_rl.runtime.files import (
 )
 from lit_async_rl.sampler_records import ExpertChoices, SamplerHead
 from lit_async_rl.types import Branch, Rollout, RolloutGroup, TokenRow, Turn
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.plain import plain
 
 # -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------
@@ -391,12 +392,13 @@ class Tape:
 
     Raises:
         FileNotFoundError: there is no tape.
-        ValueError: files are missing, or contain the same steps.
+        ValueError: files are missing, or contain the same steps; or `max_staleness` is out of range.
     """
 
     def __init__(
         self, folder: str | Path, sampling: Mapping[str, float] | None = None, max_staleness: int | None = None
     ) -> None:
+        check_range("Tape", "integer >= 0", max_staleness=max_staleness)
         self.folder = Path(folder)
         self._sampling = sampling
         self._max_staleness = max_staleness
