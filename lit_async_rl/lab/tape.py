@@ -16,17 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
+from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.checks import OneLineParser, check_range
 from lit_async_rl.utils.visible import visible
 
 CLOSE_S = 30.0  # for a full disk to get room
-
-
-def staleness(step: TapeStep, group: RolloutGroup) -> int:
-    """Staleness of the group's oldest token."""
-    return step.version - min((v for rollout in group.rollouts for v in rollout.all_versions), default=step.version)
 
 
 def mean_reward(group: RolloutGroup) -> float:
@@ -46,9 +41,8 @@ def show(arguments: argparse.Namespace) -> None:
     print(f"{'step':>8} {'version':>8} {'groups':>7} {'reward':>8} {'staleness max':>14} {'sampling s':>11}")
     for step in steps[:: max(1, -(-len(steps) // 20))]:
         rewards = np.mean([mean_reward(group) for group in step.groups])
-        oldest = max(staleness(step, group) for group in step.groups)
         slowest = max(group.generation_s for group in step.groups)
-        print(f"{step.step:8} {step.version:8} {len(step.groups):7} {rewards:8.3f} {oldest:14} {slowest:11.2f}")
+        print(f"{step.step:8} {step.version:8} {len(step.groups):7} {rewards:8.3f} {step.staleness:14} {slowest:11.2f}")
 
 
 def select(arguments: argparse.Namespace) -> None:
@@ -64,7 +58,7 @@ def select(arguments: argparse.Namespace) -> None:
         groups = [
             group
             for group in step.groups
-            if staleness(step, group) <= arguments.max_staleness
+            if step.staleness_of(group) <= arguments.max_staleness
             and arguments.min_reward <= mean_reward(group) <= arguments.max_reward
         ]
         if groups:
@@ -91,7 +85,7 @@ def sample(arguments: argparse.Namespace) -> None:
     for step, group, rollout in random.Random(arguments.seed).sample(found, min(arguments.num, len(found))):
         print(
             f"-- step {step.step}, group {group.index}, reward {rollout.reward:g}, "
-            f"staleness {staleness(step, group)}, {rollout.finish_reason}"
+            f"staleness {step.staleness_of(group)}, {rollout.finish_reason}"
         )
         print(visible(f"{group.prompt.text}{rollout.text}"))
 

@@ -378,8 +378,11 @@ class TapeStep:
     @property
     def staleness(self) -> int:
         """Age of the oldest token in versions; 0 without tokens."""
-        versions = (v for group in self.groups for rollout in group.rollouts for v in rollout.all_versions)
-        return self.version - min(versions, default=self.version)
+        return max(map(self.staleness_of, self.groups), default=0)
+
+    def staleness_of(self, group: RolloutGroup) -> int:
+        """Age of the oldest token of one of its groups."""
+        return self.version - min((v for one in group.rollouts for v in one.all_versions), default=self.version)
 
 
 class Tape:
