@@ -1,6 +1,6 @@
 """Cost of the timeline in processor time, as a share of a step of the quick start.
 
-Measured in two ways. Directly: processor time inside of its own code (hooks, `Lane.add`, `ScoreSpans`, the thread that
+Measured in two ways. Directly: processor time inside of its own code (hooks, `Lane.add`, the thread that
 writes), less what reading the clock takes; the median of three runs. And in one run that records every other stretch of
 steps: processor time of all threads, median over pairs of neighbouring stretches with a bootstrap interval. (Whole runs
 with and without it differ by more than it costs, although they do the same work to the bit: -0.4 to +6.0 % in 8 pairs.)
@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 
@@ -33,7 +32,6 @@ from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.common.meter import Meter, ProcessorClock
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.rewards.scorer import ScoreSpans
 from lit_async_rl.runtime.spans import Lane, SpanRecorder, TraceWriter
 
 Watch = TypeVar("Watch", bound=pl.Callback)
@@ -41,7 +39,7 @@ WARM_UP = 5  # steps, runs
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 OWN = (
     *((Timeline, hook) for hook in HOOKS),
-    *((Lane, "add"), (ScoreSpans, "add"), (ScoreSpans, "flush"), (TraceWriter, "_write"), (SpanRecorder, "take")),
+    *((Lane, "add"), (TraceWriter, "_write"), (SpanRecorder, "take")),
 )
 
 
@@ -121,14 +119,7 @@ def alternating(pairs: int, stretch: int) -> list[float]:
         timeline = next(one for one in callbacks_of(cli) if isinstance(one, Timeline))
         return Alternation(timeline, stretch)
 
-    add = ScoreSpans.add
-
-    def add_if_on(scores: ScoreSpans, *args: Any) -> None:
-        if scores._recorder.is_on:
-            add(scores, *args)
-
-    with patch.object(ScoreSpans, "add", add_if_on):
-        return one_run(2 * pairs * stretch, watch).shares
+    return one_run(2 * pairs * stretch, watch).shares
 
 
 def direct_share(steps: int) -> float:

@@ -106,11 +106,6 @@ class AsyncCalls(Generic[J, R]):
         """Event loops blocked by a call; their threads cannot be ended."""
         return self._loop.num_blocked
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether jobs are queued."""
-        return bool(self._waiting)
-
     def put(self, job: J) -> None:
         """Queues a job."""
         with self._lock:

@@ -61,56 +61,7 @@ async def _result(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
-# -- Spans of a reward worker in the timeline of a run ----------------------------------------------------------------
-
-
 MAX_LANES = 8  # a timeline shows the first workers only
-
-
-class ScoreSpans:
-    """Records spans of one worker: one span for all completions scored without a pause.
-
-    A span per completion would take longer than a cheap reward. A span has the total seconds, the group of the first
-    completion, and the number of completions. It ends when the worker waits, or after the timeline's merge window.
-
-    Args:
-        worker: number of the worker.
-    """
-
-    def __init__(self, worker: int) -> None:
-        self._recorder = recorder()
-        self._lane = self._recorder.lane(reward_lane(worker))
-        self._number = 0
-        self._seconds = 0.0
-        self._began = 0.0
-        self._is_ok = True
-        self._group: int | None = None
-
-    def add(self, began: float, seconds: float, group: int | None, is_ok: bool) -> None:
-        """Adds one scored or failed completion; `began` is a time of `time.monotonic`, `seconds` its duration."""
-        if not self._recorder.is_started:
-            return
-        if self._number and began + seconds - self._began > self._recorder.window_s:
-            self.flush()
-        if not self._number:
-            self._began = began
-            self._group = group
-            self._is_ok = True
-        self._number += 1
-        self._seconds += seconds
-        self._is_ok &= is_ok
-        if seconds > self._recorder.window_s:
-            self.flush()
-
-    def flush(self) -> None:
-        """Adds the current span to the timeline."""
-        if not self._number:
-            return
-        self._lane.add("score", self._began, self._seconds, group=self._group, ok=self._is_ok, completions=self._number)
-        self._number = 0
-        self._seconds = 0.0
-
-
 CLOSE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 MAX_ABANDONED = 32  # threads of hanging calls; each keeps its memory, and may occupy a core
@@ -223,7 +174,7 @@ class Scorer:
         self._busy_s = 0.0
         self._cpu_s = 0.0
         self._is_closed = False
-        self._spans = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
+        self._lanes = {n: recorder().lane(reward_lane(n)) for n in range(MAX_LANES)} if records_spans else {}
         self._is_async = False  # whether the event loop scores all, without workers
         self._has_own_queue = False
         limit: int | None = None  # of concurrent calls in the event loop; None without one
@@ -306,12 +257,6 @@ class Scorer:
 
     # -- worker threads -----------------------------------------------------------------------------------------------
 
-    def _next(self, number: int) -> _Job | None:
-        """Waits for a job."""
-        if self._jobs.empty() and (spans := self._spans.get(number)) is not None:
-            spans.flush()
-        return self._jobs.get()
-
     def _score(self, job: _Job, reward: Any) -> Any:
         with naming(reward, job.prompt, job.completions):
             if self._calls is not None and not job.is_group:
@@ -321,7 +266,7 @@ class Scorer:
             return _checked_value(self._awaiter.wait(value) if inspect.isawaitable(value) else value, job)
 
     def _work(self, number: int) -> None:
-        while (job := self._next(number)) is not None:
+        while (job := self._jobs.get()) is not None:
             if self._is_closed:
                 return
             if not job.is_wanted():
@@ -359,8 +304,9 @@ class Scorer:
         if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
             return False
         self._busy_s += seconds
-        if (spans := self._spans.get(lane)) is not None:
-            spans.add(began, seconds, job.group, not isinstance(outcome, RewardError))
+        if (recorded := self._lanes.get(lane)) is not None:
+            is_ok = not isinstance(outcome, RewardError)
+            recorded.add("score", began, seconds, group=job.group, ok=is_ok, completions=1)
         try:
             if isinstance(outcome, RewardError):
                 self._fail(job, outcome)
@@ -402,9 +348,6 @@ class Scorer:
         # counted from the end beside workers, to which the first ones belong
         lane = call.lane if self._is_async else MAX_LANES - 1 - call.lane
         self._end(call, call.job, call.outcome[0], began=call.began, seconds=call.seconds, lane=lane)
-        spans = self._spans.get(lane)
-        if spans is not None and self._calls is not None and not self._calls.has_waiting:
-            spans.flush()
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -522,8 +465,6 @@ class Scorer:
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))
-        for spans in self._spans.values():
-            spans.flush()  # not flushed by workers that stopped between two jobs
 
 
 def score_all(
