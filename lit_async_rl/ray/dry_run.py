@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,7 +133,8 @@ def connected_with_room(cluster: ClusterSettings, *, uses_gpus: bool = False) ->
 def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     """Waits until a cluster has enough for a run to begin, which others may use at the moment.
 
-    Nobody waits on this machine alone, where no node joins.
+    Meanwhile an autoscaler is told what is lacking: it adds nodes for what is asked for only, and placement groups come
+    later. Nobody waits on this machine alone, where no node joins.
 
     Args:
         ray: the module, connected.
@@ -143,13 +144,18 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     Raises:
         SetupError: it has not, and no node has come within `cluster.start_timeout_s`; names setting and numbers.
     """
+    from ray.autoscaler.sdk import request_resources
+
     began = time.monotonic()
     lack = ""
-    with announced(lambda: f"room on the Ray cluster: {lack}"):
+    with ExitStack() as stack:
+        stack.enter_context(announced(lambda: f"room on the Ray cluster: {lack}"))
         while True:
             nodes = nodes_of(ray)
             has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)
-            lack = find_lack(roles_of(cluster, has_gpus=has_gpus, at_least=True), nodes)
+            roles = roles_of(cluster, has_gpus=has_gpus, at_least=True)
+            lack_before = lack
+            lack = find_lack(roles, nodes)
             if not lack:
                 return
             is_local = all(is_loopback(node.name.split()[0]) for node in nodes)
@@ -158,6 +164,9 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
                 raise SetupError(
                     f"{lack}{waited}. Reduce the number of processes or the resources of each, or add nodes"
                 )
+            if not lack_before:
+                request_resources(bundles=[dict(role.needs) for role in roles for _ in range(role.number)])
+                stack.callback(request_resources, bundles=[])  # else its nodes would stay after the run
             time.sleep(PAUSE_S)
 
 

@@ -18,7 +18,7 @@ from lit_async_rl.errors import LostRewardError, RewardError, SetupError
 from lit_async_rl.problem import Prompt
 from lit_async_rl.ray import actors as ray_actors
 from lit_async_rl.ray import pool
-from lit_async_rl.ray.dry_run import Node, described, find_lack, place, roles_of
+from lit_async_rl.ray.dry_run import Node, await_room, described, find_lack, place, roles_of
 from lit_async_rl.ray.environment_pool import _find_wrong as find_wrong_observation
 from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.ray.pool_worker import find_fault
@@ -210,6 +210,23 @@ def test_wrong_notes_errors_and_observations_are_refused():
 
 def nodes(number=2, **resources):
     return [Node(f"node {n}", {"CPU": 4.0, **resources}) for n in range(number)]
+
+
+def test_while_a_run_waits_for_room_an_autoscaler_is_told_what_it_needs(monkeypatch):
+    pytest.importorskip("ray")
+    there = [{"Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeID": "a" * 9, "Resources": {"CPU": 1.0}}]
+    asked = []
+
+    def request_resources(bundles):
+        asked.append(bundles)
+        there.append(there[0] | {"Resources": {"CPU": 4.0}})  # the node that it adds
+
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", request_resources)
+    cluster = rl.RayCluster(engines=rl.EngineReplicas(replicas=2, resources={"CPU": 2}), start_timeout_s=30.0)
+    await_room(SimpleNamespace(nodes=lambda: there), cluster, uses_gpus=False)
+    assert asked == [[{"CPU": 2.0}, {"CPU": 2.0}], []], "and that it needs nothing more"
+    await_room(SimpleNamespace(nodes=lambda: there), cluster, uses_gpus=False)
+    assert len(asked) == 2, "nobody waits"
 
 
 def test_a_placement_packs_ranks_and_spreads_the_rest():
