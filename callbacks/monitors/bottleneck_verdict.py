@@ -508,21 +508,26 @@ class BottleneckVerdict(pl.Callback):
 
     def _totals(self, trainer: pl.Trainer) -> Intervals:
         """Totals since the start of the run, without validation."""
-        stats = stats_of(trainer)
-        if stats is None:
-            return NO_TIME
-        syncs = callbacks_of(trainer, WeightSync)
-        held_s = sum(sync.held_s for sync in syncs)
-        now = Intervals(
-            wall_s=time.monotonic(),
-            wait_s=stats.wait_s + held_s,
-            sync_s=sum(sync.total_s for sync in syncs),
-            engine_busy_s=stats.engine_busy_s,
-            scoring_s=stats.scoring_s,
-            cpu_s=time.process_time(),
-            held_s=held_s,
-        )
-        return now - self._left_out
+        now = intervals_of(trainer)
+        return NO_TIME if now is None else now - self._left_out
+
+
+def intervals_of(trainer: AnyTrainer) -> Intervals | None:
+    """Totals since the start of the run; None on ranks without the engine."""
+    stats = stats_of(trainer)
+    if stats is None:
+        return None
+    syncs = callbacks_of(trainer, WeightSync)
+    held_s = sum(sync.held_s for sync in syncs)
+    return Intervals(
+        wall_s=time.monotonic(),
+        wait_s=stats.wait_s + held_s,
+        sync_s=sum(sync.total_s for sync in syncs),
+        engine_busy_s=stats.engine_busy_s,
+        scoring_s=stats.scoring_s,
+        cpu_s=time.process_time(),
+        held_s=held_s,
+    )
 
 
 def _metrics(verdict: Verdict) -> dict[str, float]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import intervals_of
 from lit_async_rl.callbacks.parts import rollout_data
-from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.environments.multi_request import MultiRequestEngine
 from lit_async_rl.ray.engine import RayEngine
 from lit_async_rl.scheduling.bottleneck import Intervals, Settings, diagnose
@@ -82,22 +81,11 @@ class ReplicaScaling(pl.Callback):
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Adapts the number of replicas at the end of a window."""
-        data = rollout_data(trainer, "ReplicaScaling")
-        stats = data.stats()
-        if stats is None or trainer.global_step == self._step:  # another rank has the engine
+        now = intervals_of(trainer)
+        if now is None or trainer.global_step == self._step:  # another rank has the engine
             return
         engine = self._engine(trainer)
         pl_module.log("perf/replicas", float(engine.replicas), rank_zero_only=True)
-        syncs = [one for one in trainer.callbacks if isinstance(one, WeightSync)]  # type: ignore[attr-defined]
-        held_s = sum(sync.held_s for sync in syncs)
-        now = Intervals(
-            wall_s=time.monotonic(),
-            wait_s=stats.wait_s + held_s,
-            sync_s=sum(sync.total_s for sync in syncs),
-            engine_busy_s=stats.engine_busy_s,
-            scoring_s=stats.scoring_s,
-            held_s=held_s,
-        )
         if self._began is None or engine.num_ready != engine.replicas:  # the number is constant within a window
             self._began = now
             self._step = trainer.global_step
