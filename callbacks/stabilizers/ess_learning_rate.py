@@ -105,8 +105,8 @@ class ESSLearningRate(SignalCallback):
             self._warned = True
             rank_zero_warn(
                 f"ESSLearningRate: {signals.num_broken} of {signals.num_samples} completions have an importance weight "
-                "whose logarithm is NaN or infinite. A logarithm of NaN counts as a weight of 0, and +inf as a weight "
-                "larger than all finite ones"
+                "whose logarithm is NaN or infinite. If the logarithm is NaN or -inf, the weight counts as 0; if it "
+                "is +inf, the weight counts as larger than every finite one"
             )
         if signals.ess_ratio is None:
             return 1.0

@@ -186,8 +186,8 @@ class RayCluster(ClusterSettings, Cluster):
             return reward
         if reward is None:
             raise ValueError(
-                "cluster.rewards needs data.reward, which is not set. The engine computes the rewards: leave "
-                "cluster.rewards out"
+                "cluster.rewards is set, but data.reward is not: without data.reward, the engine computes the rewards. "
+                "Leave cluster.rewards out"
             )
         from lit_async_rl.ray.reward_pool import in_pool
 

@@ -59,7 +59,7 @@ def test_settings_out_of_range_are_refused(kind, settings, message):
 
 def test_pools_need_a_reward_and_an_environment():
     cluster = rl.RayCluster(rewards=rl.RewardActors(), environments=rl.EnvironmentActors())
-    with pytest.raises(ValueError, match=r"cluster.rewards needs data.reward, which is not set"):
+    with pytest.raises(ValueError, match=r"cluster.rewards is set, but data.reward is not"):
         cluster.with_reward_actors(None, workers=1, timeout_s=1.0)
     with pytest.raises(ValueError, match=r"cluster.environments is set, but data.engine \(EmbeddedEngine\) has no env"):
         cluster.with_environment_actors(rl.EmbeddedEngine())

@@ -179,8 +179,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(
-            f"{setting} must not contain the options {', '.join(needed)}: answers would be wrong if "
-            "these options were ignored"
+            f"{setting} must not contain {', '.join(needed)}: an answer that ignores one of these options is wrong"
         )
     return tuple(names)
 
