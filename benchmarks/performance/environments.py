@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lit_async_rl.simulation.environment import Sleeping
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.simulated_run import SimulatedRun, Sleeping
 from lit_async_rl.simulation.latency import Constant, Latency, LogNormal
-from lit_async_rl.simulation.run import SimulatedRun
 
 NUM_SLOTS = 8
 GROUPS = 8

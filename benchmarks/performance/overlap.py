@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.simulated_run import SimulatedRun
 from lit_async_rl.simulation.latency import Constant, Latency, LogNormal, Pareto, Stragglers
-from lit_async_rl.simulation.run import SimulatedRun
 
 
 def latencies(mean_s: float) -> dict[str, Latency]:

@@ -25,8 +25,9 @@ from lit_async_rl.assets import asset
 from lit_async_rl.callbacks import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.rewards.functions import no_reward
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine, no_reward
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.module import PolicyModule
 

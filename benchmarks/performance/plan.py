@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
+from benchmarks.common.simulated_run import SimulatedRun
 from lit_async_rl.simulation.latency import CutLogNormal
 from lit_async_rl.simulation.plan import DEVICES, ModelSize, StepCost, cost_by_formula, predict, splits
-from lit_async_rl.simulation.run import SimulatedRun
 
 SEEDS = (0, 1)
 SPLITS = ((1, 1), (2, 1), (1, 2))

@@ -16,11 +16,12 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.rewards.functions import no_reward
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal
-from lit_async_rl.simulation.run import SimulatedEngine, no_reward
 from lit_async_rl.simulation.virtual import VirtualRun
 from lit_async_rl.tasks import SortDigits
 

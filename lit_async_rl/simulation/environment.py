@@ -8,38 +8,6 @@ import random
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.problem import Prompt
 from lit_async_rl.simulation.latency import Latency
-from lit_async_rl.utils.checks import check_range
-
-
-class Sleeping(Environment):
-    """Responds to each of `num_turns` turns after a random delay; the last response ends the episode.
-
-    Args:
-        latency: seconds per response.
-        num_turns: turns of the policy in an episode.
-        seed: seed of the latencies.
-    """
-
-    def __init__(self, latency: Latency, num_turns: int = 2, seed: int = 0) -> None:
-        check_range("Sleeping", "integer >= 1", num_turns=num_turns)
-        check_range("Sleeping", "integer", seed=seed)
-        self.latency = latency
-        self.num_turns = num_turns
-        self._rng = random.Random(seed)
-
-    async def start(self, prompt: Prompt) -> SleepingEpisode:
-        return SleepingEpisode([self.latency.draw(self._rng) for _ in range(self.num_turns)])
-
-
-class SleepingEpisode(Episode):
-    """Episode with given delays."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        self._seconds = seconds
-
-    async def step(self, completion: str) -> Observation:
-        await asyncio.sleep(self._seconds.pop())
-        return Observation(text="1", done=not self._seconds)
 
 
 class Delayed(Environment):

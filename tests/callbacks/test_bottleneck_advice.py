@@ -11,6 +11,7 @@ import torch
 from flow import fit, make_data, make_module
 
 import lit_async_rl as rl
+from benchmarks.common.simulated_run import SimulatedRun
 from lit_async_rl import Bounded, FixedLag
 from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
 from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
@@ -20,8 +21,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.scheduling.bottleneck import diagnose
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal
-from lit_async_rl.simulation.run import SimulatedEngine, SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.tasks import SortDigits
 

@@ -19,8 +19,8 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
 from lit_async_rl.losses.aggregation import TokenMean
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.training.token_stats import token_stats
 
 COOL = SamplingParams(max_tokens=10, temperature=0.7)

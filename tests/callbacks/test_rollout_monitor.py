@@ -10,8 +10,8 @@ from groups import collate, group
 
 from lit_async_rl import DynamicSampling
 from lit_async_rl.callbacks import Progress, RolloutMonitor
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.types import Branch
 
 

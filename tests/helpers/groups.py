@@ -17,8 +17,8 @@ from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import LogNormal
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.types import Turn
 
 

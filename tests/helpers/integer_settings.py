@@ -48,7 +48,6 @@ NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made w
     "SFTDataModule": dict(model=MODEL, records=SHOWN),
     "SFTModule": dict(model=MODEL),
     "SimulatedEngine": dict(latency=Constant(0.001)),
-    "Sleeping": dict(latency=Constant(0.001)),
     "Tape": dict(folder="none"),
     "VerifiersPrompts": dict(taskset={"id": "none"}),
     "sft": dict(model=MODEL, records=SHOWN),

@@ -23,8 +23,8 @@ from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.rollouts.group_book import GroupState
 from lit_async_rl.rollouts.intake import GroupFilter
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks.calculator import Calculator
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]

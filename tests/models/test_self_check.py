@@ -18,8 +18,8 @@ from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, random_tokens
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.tasks.calculator import Calculator
 

@@ -8,8 +8,8 @@ import pytest
 import lit_async_rl as rl
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.ray import runtime
-from lit_async_rl.simulation.environment import Sleeping
-from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.environment import Delayed
+from lit_async_rl.tasks.calculator import Calculator
 
 
 def test_settings_out_of_range_are_refused():
@@ -19,7 +19,7 @@ def test_settings_out_of_range_are_refused():
         (dict(replicas=2, min_replicas=3), r"data\.engine\.min_replicas must be in \[1, 2\], got 3"),
         (dict(session_margin=-1.0), r"data\.engine\.session_margin must be >= 0"),
         (dict(engine=rl.RayEngine()), "must be a single engine, got RayEngine"),
-        (dict(engine=rl.EpisodeEngine(EmbeddedEngine(), Sleeping(Constant(0.0)))), r"EpisodeEngine\(RayEngine"),
+        (dict(engine=rl.EpisodeEngine(EmbeddedEngine(), Delayed(Calculator()))), r"EpisodeEngine\(RayEngine"),
     ):
         with pytest.raises(ValueError, match=words):
             rl.RayEngine(**settings)

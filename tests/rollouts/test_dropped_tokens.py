@@ -12,8 +12,8 @@ from lit_async_rl.callbacks import RunSummary
 from lit_async_rl.callbacks.monitors.dropped_work import dropped_row, dropped_sentence, in_words
 from lit_async_rl.rollouts.intake import FAILED, DynamicSampling, Intake, OverlongFilter
 from lit_async_rl.rollouts.totals import ProducerStats
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import LogNormal
-from lit_async_rl.simulation.run import SimulatedEngine
 
 
 def stats(dropped, trained, **more):

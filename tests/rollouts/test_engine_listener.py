@@ -9,8 +9,8 @@ from hostile_engines import wait_until
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.errors import EnvironmentFailure, ProducerError, RewardError
 from lit_async_rl.rollouts.engine_listener import EngineCalls, EngineListener
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,8 +16,8 @@ from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rollouts.evaluation import FIRST_ID
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)

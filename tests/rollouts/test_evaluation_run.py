@@ -15,8 +15,8 @@ from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun, make_questions
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,8 +12,8 @@ from lit_async_rl.rollouts.group_book import GroupState, SampleRequests
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Bounded
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 
 

@@ -13,8 +13,8 @@ from lit_async_rl.callbacks import BottleneckVerdict, RunSummary
 from lit_async_rl.callbacks.monitors import bottleneck_verdict
 from lit_async_rl.report.run_data import RunData
 from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Intervals, Setting, Settings, diagnose
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.training.trackers import CSVLog
 
 

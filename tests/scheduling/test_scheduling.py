@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.scheduling.admission import Admission, FixedLag, Ring, RingAdmission
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.simulation.virtual import VirtualRun
 
 LATENCIES = st.sampled_from([Constant(1.0), LogNormal(1.0, 1.5), Pareto(1.0, 1.2), Stragglers(1.0, 0.05, 30.0)])

@@ -10,8 +10,8 @@ from lit_async_rl.callbacks import BottleneckVerdict
 from lit_async_rl.callbacks.monitors import bottleneck_verdict
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.bottleneck import StepWork, advise, expected_maximum
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
-from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.simulation.virtual import VirtualRun
 
 SWEEP = (0, 1, 2, 4, 8)

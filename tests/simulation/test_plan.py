@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lit_async_rl as rl
+from benchmarks.common.simulated_run import SimulatedRun
 from lit_async_rl.lab import plan as command
 from lit_async_rl.ray.replica_scaling import wanted_replicas
 from lit_async_rl.simulation.latency import Constant, CutLogNormal
@@ -24,7 +25,6 @@ from lit_async_rl.simulation.plan import (
     predict,
     splits,
 )
-from lit_async_rl.simulation.run import SimulatedRun
 
 EVEN = StepCost(train_s=8.0, sample_s=1.0, num_slots=8, groups_per_step=16, group_size=4, spread=0.0, efficiency=1.0)
 TAILS = replace(EVEN, spread=1.0)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from benchmarks.common.simulated_run import SimulatedRun
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
-from lit_async_rl.simulation.run import SimulatedEngine, SimulatedRun
 
 STEP_SECONDS = 0.1, 0.1, 0.2, 0.4, 0.8  # tries: other programs cost overlap, too, the less the longer a step is
 

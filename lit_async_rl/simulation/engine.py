@@ -1,6 +1,7 @@
-"""Asynchronous training loop around a simulated engine: measured with the real threads, and computed without overhead.
+"""Simulated engine: slots are occupied for random times, without model or computation.
 
-Shows the `max_staleness` that a latency distribution needs, without a model.
+The gain from asynchrony depends on the distribution of completion times. Here the distribution is a setting, and the
+gain can be measured on any machine, because waiting needs no cores.
 """
 
 from __future__ import annotations
@@ -14,26 +15,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.environments.base import Environment
-from lit_async_rl.environments.episode_engine import EpisodeEngine
-from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.problem import Prompt
-from lit_async_rl.prompts.stream import PromptStream
-from lit_async_rl.rewards.scorer import Scorer
-from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.bottleneck import Intervals
 from lit_async_rl.simulation.latency import Latency
-from lit_async_rl.simulation.virtual import VirtualRun
-from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from lit_async_rl.types import Completion, FinishReason, GenerationRequest
 from lit_async_rl.utils.checks import MANY, check_range
-
-# -- Simulated engine: slots are occupied for random times, without model or computation ------------------------------
-# The gain from asynchrony depends on the distribution of completion times. Here the distribution is a setting, and the
-# gain can be measured on any machine, because waiting needs no cores.
 
 
 @dataclass(frozen=True)
@@ -197,108 +182,3 @@ class SimulatedEngine(RolloutEngine):
     def num_tokens(self) -> int:
         """Tokens of the samples returned so far."""
         return self._num_tokens
-
-
-def no_reward(prompt: Prompt, completion: str) -> float:
-    """Reward of 0, without computation."""
-    return 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedRun:
-    """A run of `num_steps` optimizer steps of `train_s` seconds each, measured after `warmup_steps` of them.
-
-    The engine is as fast as the trainer ("balanced") if the mean latency is
-    `train_s * num_slots / (groups_per_step * group_size)`.
-
-    Attributes:
-        latency: time that a sample occupies a slot; with an environment, the time of each turn.
-        max_staleness: bound in versions.
-        train_s: seconds of training per step.
-        num_slots: samples generated concurrently.
-        groups_per_step: groups per optimizer step.
-        group_size: samples per group.
-        num_steps: optimizer steps.
-        warmup_steps: leading steps that are not measured.
-        seed: seed of the latencies.
-        streams: train on each group when it is taken, not on all groups together (Periodic Asynchrony,
-            arXiv:2511.18871, if `max_staleness` is 0).
-        environment: environment of multi-turn rollouts; None for single turns.
-    """
-
-    latency: Latency
-    max_staleness: int
-    train_s: float
-    num_slots: int = 8
-    groups_per_step: int = 8
-    group_size: int = 4
-    num_steps: int = 30
-    warmup_steps: int = 8
-    seed: int = 0
-    streams: bool = False
-    environment: Environment | None = None
-
-    def measure(self) -> Intervals:
-        """Wall time with the real producer, admission and scorer; the trainer sleeps."""
-        engine: RolloutEngine = SimulatedEngine(
-            self.latency,
-            num_slots=self.num_slots,
-            finish_reason="length" if self.environment is None else "stop",
-            seed=self.seed,
-        )
-        if self.environment is not None:
-            engine = EpisodeEngine(engine, self.environment, max_turns=1000)
-            engine.setup(asset("sort_policy"))
-        producer = Producer(
-            engine=engine,
-            stream=PromptStream(SortDigits(8, size=1000)),
-            codec=TextCodec(asset("sort_policy")),
-            scorer=Scorer(None if engine.scores else no_reward),
-            admission=Admission(self.groups_per_step, self.max_staleness),
-            group_size=self.group_size,
-            sampling=SamplingParams(max_tokens=1),
-            timeout_s=60.0,
-        )
-        producer.start(0)
-        began = now = _totals(producer)
-        try:
-            for step in range(self.num_steps):
-                for _ in range(self.groups_per_step):
-                    producer.take()
-                    if self.streams:
-                        time.sleep(self.train_s / self.groups_per_step)
-                if not self.streams:
-                    time.sleep(self.train_s)
-                producer.listener.load_weights(step + 1, [])
-                producer.advance(step + 1)
-                now = _totals(producer)
-                if step + 1 == self.warmup_steps:
-                    began = now
-        finally:
-            producer.stop()
-            engine.close()
-        return now - began
-
-    def ideal(self) -> Intervals:
-        """Wall time with the same latencies and no overhead: the optimum within the bound, without `streams`."""
-        run = VirtualRun(
-            Admission(self.groups_per_step, self.max_staleness, in_order=True),
-            self.latency,
-            num_slots=self.num_slots,
-            train_s=self.train_s,
-            group_size=self.group_size,
-            seed=self.seed,
-        )
-        before = run.totals(self.warmup_steps)
-        return run.totals(self.num_steps - self.warmup_steps) - before
-
-
-def _totals(producer: Producer) -> Intervals:
-    stats = producer.stats()
-    return Intervals(
-        wall_s=time.monotonic(),
-        wait_s=stats.wait_s,
-        sync_s=0.0,
-        engine_busy_s=stats.engine_busy_s,
-        scoring_s=stats.scoring_s,
-    )
