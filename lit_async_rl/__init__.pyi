@@ -230,12 +230,12 @@ from .scheduling.admission import FixedLag as FixedLag
 from .scheduling.admission import FromTape as FromTape
 from .scheduling.admission import Retry as Retry
 from .scheduling.admission import Ring as Ring
+from .simulation.engine import SimulatedEngine as SimulatedEngine
 from .simulation.latency import Constant as Constant
 from .simulation.latency import Latency as Latency
 from .simulation.latency import LogNormal as LogNormal
 from .simulation.latency import Pareto as Pareto
 from .simulation.latency import Stragglers as Stragglers
-from .simulation.engine import SimulatedEngine as SimulatedEngine
 from .stabilizers.alignment import CappedResidual as CappedResidual
 from .stabilizers.alignment import ExactResidual as ExactResidual
 from .stabilizers.alignment import FixedResidual as FixedResidual

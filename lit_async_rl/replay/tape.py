@@ -414,16 +414,6 @@ class Tape:
         """Number of files of the tape."""
         return len(self._files)
 
-    def table(self, first_step: int = 0, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows from a step on, in order of steps.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
-        empty = SCHEMA.empty_table() if columns is None else SCHEMA.empty_table().select(list(columns))
-        tables = [read_file(f, columns) for f in self._files if f.last >= first_step] or [empty]
-        return pa.concat_tables(tables, promote_options="default")  # older files lack columns
-
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
         """Iterates over the steps in order, with one file at a time in memory.
 
@@ -464,7 +454,7 @@ class Tape:
 
 
 def _steps_of(file: TapeFile, only_first: bool = False) -> list[TapeStep]:
-    table = read_file(file, None)
+    table = read_file(file)
     rows = (table.filter(pc.equal(table["step"], file.first)) if only_first else table).to_pylist()
     if len({(row["step"], row["group"], row["sample"]) for row in rows}) < len(rows):
         raise ValueError(f"{file.path} holds a rollout twice")
@@ -490,7 +480,7 @@ def checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
+def read_file(file: TapeFile) -> pa.Table:
     """Rows of one file.
 
     Raises:
@@ -511,7 +501,7 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
         raise ValueError(f"{file.path} is not a tape file: it has no column {min(missing)}")
     if file.rows is not None and table.num_rows != file.rows:
         raise ValueError(f"{file.path} holds {table.num_rows} rows, but the manifest lists {file.rows}")
-    return table if columns is None else table.select(list(columns))
+    return table
 
 
 # -- Writer ------------------------------------------------------------------------------------------------------------
