@@ -556,7 +556,7 @@ class TapeWriter:
     def _keep_before(self, first_step: int, undone: TapeFile, whole: Sequence[TapeFile]) -> list[TapeFile]:
         """Writes the steps of a file before `first_step` to a new file."""
         known = {n for file in whole for n in range(file.first, file.last + 1)} | {row["step"] for row in self._rows}
-        rows = read_file(undone, None).to_pylist()
+        rows = read_file(undone).to_pylist()
         self._rows = [row for row in rows if row["step"] < first_step and row["step"] not in known] + self._rows
         return self._write()
 
