@@ -1,9 +1,10 @@
-"""Plain values as JSON, for the arguments of a program's functions and for what they return."""
+"""Plain values as JSON, for the arguments of a program's functions and for what they return.
+
+Plain are the kinds of which a value can equal a literal: an expected value is one. A `range` or a date equals none.
+"""
 
 from __future__ import annotations
 
-import collections
-import datetime
 import decimal
 import fractions
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 MAX_DEPTH = 200  # of nested values
 MAX_COLLISIONS = 1000  # of a set or dictionary
-ITEMS: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
+ITEMS: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 
 
 class NotPlain(TypeError):
@@ -52,14 +53,8 @@ def encode(value: Any, depth: int = 0) -> Any:
         return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).hex()]
     if isinstance(value, complex):
         return ["complex", value.real.hex(), value.imag.hex()]
-    if isinstance(value, range):
-        return ["range", [value.start, value.stop, value.step]]
     if isinstance(value, (fractions.Fraction, decimal.Decimal)):
         return ["fraction" if isinstance(value, fractions.Fraction) else "decimal", str(value)]
-    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
-        return [type(value).__name__, value.isoformat()]
-    if isinstance(value, datetime.timedelta):
-        return ["timedelta", [value.days, value.seconds, value.microseconds]]
     item = getattr(value, "item", None)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and item is not None:
         return inner(item())
@@ -78,7 +73,6 @@ def _is_odd(text: str) -> bool:
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
-    "deque": collections.deque,
     "set": lambda items: set(_hashable(items)),
     "frozenset": lambda items: frozenset(_hashable(items)),
 }
@@ -91,9 +85,6 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     # not of its text: that may be 1e999999999, and takes its digits
     "fraction": lambda text: fractions.Fraction(*map(int, text.split("/"))),
     "decimal": decimal.Decimal,
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
 }
 
 
@@ -126,10 +117,6 @@ def decode(found: Any) -> Any:
             return _FROM_TEXT[kind](first)
         if kind == "complex":
             return complex(float.fromhex(first), float.fromhex(rest[0]))
-        if kind == "range":
-            return range(*map(int, first))
-        if kind == "timedelta":
-            return datetime.timedelta(*map(int, first))
     except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise NotPlain(f"a value cannot be read: {str(error)[:100]}") from None
     raise NotPlain(f"no value of the kind {str(kind)[:100]!r}")
