@@ -84,34 +84,6 @@ def test_the_client_of_the_agent_is_the_official_one(tmp_path):
     assert len(sample.rows) == 8
 
 
-def test_a_stream_says_what_the_whole_answer_says(chat, tmp_path):
-    with held(tmp_path, model=chat, sampling={"max_tokens": 40}) as (_, (given,)):
-        client = client_of(given)
-        seen = set()
-        for seed in range(6):
-            ask = ASK | {"seed": seed, "logprobs": True, "n": 2, "extra_body": {"return_token_ids": True}}
-            whole = client.chat.completions.create(**ask)
-            parts = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-            assert len({part.id for part in parts}) == 1
-            assert parts[-1].usage == whole.usage
-            for choice in whole.choices:
-                own = [c for part in parts for c in part.choices if c.index == choice.index]
-                assert own[0].delta.role == "assistant"
-                assert "".join(c.delta.content or "" for c in own) == choice.message.content
-                assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + [choice.finish_reason]
-                entries = [entry for c in own if c.logprobs for entry in c.logprobs.content]
-                whole_entries = choice.logprobs.content
-                assert [(e.token, e.bytes) for e in entries] == [(e.token, e.bytes) for e in whole_entries]
-                # sampled twice, in batches of other sizes
-                expected = pytest.approx([e.logprob for e in whole_entries], abs=1e-4)
-                assert [e.logprob for e in entries] == expected
-                assert own[-1].token_ids == choice.token_ids
-                seen.add(choice.message.content)
-                seen.update(entry.token for entry in entries)
-        assert any("\ufffd" in text for text in seen), "no invalid bytes were sampled"
-        assert any(text.startswith("bytes:") for text in seen), "no part of a character was sampled"
-
-
 def test_a_stream_of_a_text_says_what_the_whole_answer_says(chat, tmp_path):
     with held(tmp_path, model=chat, sampling={"max_tokens": 40}) as (_, (given,)):
         client = client_of(given)

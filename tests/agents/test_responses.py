@@ -16,7 +16,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from scripted_agents import call_text, play
 
 from lit_async_rl.agents import Reply, ReplyMessage, ToolCall
-from lit_async_rl.agents.api.answers import TokenTexts
 from lit_async_rl.agents.api.bodies import CallLimits
 from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
@@ -206,7 +205,7 @@ def test_the_events_of_a_stream_build_its_response_for_any_reply(codec, data):
     )
     asked = ASK | {"include": ["message.output_text.logprobs"]} if data.draw(st.booleans()) else ASK
     call = response_call(asked, SamplingParams(), CallLimits())
-    answer = ResponseAnswer(call, [reply], TokenTexts(codec), number="1", created=0)
+    answer = ResponseAnswer(call, [reply], codec, number="1", created=0)
     whole = json.loads(answer.whole)
     events = []
     for lines in answer.events.decode().removesuffix("\n\n").split("\n\n"):

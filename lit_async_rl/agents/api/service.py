@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lit_async_rl.agents.api.answers import Answer, TokenTexts
+from lit_async_rl.agents.api.answers import Answer
 from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
 from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
@@ -51,7 +51,8 @@ class CallService:
 
     def __init__(self, limits: CallLimits, codec: TextCodec) -> None:
         self.limits = limits
-        self._texts = TokenTexts(codec)
+        self._codec = codec
+        self._longest_token = max(map(len, codec.tokenizer.get_vocab()), default=1)
         self._model = codec.model
         self._lock = threading.Lock()  # of the two dictionaries: episodes begin and end in other threads
         self._sessions: dict[str, _Session] = {}
@@ -135,7 +136,7 @@ class CallService:
         if len(request.body) > self.limits.max_body_bytes:
             raise self.too_long
         call = READERS[request.path](parse_body(request.body), session.episode.request.sampling, session.limits)
-        check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
+        check_length(call, session.episode.max_model_len, longest_token=self._longest_token)
         known = session.book.join(
             digest_of(request.path, request.body),
             attempt=_attempt(request.headers.get(ATTEMPT, "")),
@@ -158,7 +159,7 @@ class CallService:
         else:
             session.book.leave(known, delivered=True)
         shape = Answer if call.request is None else ResponseAnswer
-        answer = shape(call, replies, self._texts, number=known.number, created=known.created)
+        answer = shape(call, replies, self._codec, number=known.number, created=known.created)
         if call.stream:
             return ApiResponse(body=answer.events, media_type=EVENTS, headers={"Cache-Control": "no-cache"})
         return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
