@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
@@ -51,23 +51,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
     "function_call": ("auto", "none"),
     "reasoning": ({},),
     "background": (False,),
     "truncation": ("disabled",),
-    "max_tool_calls": (),
 }
 UNSERVED = ("previous_response_id", "conversation")  # responses are not stored
 READ_AS_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # of a message
+ANSWERED = ("messages", "prompt", "input", "instructions", "model", "tools", "n", "stream")  # every answer needs them
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")  # as in `SamplingParams.distribution`
 
 
@@ -78,16 +70,13 @@ class CallLimits:
     Attributes:
         max_body_bytes: length of a body.
         max_messages: messages of a conversation.
-        ignored_options: options that are accepted and have no effect, whatever their value.
+        ignored_options: options that are accepted and have no effect, whatever their value; `CallService` takes them
+            out of a body before it is read.
     """
 
     max_body_bytes: int = 8 * 2**20
     max_messages: int = 2000
     ignored_options: frozenset[str] = frozenset()
-
-    def of_episode(self, trains: bool) -> CallLimits:
-        """Limits of an episode's calls: an agent names the distribution of training, which validation may not have."""
-        return self if trains else replace(self, ignored_options=self.ignored_options | set(DISTRIBUTION))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +165,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
-    needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
+    needed = sorted({*ANSWERED, *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(
             f"{setting} must not contain the options {', '.join(needed)}: answers would be wrong if "
@@ -225,13 +214,12 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     Raises:
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
-    check_options(body, ChatBody, sampling, ignored=limits.ignored_options)
+    check_options(body, ChatBody, sampling)
     check_number_of_messages(body.get("messages"), limits.max_messages)
-    kept = without_ignored(body, limits.ignored_options)
-    chat = shaped(ChatBody, kept)
+    chat = shaped(ChatBody, body)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
-    tools = tuple(kept["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
+    tools = tuple(body["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
     lengths = [length for length in (chat.max_tokens, chat.max_completion_tokens) if length is not None]
     functions = forced_functions(chat.tool_choice, [tool.function.name for tool in chat.tools or ()])
     return Call(
@@ -259,8 +247,8 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     Raises:
         ApiError: a parameter is unknown, malformed, or would change the distribution.
     """
-    check_options(body, TextBody, sampling, ignored=limits.ignored_options)
-    text = shaped(TextBody, without_ignored(body, limits.ignored_options))
+    check_options(body, TextBody, sampling)
+    text = shaped(TextBody, body)
     prompts = _prompts(text.prompt)
     if text.n * len(prompts) > MAX_CHOICES:
         raise invalid("n", f"n={text.n} replies to each of {len(prompts)} prompts are more than {MAX_CHOICES}")
@@ -279,37 +267,19 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     )
 
 
-NOT_NEEDED = frozenset(  # what `ignored_options` may take out of a call
-    (
-        *("seed", "stop", "max_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs"),
-        *("tool_choice", "parallel_tool_calls", "response_format", "text", "include"),
-        *("stream_options", "chat_template_kwargs"),
-    )
-)
-
-
-def without_ignored(body: Mapping[str, Any], ignored: frozenset[str]) -> Mapping[str, Any]:
-    """A body without those of its ignored options that would be read."""
-    names = ignored & NOT_NEEDED
-    return body if names.isdisjoint(body) else {name: value for name, value in body.items() if name not in names}
-
-
-def check_options(
-    body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams, *, ignored: frozenset[str]
-) -> None:
+def check_options(body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams) -> None:
     """Refuses options that are unknown, or that would change the distribution.
 
     Args:
         body: JSON object, without the keys that are null.
         shape: its shape, whose fields are known.
         sampling: the run's own parameters.
-        ignored: options that have no effect, whatever their value.
 
     Raises:
         ApiError: names the option, its value, and what it may be.
     """
     known = shape.model_fields.keys() | DISTRIBUTION
-    for name in body.keys() - known - ACCEPTED_AND_UNUSED - ignored:
+    for name in body.keys() - known - ACCEPTED_AND_UNUSED:
         neutral = NEUTRAL.get(name)
         if neutral is None:
             raise ApiError(
@@ -321,15 +291,15 @@ def check_options(
             )
         value = body[name]
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            wanted = f"leave it out or set it to {json.dumps(neutral[0])}" if neutral else "leave it out"
             raise not_sampled(
                 name,
                 f"{name}={quoted(value)} would change what the policy samples in a way that the trainer does not know: "
-                f"{wanted}, or name it in ignored_options of the agent's engine",
+                f"leave it out or set it to {json.dumps(neutral[0])}, or name it in ignored_options of the agent's "
+                "engine",
             )
     own = sampling.distribution
     for name in DISTRIBUTION:
-        if name not in body or name in ignored:
+        if name not in body:
             continue
         value = body[name]
         if not isinstance(value, int | float) or isinstance(value, bool):

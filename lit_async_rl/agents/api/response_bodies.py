@@ -18,7 +18,6 @@ from lit_async_rl.agents.api.bodies import (
     engine_seed,
     forced_functions,
     reply_rule,
-    without_ignored,
 )
 from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
 from lit_async_rl.agents.api.formats import content_check
@@ -52,11 +51,10 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
         if name in body:
             message = f"{name} is not supported, as responses are not stored: send the whole conversation as input"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
-    check_options(body, ResponseBody, sampling, ignored=limits.ignored_options)
+    check_options(body, ResponseBody, sampling)
     check_number_of_messages(body.get("input"), limits.max_messages, param="input")
-    kept = without_ignored(body, limits.ignored_options)
-    given = shaped(ResponseBody, kept)
-    tools = [_chat_tool(tool) for tool in kept["tools"]] if given.tools else None
+    given = shaped(ResponseBody, body)
+    tools = [_chat_tool(tool) for tool in body["tools"]] if given.tools else None
     functions = forced_functions(given.tool_choice, [tool.name for tool in given.tools or ()])
     content = _content(given.text or TextOptions(), limits.ignored_options)
     system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
@@ -73,7 +71,7 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
         logprobs=LOGPROBS in given.include,
         top_logprobs=given.top_logprobs if LOGPROBS in given.include else 0,
         return_token_ids=given.return_token_ids,
-        request={name: kept[name] for name in REPEATED if name in kept}
+        request={name: body[name] for name in REPEATED if name in body}
         | {
             "tool_choice": given.tool_choice or "auto",
             "parallel_tool_calls": given.parallel_tool_calls,

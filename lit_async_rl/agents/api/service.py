@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lit_async_rl.agents.api.answers import Answer
-from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
+from lit_async_rl.agents.api.bodies import (
+    CHAT,
+    DISTRIBUTION,
+    TEXT,
+    Call,
+    CallLimits,
+    chat_call,
+    check_length,
+    parse_body,
+    text_call,
+)
 from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
@@ -34,7 +44,6 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Session:
     episode: AgentEpisode
-    limits: CallLimits
     book: CallBook = field(default_factory=CallBook)
 
 
@@ -62,9 +71,8 @@ class CallService:
 
     def open(self, episode: AgentEpisode) -> None:
         """Accepts calls with the key of an episode."""
-        limits = self.limits.of_episode(episode.trains)
         with self._lock:
-            self._sessions[episode.key] = _Session(episode, limits)
+            self._sessions[episode.key] = _Session(episode)
 
     def end(self, key: str) -> None:
         """Refuses further calls with a key."""
@@ -135,7 +143,11 @@ class CallService:
     async def _answer(self, session: _Session, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
         if len(request.body) > self.limits.max_body_bytes:
             raise self.too_long
-        call = READERS[request.path](parse_body(request.body), session.episode.request.sampling, session.limits)
+        ignored = self.limits.ignored_options
+        if not session.episode.trains:  # an agent names the distribution of training, which validation may not have
+            ignored = ignored.union(DISTRIBUTION)
+        body = {name: value for name, value in parse_body(request.body).items() if name not in ignored}
+        call = READERS[request.path](body, session.episode.request.sampling, self.limits)
         check_length(call, session.episode.max_model_len, longest_token=self._longest_token)
         known = session.book.join(
             digest_of(request.path, request.body),
