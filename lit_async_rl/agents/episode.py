@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,10 +29,8 @@ from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
-from lit_async_rl.runtime.limited_log import LimitedLog
 from lit_async_rl.types import Completion
 
-log = logging.getLogger(__name__)
 MAX_SAMPLES = 128  # of one call
 ReplyCheck = Callable[[Reply], str | None]
 
@@ -77,7 +74,6 @@ class EpisodeRules:
     trains_side_call: Callable[[AgentCallInfo], bool]
     max_calls: int
     trains: bool = True
-    warnings: LimitedLog = field(default_factory=lambda: LimitedLog(log))
 
 
 @dataclass(eq=False)
@@ -497,7 +493,6 @@ class AgentEpisode(PlayedSample):
             self._first = (call.messages, call.tools)
         if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
             raise AgentCallError(f"n must be an integer from 1 to {MAX_SAMPLES}, got {n!r}", "invalid_n", param="n")
-        self._warn_of(call.sampling)
         call.prompt_ids = call.given_ids if call.parent is None else call.parent.ids + call.given_ids
         call.is_side = call.parent.is_side if call.parent is not None else self._is_side(call)
         with self._lock:
@@ -505,19 +500,6 @@ class AgentEpisode(PlayedSample):
             self._sample(call, num_tries=0)
             if call.id is not None:
                 self._by_id[call.id] = call
-
-    def _warn_of(self, sampling: CallSampling) -> None:
-        own = self.request.sampling.distribution
-        for name, value in sampling.asked.items():
-            if value != own[name]:
-                self._rules.warnings.warning(
-                    "an agent's call sets the option %s=%g, which is ignored: every call is sampled with "
-                    "data.sampling.%s=%g. Remove the option from the call, or change data.sampling",
-                    name,
-                    value,
-                    name,
-                    own[name],
-                )
 
     def _is_side(self, call: _Call) -> bool:
         """Whether the new conversation of a call does not train."""
