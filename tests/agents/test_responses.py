@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from scripted_agents import call_text, play
 
-from lit_async_rl.agents import Reply, ReplyMessage, ToolCall
+from lit_async_rl.agents import AgentCallError, Reply, ReplyMessage, ToolCall
 from lit_async_rl.agents.api.bodies import CallLimits
-from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
 from lit_async_rl.agents.api.response_bodies import response_call
 from lit_async_rl.models.tokenizer import TextCodec
@@ -281,13 +280,13 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "
 )
 def test_what_is_not_served_is_named(body, param):
     asked = {name: value for name, value in (ASK | body).items() if value is not None}
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(AgentCallError) as error:
         response_call(asked, SamplingParams(), CallLimits())
     assert error.value.status == 400
     assert error.value.param == param
-    assert param.partition("[")[0] in error.value.message
-    assert "\n" not in error.value.message
-    assert len(error.value.message) < 500
+    assert param.partition("[")[0] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_options_of_codex_are_taken_when_they_are_ignored(codec):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
+from lit_async_rl.agents.api.errors import invalid, not_sampled, quoted
 from lit_async_rl.agents.api.formats import content_check
 from lit_async_rl.agents.api.shapes import (
     MAX_CHOICES,
@@ -25,7 +25,7 @@ from lit_async_rl.agents.api.shapes import (
     TextBody,
     shaped,
 )
-from lit_async_rl.agents.calls import REASONING_KEYS
+from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
 from lit_async_rl.agents.strict_json import refuse_constant
 from lit_async_rl.types import SamplingParams
@@ -138,7 +138,7 @@ def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
         longest_token: characters of the longest token.
 
     Raises:
-        ApiError: the texts are longer than the context, whatever their tokens are.
+        AgentCallError: the texts are longer than the context, whatever their tokens are.
     """
     lengths = [len(one) if isinstance(one, tuple) else -(-len(one) // longest_token) for one in call.prompts]
     if call.messages:
@@ -149,11 +149,10 @@ def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
         lengths.append(chars // longest_token)
     longest = max(lengths)
     if longest > max_tokens:
-        raise ApiError(
-            400,
+        raise AgentCallError(
             f"the model's context is {max_tokens} tokens, and the call has at least {longest}",
+            "context_length_exceeded",
             param=call.param,
-            code="context_length_exceeded",
         )
 
 
@@ -181,22 +180,22 @@ def parse_body(data: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        ApiError: it is none.
+        AgentCallError: it is none.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_body") from None
+        raise AgentCallError(f"the body is not UTF-8: {error}", "invalid_body") from None
     try:
         body = json.loads(text, parse_constant=refuse_constant)
         if "\\u" in text:  # half a surrogate pair is JSON, but no text
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "the body has half a surrogate pair, which is no text", code="invalid_body") from None
+        raise AgentCallError("the body has half a surrogate pair, which is no text", "invalid_body") from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_body") from None
+        raise AgentCallError(f"the body is not JSON: {str(error)[:200]}", "invalid_body") from None
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {quoted(body)}", code="invalid_body")
+        raise AgentCallError(f"the body must be a JSON object, got {quoted(body)}", "invalid_body")
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -212,7 +211,7 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         limits: limits.
 
     Raises:
-        ApiError: a parameter is unknown, malformed, or would change the distribution.
+        AgentCallError: a parameter is unknown, malformed, or would change the distribution.
     """
     check_options(body, ChatBody, sampling)
     check_number_of_messages(body.get("messages"), limits.max_messages)
@@ -245,7 +244,7 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     """The call of a body of `/v1/completions`; see `chat_call`.
 
     Raises:
-        ApiError: a parameter is unknown, malformed, or would change the distribution.
+        AgentCallError: a parameter is unknown, malformed, or would change the distribution.
     """
     check_options(body, TextBody, sampling)
     text = shaped(TextBody, body)
@@ -276,18 +275,17 @@ def check_options(body: Mapping[str, Any], shape: type[Shape], sampling: Samplin
         sampling: the run's own parameters.
 
     Raises:
-        ApiError: names the option, its value, and what it may be.
+        AgentCallError: names the option, its value, and what it may be.
     """
     known = shape.model_fields.keys() | DISTRIBUTION
     for name in body.keys() - known - ACCEPTED_AND_UNUSED:
         neutral = NEUTRAL.get(name)
         if neutral is None:
-            raise ApiError(
-                400,
+            raise AgentCallError(
                 f"Unrecognized request argument supplied: {quoted(name)[1:-1]} (to accept and ignore it, name it in "
                 "ignored_options of the agent's engine)",
+                "unknown_parameter",
                 param=name,
-                code="unknown_parameter",
             )
         value = body[name]
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
@@ -351,7 +349,7 @@ def check_number_of_messages(messages: Any, max_messages: int, param: str = "mes
     """Refuses a conversation that is too long, before its messages are read.
 
     Raises:
-        ApiError: it is.
+        AgentCallError: it is.
     """
     if isinstance(messages, list) and len(messages) > max_messages:
         raise invalid(
@@ -399,7 +397,7 @@ def forced_functions(choice: Any, names: Sequence[str]) -> frozenset[str] | None
         names: of the tools.
 
     Raises:
-        ApiError: the choice is unknown, or needs tools that the call does not have.
+        AgentCallError: the choice is unknown, or needs tools that the call does not have.
     """
     if choice is None or choice == "none":
         return None

@@ -19,7 +19,7 @@ from lit_async_rl.agents.api.bodies import (
     forced_functions,
     reply_rule,
 )
-from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
+from lit_async_rl.agents.api.errors import invalid, not_sampled, quoted
 from lit_async_rl.agents.api.formats import content_check
 from lit_async_rl.agents.api.shapes import (
     FunctionCallItem,
@@ -31,6 +31,7 @@ from lit_async_rl.agents.api.shapes import (
     shaped,
     text_of,
 )
+from lit_async_rl.agents.calls import AgentCallError
 from lit_async_rl.agents.reply_rules import ContentCheck
 from lit_async_rl.types import SamplingParams
 
@@ -45,12 +46,12 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
     """The call of a body of `/v1/responses`; see `chat_call`.
 
     Raises:
-        ApiError: a parameter is unknown, malformed, or would change the distribution.
+        AgentCallError: a parameter is unknown, malformed, or would change the distribution.
     """
     for name in UNSERVED:
         if name in body:
             message = f"{name} is not supported, as responses are not stored: send the whole conversation as input"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
+            raise AgentCallError(message, "unsupported_parameter", param=name)
     check_options(body, ResponseBody, sampling)
     check_number_of_messages(body.get("input"), limits.max_messages, param="input")
     given = shaped(ResponseBody, body)

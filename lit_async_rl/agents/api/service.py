@@ -23,7 +23,7 @@ from lit_async_rl.agents.api.bodies import (
     parse_body,
     text_call,
 )
-from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
+from lit_async_rl.agents.api.errors import response_of
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
 from lit_async_rl.agents.api.response_bodies import RESPONSES, response_call
@@ -37,7 +37,7 @@ MODELS = "/v1/models"
 READERS = {CHAT: chat_call, TEXT: text_call, RESPONSES: response_call}
 NUM_ENDED_KEYS = 4096
 EVENTS = "text/event-stream; charset=utf-8"
-ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR).response
+ENDED = response_of(AgentCallError("the agents' endpoint has ended", "engine_failed", status=503))
 log = logging.getLogger(__name__)
 
 
@@ -93,17 +93,18 @@ class CallService:
         """The episode of a request, by its header `Authorization`.
 
         Raises:
-            ApiError: the path is none of the API, or the key is missing, unknown, or of an episode that has ended.
+            AgentCallError: the path is none of the API, or the key is missing, unknown, or of an episode that has
+                ended.
         """
         _check_path(request)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
-            raise ApiError(
-                401,
+            raise AgentCallError(
                 "You didn't provide an API key. Send it in the header Authorization: Bearer KEY; the agent of an "
                 "episode has it in OPENAI_API_KEY.",
-                code="invalid_api_key",
+                "invalid_api_key",
+                status=401,
             )
         with self._lock:
             session = self._sessions.get(key)
@@ -111,8 +112,8 @@ class CallService:
         if session is not None:
             return session
         if has_ended:
-            raise ApiError(401, "The episode of this API key has ended.", code="invalid_api_key")
-        raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+            raise AgentCallError("The episode of this API key has ended.", "invalid_api_key", status=401)
+        raise AgentCallError("Incorrect API key provided.", "invalid_api_key", status=401)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -126,18 +127,20 @@ class CallService:
         try:
             session = self.session(request)
             return self._models(request) if request.method == "GET" else await self._answer(session, request, has_gone)
-        except ApiError as error:
-            return error.response
+        except AgentCallError as error:
+            return response_of(error)
         except Exception as error:  # which clients try again
             log.warning("the agents' endpoint failed to answer a request to %s: %s", request.path, describe(error))
-            return ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR).response
+            return response_of(AgentCallError(describe(error)[:500], "server_error", status=500))
 
     def _models(self, request: ApiRequest) -> ApiResponse:
         """The one model, in a list or by its name."""
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "lit-async-rl"}
         name = request.path.removeprefix(MODELS).removeprefix("/")
         if name not in ("", self._model):
-            raise ApiError(404, f"The model {name[:200]!r} does not exist", param="model", code="model_not_found")
+            raise AgentCallError(
+                f"The model {name[:200]!r} does not exist", "model_not_found", status=404, param="model"
+            )
         return ApiResponse(body=json.dumps(model if name else {"object": "list", "data": [model]}).encode())
 
     async def _answer(self, session: _Session, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
@@ -158,8 +161,9 @@ class CallService:
             replies = await _sample(session.episode, call, call_ids(call, known.id))
         except AgentCallError as error:
             session.book.fail(known)
-            param = call.param if error.param == "messages" else error.param
-            raise ApiError(error.status, str(error), param=param, code=error.code) from None
+            if error.param == "messages":
+                error.param = call.param
+            raise
         except asyncio.CancelledError:
             self._leave(session, call, known)
             raise
@@ -193,13 +197,13 @@ class CallService:
                 session.episode.withdraw(call_id)
 
     @property
-    def too_long(self) -> ApiError:
+    def too_long(self) -> AgentCallError:
         """The refusal of a body that is longer than `limits`."""
         limit = self.limits.max_body_bytes
-        return ApiError(
-            413,
+        return AgentCallError(
             f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={limit / 2**20:g})",
-            code="request_too_large",
+            "request_too_large",
+            status=413,
         )
 
 
@@ -245,16 +249,16 @@ def _check_path(request: ApiRequest) -> None:
     """Refuses a path that is none of the API, or has another method.
 
     Raises:
-        ApiError: it is.
+        AgentCallError: it is.
     """
     is_model = request.path == MODELS or request.path.startswith(f"{MODELS}/")
     method = "POST" if request.path in READERS else "GET" if is_model else None
     if request.method != method:
-        raise ApiError(
-            404 if method is None else 405,
+        raise AgentCallError(
             f"Unknown request URL: {request.method} {request.path[:200]}; the endpoint has POST {CHAT}, POST "
             f"{RESPONSES}, POST {TEXT} and GET {MODELS}",
-            code="unknown_url",
+            "unknown_url",
+            status=404 if method is None else 405,
         )
 
 
@@ -266,5 +270,5 @@ def _idempotency_key(header: str | None) -> str | None:
     if header is None:
         return None
     if not 0 < len(header) <= MAX_KEY_CHARS:
-        raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", code="invalid_value")
+        raise AgentCallError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", "invalid_value")
     return header

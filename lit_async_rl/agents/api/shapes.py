@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from lit_async_rl.agents.api.errors import ApiError, invalid, quoted
-from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS
+from lit_async_rl.agents.api.errors import invalid, quoted
+from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS, AgentCallError
 from lit_async_rl.problem import Role
 
 MAX_CHOICES = 128
@@ -334,7 +334,7 @@ def shaped(shape: type[AnyShape], value: Any, where: str = "") -> AnyShape:
     """The fields of a body, or of the object at a path in one.
 
     Raises:
-        ApiError: a field has another shape; names its path and its value.
+        AgentCallError: a field has another shape; names its path and its value.
     """
     try:
         return shape.model_validate(value)
@@ -342,7 +342,7 @@ def shaped(shape: type[AnyShape], value: Any, where: str = "") -> AnyShape:
         raise _refusal(error.errors(include_url=False, include_context=False)[0], where) from None
 
 
-def _refusal(error: ErrorDetails, where: str) -> ApiError:
+def _refusal(error: ErrorDetails, where: str) -> AgentCallError:
     keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])
     path = f"{where}{keys}".removeprefix(".")
     kind = error["type"]
