@@ -24,7 +24,7 @@ from instant_episodes import Instant, poll_for
 import lit_async_rl as rl
 from lit_async_rl.agents.calls import AgentCallError, CallSampling
 from lit_async_rl.agents.credit import BranchCredit, Discount, MeanByLeaf, Share
-from lit_async_rl.agents.endpoint.clients import EndpointAddresses, EndpointClients
+from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.agents.engine import AgentEngine
 from lit_async_rl.agents.results import AgentResult
 from lit_async_rl.engines.base import SamplingParams
@@ -98,9 +98,8 @@ def test_the_client_in_the_process_needs_no_server_and_has_no_address(monkeypatc
     monkeypatch.setitem(sys.modules, "lit_async_rl.agents.endpoint.app", None)
     ((completion,), _) = play(asks)
     assert completion.reward == 1.0
-    for clients in (EndpointClients(), EndpointAddresses()):
-        with pytest.raises(ImportError, match=r"lit-async-rl\[agents\]"):  # at the start, and not in the first episode
-            clients.prepare()
+    with pytest.raises(ImportError, match=r"lit-async-rl\[agents\]"):  # at the start, and not in the first episode
+        EndpointClients().prepare()
 
 
 # -- the reward and the rows of an episode ----------------------------------------------------------------------------
