@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lit_async_rl.agents.call_requests import call_request
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, ReplyMessage, ReplyReason
 from lit_async_rl.agents.credit import BranchCredit
 from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
@@ -25,11 +26,10 @@ from lit_async_rl.agents.parsing import ReplyParser
 from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
 from lit_async_rl.agents.reply_rules import MAX_TRIES
 from lit_async_rl.agents.rows import completion_of
-from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
-from lit_async_rl.types import Completion
+from lit_async_rl.types import Completion, GenerationRequest
 
 MAX_SAMPLES = 128  # of one call
 ReplyCheck = Callable[[Reply], str | None]
@@ -120,9 +120,12 @@ class AgentEpisode(PlayedSample):
     """One running agent: one sample of a group; calls are refused when it is over.
 
     Args:
-        session: its tokens.
+        request: request of the outer engine.
+        sample_index: which of its samples.
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
+        max_model_len: see the attribute of this name.
+        submit: gives a request to the inner engine, and returns its id there; called with the lock held.
         abort: aborts requests of the inner engine, called without the lock.
         fail: see the attribute of this name.
         num_failed: failed tries before this one.
@@ -131,24 +134,29 @@ class AgentEpisode(PlayedSample):
         key: random and unguessable; an endpoint takes it as the API key of the agent.
         prompt: the problem.
         graph: what was said.
+        max_model_len: largest number of tokens of a call and its reply.
         fail: tells the engine that it has failed, by an error of what serves its episodes.
     """
 
     def __init__(
         self,
-        session: TokenSession,
+        request: GenerationRequest,
+        sample_index: int,
         rules: EpisodeRules,
         lock: Any,
+        max_model_len: int,
+        submit: Callable[[GenerationRequest], int],
         abort: Callable[[Sequence[int]], None],
         fail: Callable[[Exception], None],
         num_failed: int = 0,
     ) -> None:
-        super().__init__(session.request, session.sample_index, num_failed=num_failed)
+        super().__init__(request, sample_index, num_failed=num_failed)
         self.key = f"agent-{secrets.token_urlsafe(24)}"
         self.graph = MessageGraph()
-        self._session = session
         self._rules = rules
         self._lock = lock
+        self.max_model_len = max_model_len
+        self._submit_request = submit
         self._abort = abort
         self.fail = fail
         self._calls: list[_Call] = []
@@ -177,11 +185,6 @@ class AgentEpisode(PlayedSample):
     def codec(self) -> TextCodec:
         """Encodes and decodes with the tokenizer of the model."""
         return self._rules.renderer.codec
-
-    @property
-    def max_model_len(self) -> int:
-        """Largest number of tokens of a call and its reply."""
-        return self._session.max_model_len
 
     @property
     def trains(self) -> bool:
@@ -335,9 +338,17 @@ class AgentEpisode(PlayedSample):
 
     def _sample(self, call: _Call, num_tries: int) -> None:
         """Asks the inner engine for the replies of a call, with the lock held."""
-        call.request_id = self._session.sample(
-            call.prompt_ids, call.sampling, num_samples=call.num_samples, num_tries=num_tries
+        request = call_request(
+            self.request,
+            self.sample_index,
+            call.prompt_ids,
+            sampling=call.sampling,
+            max_model_len=self.max_model_len,
+            num_samples=call.num_samples,
+            num_calls=len(self._calls),
+            num_tries=num_tries,
         )
+        call.request_id = self._submit_request(request)
         call.number = len(self._calls)
         self._calls.append(call)
 
