@@ -6,8 +6,6 @@ import asyncio
 import functools
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +33,6 @@ from lit_async_rl.models.tokenizer import TextCodec
 
 MODELS = "/v1/models"
 READERS = {CHAT: chat_call, TEXT: text_call, RESPONSES: response_call}
-NUM_ENDED_KEYS = 4096
 EVENTS = "text/event-stream; charset=utf-8"
 ENDED = response_of(AgentCallError("the agents' endpoint has ended", "engine_failed", status=503))
 log = logging.getLogger(__name__)
@@ -63,31 +60,22 @@ class CallService:
         self._codec = codec
         self._longest_token = max(map(len, codec.tokenizer.get_vocab()), default=1)
         self._model = codec.model
-        self._lock = threading.Lock()  # of the two dictionaries: episodes begin and end in other threads
-        self._sessions: dict[str, _Session] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._sessions: dict[str, _Session] = {}  # in single operations: episodes begin and end in other threads
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
     def open(self, episode: AgentEpisode) -> None:
         """Accepts calls with the key of an episode."""
-        with self._lock:
-            self._sessions[episode.key] = _Session(episode)
+        self._sessions[episode.key] = _Session(episode)
 
     def end(self, key: str) -> None:
         """Refuses further calls with a key."""
-        with self._lock:
-            if self._sessions.pop(key, None) is None:
-                return
-            self._ended[key] = None
-            while len(self._ended) > NUM_ENDED_KEYS:
-                self._ended.popitem(last=False)
+        self._sessions.pop(key, None)
 
     @property
     def episodes(self) -> list[AgentEpisode]:
         """Episodes whose calls are accepted."""
-        with self._lock:
-            return [session.episode for session in self._sessions.values()]
+        return [session.episode for session in list(self._sessions.values())]
 
     def session(self, request: ApiRequest) -> _Session:
         """The episode of a request, by its header `Authorization`.
@@ -106,14 +94,10 @@ class CallService:
                 "invalid_api_key",
                 status=401,
             )
-        with self._lock:
-            session = self._sessions.get(key)
-            has_ended = key in self._ended
-        if session is not None:
-            return session
-        if has_ended:
-            raise AgentCallError("The episode of this API key has ended.", "invalid_api_key", status=401)
-        raise AgentCallError("Incorrect API key provided.", "invalid_api_key", status=401)
+        session = self._sessions.get(key)
+        if session is None:
+            raise AgentCallError("Incorrect API key provided, or its episode has ended.", "invalid_api_key", status=401)
+        return session
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
