@@ -23,7 +23,14 @@ from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, Reply
 from lit_async_rl.agents.credit import BranchCredit
 from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
 from lit_async_rl.agents.parsing import ReplyParser
-from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
+from lit_async_rl.agents.rendering import (
+    UNSTABLE,
+    ChatRenderer,
+    Messages,
+    checked_call_messages,
+    checked_tools,
+    kind_of,
+)
 from lit_async_rl.agents.reply_rules import MAX_TRIES
 from lit_async_rl.agents.rows import completion_of
 from lit_async_rl.environments.multi_request import PlayedSample
@@ -234,7 +241,7 @@ class AgentEpisode(PlayedSample):
                 num_samples=n,
                 id=call_id,
                 messages=checked_call_messages(messages),
-                tools=_checked_tools(tools),
+                tools=checked_tools(tools),
                 parses_tools=parses_tools,
             )
             self._continue_chat(call, dict(chat_template_kwargs or {}))
@@ -395,8 +402,10 @@ class AgentEpisode(PlayedSample):
 
     def _continue_chat(self, call: _Call, options: Mapping[str, Any]) -> None:
         """Finds the turn that the messages of a call continue, and what is new in them."""
+        kind = kind_of(call.tools, options)
+        self._check_length(kind)  # also for a template that leaves tools out: kinds are remembered
         with self._lock:
-            match = self.graph.match(kind_of(call.tools, options), call.messages)
+            match = self.graph.match(kind, call.messages)
         call.match = match
         renderer = self._rules.renderer
         drift = self.graph.drift
@@ -406,10 +415,12 @@ class AgentEpisode(PlayedSample):
         if parent is not None and text is not None:
             drift.healed += match.num_healed
             call.parent = parent
+            self._check_length(text)
             call.given_ids = renderer.encode_after(parent.completion.token_ids, text)
         else:
             drift.template += parent is not None
             (text,) = renderer.segments(call.messages, call.tools, options)
+            self._check_length(text)
             call.given_ids = renderer.encode(text)
         call.given_text = text
 
@@ -435,6 +446,7 @@ class AgentEpisode(PlayedSample):
     def _continue_text(self, call: _Call, prompt: str | Sequence[int]) -> None:
         """Finds the turn that a text or token ids continue, and what is new in them."""
         codec = self._rules.renderer.codec
+        self._check_length(prompt)
         if isinstance(prompt, str):
             call.given_text = prompt
             call.parent, rest = self._continued_text(prompt)
@@ -444,6 +456,20 @@ class AgentEpisode(PlayedSample):
                 call.given_ids = codec.encode_continuation(rest)
         else:
             call.parent, call.given_ids = self._continued_ids(_checked_ids(prompt, codec.vocab_size))
+
+    def _check_length(self, given: str | Sequence[int]) -> None:
+        """Refuses a text or tokens that cannot fit into the context, before seconds are spent on some MB of them.
+
+        Raises:
+            AgentCallError: they are longer than the context, whatever the tokens of the text are.
+        """
+        least = -(-len(given) // self._rules.renderer.longest_token) if isinstance(given, str) else len(given)
+        if least > self.max_model_len:
+            raise AgentCallError(
+                f"the model's context is {self.max_model_len} tokens, and the call has at least {least}",
+                "context_length_exceeded",
+                param="messages",
+            )
 
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it.
@@ -588,18 +614,6 @@ class AgentEpisode(PlayedSample):
             EnvironmentFailure: nothing was sampled that trains.
         """
         return completion_of(self.request, self.sample_index, self.graph.turns, credit=self._rules.credit)
-
-
-def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Messages:
-    if tools is None:
-        return ()
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
-        raise AgentCallError("tools must be a list of JSON schemas", "invalid_tools", param="tools")
-    for number, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise AgentCallError(f"tools[{number}] must be a function with a name", "invalid_tools", param="tools")
-    return tuple(tools)
 
 
 def _checked_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:

@@ -65,7 +65,6 @@ def tool(**changes) -> dict:
     return ASK | {"tools": [{"type": "function", "function": TOOL["function"] | changes}]}
 
 
-CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 BROKEN = [
     ({"messages": [USER]}, "model"),
     ({"model": 3, "messages": [USER]}, "model"),
@@ -73,26 +72,8 @@ BROKEN = [
     ({"model": "m", "messages": []}, "messages"),
     ({"model": "m", "messages": "text"}, "messages"),
     ({"model": "m", "messages": ["text"]}, "messages[0]"),
-    (message(role="robot"), "messages[1].role"),
-    (message(role=None), "messages[1].role"),
-    (message(role=["user"]), "messages[1].role"),
-    (message(content=None), "messages[1].content"),
-    (message(content=5), "messages[1].content"),
-    (message(content=[]), "messages[1].content"),
-    (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[1].content[0].type"),
-    (message(content=["text"]), "messages[1].content[0]"),
-    (message(content=[{"type": "text"}]), "messages[1].content[0]"),
-    (message(name=5), "messages[1].name"),
-    (message(tool_calls=[CALL]), "messages[1].tool_calls"),
-    (message(role="assistant", tool_calls="x"), "messages[1].tool_calls"),
-    (message(role="assistant", tool_calls=["x"]), "messages[1].tool_calls[0]"),
-    (message(role="assistant", tool_calls=[CALL | {"id": None}]), "messages[1].tool_calls[0].id"),
-    (
-        message(role="assistant", tool_calls=[CALL | {"function": {"name": "a"}}]),
-        "messages[1].tool_calls[0].function.arguments",
-    ),
     (message(role="assistant", function_call={"name": "a"}), "messages[1].function_call"),
-    (message(role="tool"), "messages[1].tool_call_id"),
+    (message(audio={"id": "a"}), "messages[1].audio"),
     (ASK | {"n": 0}, "n"),
     (ASK | {"n": -1}, "n"),
     (ASK | {"n": 1.5}, "n"),
@@ -119,14 +100,10 @@ BROKEN = [
     (ASK | {"colour": "blue"}, "colour"),
     (ASK | {"tools": {}}, "tools"),
     (ASK | {"tools": [TOOL] * 200}, "tools"),
-    (ASK | {"tools": [{"type": "retrieval"}]}, "tools[0].type"),
-    (ASK | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-    (tool(name="a b"), "tools[0].function.name"),
-    (tool(parameters="text"), "tools[0].function.parameters"),
-    (tool(parameters={"type": "string"}), "tools[0].function.parameters.type"),
-    (tool(parameters={"type": "object", "properties": {"a": 5}}), "tools[0].function.parameters.properties"),
-    (tool(parameters={"type": "object", "required": "a"}), "tools[0].function.parameters.required"),
-    (tool(description=5), "tools[0].function.description"),
+    (ASK | {"tools": [{"type": "retrieval"}]}, "tools"),
+    (ASK | {"tools": [{"type": "function", "function": {}}]}, "tools"),
+    (tool(name=5), "tools"),
+    (tool(parameters="text"), "tools"),
     (ASK | {"tool_choice": "auto"}, "tool_choice"),
     (ASK | {"tool_choice": "required"}, "tool_choice"),
     (tool() | {"tool_choice": "sometimes"}, "tool_choice"),
@@ -274,10 +251,8 @@ def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
     """Tokenising them takes tens of seconds, in which no episode would get an answer."""
     episodes, good, bad = pair
     long = "8312=" * 1_000_000
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": long}}]
     for path, body, param in (
         ("/chat/completions", {"messages": [USER | {"content": long}]}, "messages"),
-        ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": calls}]}, "messages"),
         ("/chat/completions", {"messages": [USER | {"content": long[:1000]}] * 1500}, "messages"),
         ("/chat/completions", tool(description=long), "messages"),
         ("/completions", {"prompt": long}, "prompt"),

@@ -19,13 +19,13 @@ from lit_async_rl.agents.api.shapes import (
     MAX_CHOICES,
     Body,
     ChatBody,
-    ChatMessage,
     ContentFormat,
     Shape,
     TextBody,
     shaped,
 )
-from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
+from lit_async_rl.agents.calls import AgentCallError
+from lit_async_rl.agents.rendering import checked_tools
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
 from lit_async_rl.agents.strict_json import refuse_constant
 from lit_async_rl.types import SamplingParams
@@ -58,7 +58,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 UNSERVED = ("previous_response_id", "conversation")  # responses are not stored
-READ_AS_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # of a message
 ANSWERED = ("messages", "prompt", "input", "instructions", "model", "tools", "n", "stream")  # every answer needs them
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")  # as in `SamplingParams.distribution`
 
@@ -94,7 +93,7 @@ class Call:
         logprobs: whether the answer has the log-probability of each token.
         top_logprobs: likeliest tokens of each position in the answer, as far as they were recorded.
         return_token_ids: whether the answer has the ids of the tokens, and the versions that sampled them.
-        messages: conversation, for a chat.
+        messages: conversation, for a chat; checked by `AgentEpisode.complete`.
         prompts: texts or token ids, for completions.
         tools: JSON schemas, for a chat.
         calls_tools: whether calls are parsed.
@@ -115,7 +114,7 @@ class Call:
     return_token_ids: bool = False
     messages: tuple[Mapping[str, Any], ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    tools: tuple[Mapping[str, Any], ...] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     calls_tools: bool = True
     chat_template_kwargs: Mapping[str, Any] | None = None
     rule: ReplyRule | None = None
@@ -127,33 +126,6 @@ class Call:
         if not self.messages:
             return "prompt"
         return "messages" if self.request is None else "input"
-
-
-def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
-    """Refuses texts that cannot fit into the context, before they are tokenised, which takes seconds for some MB.
-
-    Args:
-        call: the call.
-        max_tokens: tokens of the context.
-        longest_token: characters of the longest token.
-
-    Raises:
-        AgentCallError: the texts are longer than the context, whatever their tokens are.
-    """
-    lengths = [len(one) if isinstance(one, tuple) else -(-len(one) // longest_token) for one in call.prompts]
-    if call.messages:
-        chars = sum(len(message["content"] or "") for message in call.messages)
-        more = [one for message in call.messages for one in message.get("tool_calls", ())]
-        more += [*(call.tools or ()), call.chat_template_kwargs or {}]
-        chars += sum(len(json.dumps(one, ensure_ascii=False)) for one in more)
-        lengths.append(chars // longest_token)
-    longest = max(lengths)
-    if longest > max_tokens:
-        raise AgentCallError(
-            f"the model's context is {max_tokens} tokens, and the call has at least {longest}",
-            "context_length_exceeded",
-            param=call.param,
-        )
 
 
 def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
@@ -218,12 +190,16 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     chat = shaped(ChatBody, body)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
-    tools = tuple(body["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
+    for number, message in enumerate(chat.messages):
+        for name in ("function_call", "audio"):
+            if message.get(name) is not None:  # which the policy would never read
+                raise invalid(f"messages[{number}].{name}", f"messages[{number}].{name} is not supported")
+    tools = checked_tools(chat.tools)
     lengths = [length for length in (chat.max_tokens, chat.max_completion_tokens) if length is not None]
-    functions = forced_functions(chat.tool_choice, [tool.function.name for tool in chat.tools or ()])
+    functions = forced_functions(chat.tool_choice, tools)
     return Call(
         model=chat.model,
-        messages=tuple(_message(message, f"messages[{number}]") for number, message in enumerate(chat.messages)),
+        messages=tuple(chat.messages),
         tools=tools,
         calls_tools=chat.tool_choice != "none",
         rule=reply_rule(functions, is_parallel=chat.parallel_tool_calls, content=_chat_content(chat)),
@@ -359,27 +335,6 @@ def check_number_of_messages(messages: Any, max_messages: int, param: str = "mes
         )
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """A message with what the policy can read: role, text, name, calls, the call that it answers, reasoning."""
-    given = vars(message)
-    for name in ("function_call", "audio"):
-        if given[name] is not None:
-            raise invalid(f"{where}.{name}", f"{where}.{name} is not supported")
-    if message.tool_calls and message.role != "assistant":
-        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only the assistant calls tools, not {message.role}")
-    content = message.text
-    if content is None and not message.tool_calls:
-        if message.role != "assistant" or message.refusal is None:
-            raise invalid(f"{where}.content", f"{where}.content must be text, got null")
-        content = message.refusal
-    if message.role == "tool" and message.tool_call_id is None:
-        raise invalid(f"{where}.tool_call_id", f"{where}: a message of a tool needs a tool_call_id")
-    found: dict[str, Any] = {"role": message.role, "content": content}
-    if message.tool_calls:
-        found["tool_calls"] = [call.as_message() for call in message.tool_calls]
-    return found | {name: given[name] for name in READ_AS_TEXT if isinstance(given[name], str)}
-
-
 def _chat_content(chat: ChatBody) -> ContentCheck | None:
     wanted = chat.response_format or ContentFormat()
     if wanted.type != "json_schema":
@@ -389,20 +344,21 @@ def _chat_content(chat: ChatBody) -> ContentCheck | None:
     return content_check(wanted.type, wanted.json_schema.schema_, param="response_format.json_schema.schema")
 
 
-def forced_functions(choice: Any, names: Sequence[str]) -> frozenset[str] | None:
+def forced_functions(choice: Any, tools: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
     """Names of tools of which a reply must call at least one; None leaves the choice to the policy.
 
     Args:
         choice: field `tool_choice` of a body.
-        names: of the tools.
+        tools: of the call, see `checked_tools`.
 
     Raises:
         AgentCallError: the choice is unknown, or needs tools that the call does not have.
     """
     if choice is None or choice == "none":
         return None
-    if not names:
+    if not tools:
         raise invalid("tool_choice", "tool_choice needs tools")
+    names = [tool.get("function", tool)["name"] for tool in tools]
     if choice == "auto":
         return None
     if choice == "required":

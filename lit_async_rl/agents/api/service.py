@@ -17,7 +17,6 @@ from lit_async_rl.agents.api.bodies import (
     Call,
     CallLimits,
     chat_call,
-    check_length,
     parse_body,
     text_call,
 )
@@ -58,7 +57,6 @@ class CallService:
     def __init__(self, limits: CallLimits, codec: TextCodec) -> None:
         self.limits = limits
         self._codec = codec
-        self._longest_token = max(map(len, codec.tokenizer.get_vocab()), default=1)
         self._model = codec.model
         self._sessions: dict[str, _Session] = {}  # in single operations: episodes begin and end in other threads
 
@@ -135,7 +133,6 @@ class CallService:
             ignored = ignored.union(DISTRIBUTION)
         body = {name: value for name, value in parse_body(request.body).items() if name not in ignored}
         call = READERS[request.path](body, session.episode.request.sampling, self.limits)
-        check_length(call, session.episode.max_model_len, longest_token=self._longest_token)
         known = session.book.join(
             digest_of(request.path, request.body),
             attempt=_attempt(request.headers.get(ATTEMPT, "")),
