@@ -363,6 +363,16 @@ def test_connections_without_a_whole_head_are_closed_in_time(pair, monkeypatch):
     well(good)
 
 
+def test_a_body_that_does_not_come_in_time_is_refused(pair, monkeypatch):
+    _, good, bad = pair
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.3)
+    with connect(bad) as connection:
+        connection.sendall(head(bad, 50) + b"{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+    monkeypatch.undo()
+    well(good)
+
+
 def test_a_thousand_connections_that_say_nothing_harm_nobody(pair):
     _, good, bad = pair
     connections = [connect(bad) for _ in range(300)]

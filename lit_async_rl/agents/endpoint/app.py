@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import uvicorn
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -55,9 +55,12 @@ async def _answer(request: Request, service: CallService) -> ApiResponse | None:
     """
     call = ApiRequest(method=request.method, path=request.scope["path"], body=b"", headers=request.headers)
     service.session(call)  # before its body is read
-    body = await _read_body(request, service)
-    if body is None:
+    try:
+        body = await asyncio.wait_for(_read_body(request, service), BODY_TIMEOUT_S)
+    except ClientDisconnect:
         return None
+    except asyncio.TimeoutError:
+        raise AgentCallError(f"the body did not come within {BODY_TIMEOUT_S:g} s", "timeout", status=408) from None
     call = replace(call, body=body)
     return await _unless_gone(lambda has_gone: service.respond(call, has_gone), request)
 
@@ -70,34 +73,21 @@ def _sent(answer: ApiResponse | None) -> Response:
     )
 
 
-async def _read_body(request: Request, service: CallService) -> bytes | None:
-    """The body; None if the client has gone.
+async def _read_body(request: Request, service: CallService) -> bytes:
+    """The body.
 
     Raises:
-        AgentCallError: it is too long, or does not come in time.
+        AgentCallError: it is too long.
+        ClientDisconnect: the client has gone.
     """
-    limit = service.limits.max_body_bytes
-    with contextlib.suppress(ValueError):
-        if int(request.headers.get("content-length", 0)) > limit:
-            raise service.too_long
     parts: list[bytes] = []
     length = 0
-    now = asyncio.get_running_loop().time
-    deadline = now() + BODY_TIMEOUT_S
-    while True:
-        try:
-            message = await asyncio.wait_for(request.receive(), deadline - now())
-        except asyncio.TimeoutError:
-            raise AgentCallError(f"the body did not come within {BODY_TIMEOUT_S:g} s", "timeout", status=408) from None
-        if message["type"] == "http.disconnect":
-            return None
-        part = message.get("body", b"")
+    async for part in request.stream():
         length += len(part)
-        if length > limit:
+        if length > service.limits.max_body_bytes:
             raise service.too_long
         parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    return b"".join(parts)
 
 
 async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:
