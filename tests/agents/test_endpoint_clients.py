@@ -243,6 +243,7 @@ def test_repetitions_are_told_from_second_questions(tmp_path):
         other = post(given, ASK | {"seed": 5}, **{"Idempotency-Key": "a"})
         assert other.status_code == 400
         assert other.json()["error"]["code"] == "idempotency_key_in_use"
+        assert post(given, ASK, **{"Idempotency-Key": "k" * 300}).status_code == 400
         assert len(calls_of(episodes)) == 3
 
 
@@ -260,33 +261,25 @@ def test_two_equal_calls_at_once_are_two_samples(tmp_path):
         assert len({answer["id"] for answer in answers}) == 2
 
 
-def test_what_a_client_that_went_has_asked_for_is_not_trained(tmp_path):
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_a_client_that_went_has_asked_for_trains_if_it_comes_back(tmp_path, comes_back):
+    """Also without a word that it asks again."""
     with held(tmp_path) as (episodes, (given,)):
-        client = client_of(given, timeout=0.3, max_retries=0)
-        client.with_options(timeout=WAIT_S).chat.completions.create(**ASK)
+        client_of(given).chat.completions.create(**ASK)
         episodes.pause()
         lost = {"model": MODEL, "messages": [{"role": "user", "content": "77="}]}
         with pytest.raises(openai.APITimeoutError):
-            client.chat.completions.create(**lost)
-        episodes.resume()
-        wait_for(lambda: calls_of(episodes)[-1].replies.done())
-        (sample,) = finish(episodes)
-    assert len(sample.rows) == 1
-    assert episodes.engine.stats.num_orphans == 1
-
-
-def test_a_client_that_comes_back_without_saying_so_gets_its_answer(tmp_path):
-    with held(tmp_path) as (episodes, (given,)):
-        episodes.pause()
-        with pytest.raises(openai.APITimeoutError):
-            client_of(given, timeout=0.3, max_retries=0).chat.completions.create(**ASK)
-        (call,) = calls_of(episodes)
+            client_of(given, timeout=0.3, max_retries=0).chat.completions.create(**lost)
+        call = calls_of(episodes)[-1]
         wait_for(lambda: not call.num_waiting)
         episodes.resume()
-        assert client_of(given).chat.completions.create(**ASK).choices
-        assert len(calls_of(episodes)) == 1
+        if comes_back:
+            assert client_of(given).chat.completions.create(**lost).choices
+        wait_for(call.replies.done)
+        assert len(calls_of(episodes)) == 2
         (sample,) = finish(episodes)
-    assert len(sample.rows) == 1
+    assert len(sample.rows) == 1 + comes_back
+    assert episodes.engine.stats.num_orphans == 1 - comes_back
 
 
 # -- errors of the API ------------------------------------------------------------------------------------------------

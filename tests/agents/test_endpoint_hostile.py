@@ -201,22 +201,22 @@ def test_settings_out_of_range_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["length", "chunks"])
-def test_a_body_of_100_mb_is_refused(pair, kind):
+def test_a_body_of_10_mb_is_refused(pair, kind):
     _, good, bad = pair
     part = b" " * 2**20
     if kind == "length":
-        response = send(bad, part * 100)
+        response = send(bad, part * 10)
     else:
-        response = send(bad, (part for _ in range(100)))
+        response = send(bad, (part for _ in range(10)))
     assert response.status_code == 413
     assert checked(response)["code"] == "request_too_large"
     well(good)
     well(bad)
 
 
-def test_a_million_messages_are_refused(pair):
+def test_too_many_messages_are_refused(pair):
     _, good, bad = pair
-    response = send(bad, json.dumps({"model": "m", "messages": [USER] * 1_000_000}))
+    response = send(bad, json.dumps({"model": "m", "messages": [USER] * 300_000}))
     assert response.status_code == 413
     response = send(bad, json.dumps({"model": "m", "messages": [USER] * 100_000}))
     assert response.status_code == 400
@@ -231,12 +231,9 @@ def test_a_million_messages_are_refused(pair):
         b"\xff\xfe\xfa",
         b"[" * 100_000,
         json.dumps({"model": "m", "messages": [{"role": "robot", "content": "x"}]}).encode(),
-        json.dumps(ASK | {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}).encode(),
-        json.dumps(ASK | {"n": 0}).encode(),
         json.dumps({"model": "m", "messages": [{"role": "user", "content": "€" * 300}]}).encode(),
-        json.dumps({"model": "m", "prompt": [97] * 50}).encode(),
     ],
-    ids=["no_text", "deep", "role", "schema", "n", "unknown_characters", "wrong_path"],
+    ids=["no_text", "deep", "role", "unknown_characters"],
 )
 def test_each_broken_body_gets_the_error_of_the_api(pair, data):
     _, good, bad = pair

@@ -24,7 +24,6 @@ from lit_async_rl.types import SamplingParams
 
 FLAT = {"type": "function", "strict": True, **TOOL["function"]}
 ASK = {"model": "m", "input": "question"}
-BOTH_WAYS = pytest.mark.parametrize("way", ["here", "http"])
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
@@ -33,9 +32,8 @@ def codec(tmp_path_factory) -> TextCodec:
     return TextCodec(chat_model(tmp_path_factory.mktemp("chat"), TOOLS))
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_loop_of_tools_is_one_row(codec, way, streams):
+def test_a_loop_of_tools_is_one_row(codec, streams):
     """As agents write it: the items of each response are appended to the input, then the outputs of tools."""
 
     async def ask(client, **arguments):
@@ -67,7 +65,7 @@ def test_a_loop_of_tools_is_one_row(codec, way, streams):
         return 1.0
 
     texts = [f"Let me see.{call_text(a=1)}{call_text(a=2)}", "hm</think>4", "yes"]
-    sample, engine, inner = play(agent, codec, texts, way=way)
+    sample, engine, inner = play(agent, codec, texts)
     assert not sample.branches
     assert sum(sample.loss_mask) == sum(len(one.token_ids) for one in inner.said)
     assert engine.stats.drift.total == 0
@@ -115,8 +113,7 @@ def test_a_response_is_the_chat_of_the_same_messages(codec):
     assert engine.stats.drift.total == 0
 
 
-@BOTH_WAYS
-def test_fields_of_a_response(codec, way):
+def test_fields_of_a_response(codec):
     async def agent(prompt, client):
         asked = {
             "max_output_tokens": 100,
@@ -139,7 +136,7 @@ def test_fields_of_a_response(codec, way):
         assert "".join(one.token for one in part.logprobs).startswith(part.text)
         return 1.0
 
-    _, _, inner = play(agent, codec, [call_text(a=1)], way=way)
+    _, _, inner = play(agent, codec, [call_text(a=1)])
     assert inner.requests[0].sampling.max_tokens == 100
 
 

@@ -1,21 +1,22 @@
-"""Calls of the clients that agents are given, here and in other processes: their answers, and that no more is lost."""
+"""Calls of the clients that agents are given, which need no connection: their answers, and that no more is lost."""
 
 import asyncio
 import contextlib
 import os
+import queue
 import signal
+import threading
 
 import httpx
 import openai
 import pytest
-from agent_endpoints import importable, playing, wait_for
+from agent_endpoints import WAIT_S, importable, playing, wait_for
 
 from lit_async_rl.agents import EndpointClients, ProcessAgent
 from lit_async_rl.agents.api.exchange import ApiResponse
 from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.process import MAX_REPLY_BYTES, AgentProcessEnded, _Worker
-from lit_async_rl.agents.engine import load_agent
 from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.process import Child
 
@@ -23,42 +24,9 @@ pytestmark = pytest.mark.timeout(240)
 USER = {"role": "user", "content": "8312="}
 
 MODULE = """
-import asyncio, os, pathlib
-
-import openai
+import os, pathlib
 
 HERE = pathlib.Path(__file__).parent
-
-
-async def until(name):
-    while not (HERE / name).exists():
-        await asyncio.sleep(0.01)
-
-
-async def asks(prompt, client):
-    arguments = dict(model="m", messages=[{"role": "user", "content": "8312="}])
-    await client.chat.completions.create(**arguments)
-    (HERE / "asked").touch()
-    await until("paused")
-    said = ""
-    try:
-        other = client.with_options(timeout=prompt.metadata["timeout"], max_retries=prompt.metadata["max_retries"])
-        await other.chat.completions.create(**arguments)
-    except openai.OpenAIError as error:
-        said = f"{type(error).__name__}: {error}"
-    (HERE / "said.new").write_text(said)
-    (HERE / "said.new").rename(HERE / "said")
-    await until("over")
-    return 1.0
-
-
-async def shouts(prompt, client):
-    arguments = dict(model="m", messages=[{"role": "user", "content": "8312="}])
-    try:
-        await client.chat.completions.create(**arguments, extra_headers={"Idempotency-Key": "k" * 2**21})
-    except openai.OpenAIError:
-        await client.chat.completions.create(**arguments)
-        return 1.0
 
 
 async def asks_once(prompt, client):
@@ -75,30 +43,19 @@ def module(tmp_path):
         yield name
 
 
-HERE_AND_ELSEWHERE = pytest.mark.parametrize("wrapper", [load_agent, ProcessAgent], ids=["here", "elsewhere"])
-
-
 @contextlib.contextmanager
-def episode_of(agent, folder, metadata, *, wrapper=ProcessAgent, clients=None, **settings):
-    """An episode that begins; files in the test's folder say how far it is."""
-    prompt = Prompt(text="sort", metadata=metadata)
-    with playing(wrapper(agent), folder, prompt, clients=clients or EndpointClients(), **settings) as episodes:
+def episode_of(agent, folder, **settings):
+    """An episode that begins."""
+    with playing(agent, folder, Prompt(text="sort"), clients=EndpointClients(), **settings) as episodes:
         yield episodes
     assert not episodes.errors, episodes.errors
-
-
-def pause_after_the_first_call(episodes, folder):
-    """What `asks` asks for next is not sampled before `resume`."""
-    wait_for((folder / "asked").exists)
-    episodes.pause()
-    (folder / "paused").touch()
 
 
 def calls_of(episodes):
     return next(iter(episodes.engine.running))._calls
 
 
-def test_the_client_of_an_agent_needs_no_connection(module, tmp_path, monkeypatch):
+def test_the_client_of_an_agent_needs_no_connection(tmp_path, monkeypatch):
     served = []
 
     async def counted(request, service, read=app._read_body):
@@ -113,52 +70,67 @@ def test_the_client_of_an_agent_needs_no_connection(module, tmp_path, monkeypatc
         return 1.0
 
     monkeypatch.setattr(app, "_read_body", counted)
-    with episode_of(agent, tmp_path, {}, wrapper=load_agent) as episodes:
+    with episode_of(agent, tmp_path) as episodes:
         episodes.results(1)
     assert served == ["/v1/completions"]
 
 
-@HERE_AND_ELSEWHERE
-def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(module, tmp_path, wrapper):
-    with episode_of(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 50}, wrapper=wrapper) as episodes:
-        pause_after_the_first_call(episodes, tmp_path)
+class Asks:
+    """An agent whose second call is asked for when nothing is sampled, and that ends when it is told to."""
+
+    def __init__(self, **options):
+        self.options = options
+        self.asked, self.paused, self.over = (threading.Event() for _ in range(3))
+        self.said = queue.SimpleQueue()
+
+    async def __call__(self, prompt, client):
+        await client.chat.completions.create(model="m", messages=[USER])
+        self.asked.set()
+        await asyncio.to_thread(self.paused.wait, WAIT_S)
+        try:
+            self.said.put(await client.with_options(**self.options).chat.completions.create(model="m", messages=[USER]))
+        except openai.OpenAIError as error:
+            self.said.put(error)
+        await asyncio.to_thread(self.over.wait, WAIT_S)
+        return 1.0
+
+    def pause(self, episodes):
+        assert self.asked.wait(WAIT_S)
+        episodes.pause()
+        self.paused.set()
+
+
+def test_a_client_that_times_out_gets_one_sample_for_all_its_tries(tmp_path):
+    agent = Asks(timeout=0.3, max_retries=50)
+    with episode_of(agent, tmp_path) as episodes:
+        agent.pause(episodes)
         (session,) = episodes.endpoint.service._sessions.values()
         wait_for(lambda: any(call.attempt >= 2 for calls in session.book._calls.values() for call in calls))
         episodes.resume()
-        wait_for((tmp_path / "said").exists)
-        assert (tmp_path / "said").read_text() == ""
+        assert agent.said.get(timeout=WAIT_S).choices
         assert len(calls_of(episodes)) == 2
-        (tmp_path / "over").touch()
+        agent.over.set()
         (sample,) = episodes.results(1)
     assert len(sample.rows) == 2
     assert episodes.engine.stats.num_orphans == 0
 
 
-@HERE_AND_ELSEWHERE
-def test_what_a_client_that_went_has_asked_for_is_not_trained(module, tmp_path, wrapper):
-    with episode_of(f"{module}.asks", tmp_path, {"timeout": 0.3, "max_retries": 0}, wrapper=wrapper) as episodes:
-        pause_after_the_first_call(episodes, tmp_path)
-        wait_for((tmp_path / "said").exists)
-        assert "APITimeoutError" in (tmp_path / "said").read_text()
+def test_what_a_client_that_went_has_asked_for_is_not_trained(tmp_path):
+    agent = Asks(timeout=0.3, max_retries=0)
+    with episode_of(agent, tmp_path) as episodes:
+        agent.pause(episodes)
+        assert isinstance(agent.said.get(timeout=WAIT_S), openai.APITimeoutError)
         wait_for(lambda: not calls_of(episodes)[-1].num_waiting)
         episodes.resume()
         wait_for(lambda: calls_of(episodes)[-1].replies.done())
-        (tmp_path / "over").touch()
+        agent.over.set()
         (sample,) = episodes.results(1)
     assert len(sample.rows) == 1
     assert episodes.engine.stats.num_orphans == 1
 
 
-@HERE_AND_ELSEWHERE
-def test_a_header_of_megabytes_is_refused_and_harms_nobody(module, tmp_path, wrapper):
-    with episode_of(f"{module}.shouts", tmp_path, {}, wrapper=wrapper) as episodes:
-        (sample,) = episodes.results(1)
-    assert sample.reward == 1.0
-    assert len(sample.rows) == 1
-
-
 def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_path):
-    with episode_of(f"{module}.asks_once", tmp_path, {}, tries=2) as episodes:
+    with episode_of(ProcessAgent(f"{module}.asks_once"), tmp_path, tries=2) as episodes:
         episodes.pause()
         wait_for(lambda: episodes.engine.running and calls_of(episodes))
         (first,) = calls_of(episodes)
