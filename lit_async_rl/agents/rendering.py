@@ -19,6 +19,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
+from lit_async_rl.agents.strict_json import MAX_DEPTH, depth_of
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import ROLES
@@ -62,6 +63,9 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
         content = message.get("refusal") or ""
     checked = {key: value for key, value in message.items() if key in MESSAGE_KEYS and value is not None}
     checked["content"] = text_of(content, f"messages[{number}].content")
+    for key in ("name", "tool_call_id"):
+        if not isinstance(checked.get(key), str | int | None):
+            raise _invalid(f"messages[{number}].{key} must be text: {type(checked[key]).__name__}")
     reasoning = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
     if reasoning and message["role"] == "assistant":
         checked |= dict.fromkeys(REASONING_KEYS, reasoning)
@@ -104,7 +108,11 @@ def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _invalid(f"messages[{number}] has a tool call without a function's name: {str(call)[:80]!r}")
+    if not isinstance(call.get("id"), str | int | None):
+        raise _invalid(f"messages[{number}] has a tool call whose id is no text: {type(call['id']).__name__}")
     arguments = function.get("arguments", {})
+    if not isinstance(arguments, str) and depth_of(arguments) > MAX_DEPTH:
+        raise _invalid(f"messages[{number}] has a tool call whose arguments are nested more than {MAX_DEPTH} deep")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # else the template gets the text
             arguments = json.loads(arguments)

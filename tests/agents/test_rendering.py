@@ -17,6 +17,7 @@ from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
 
 TEMPLATES = Path(__file__).parent / "templates"
+DEEP = json.loads("[" * 200 + "]" * 200)
 CHATS = [name for name, family in FAMILIES.items() if family.template]
 
 
@@ -183,6 +184,10 @@ def test_without_a_template_messages_are_refused_and_not_texts():
         ([user(["text"])], "only text is supported"),
         ([{"role": "assistant", "tool_calls": "x"}], "must be a list"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "without a function's name"),
+        ([user("a") | {"name": ["b"]}], r"messages\[0\]\.name must be text"),
+        ([{"role": "tool", "content": "3", "tool_call_id": {}}], "tool_call_id must be text"),
+        ([{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f"}}]}], "whose id is no text"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}], "more than 100 deep"),
     ],
 )
 def test_malformed_messages_are_refused(messages, problem):
