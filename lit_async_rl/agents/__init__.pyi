@@ -29,7 +29,6 @@ from .parsing import TextParser as TextParser
 from .results import AgentResult as AgentResult
 from .template_parser import AutoParser as AutoParser
 from .template_parser import TemplateParser as TemplateParser
-from .token_session import TokenSession as TokenSession
 from .verifiers import VerifiersAgent as VerifiersAgent
 from .verifiers import VerifiersError as VerifiersError
 from .verifiers import VerifiersPrompts as VerifiersPrompts

@@ -34,14 +34,10 @@ class AgentCallError(RuntimeError):
 class CallSampling:
     """Sampling parameters of a call; None leaves the run's own setting.
 
-    Only what leaves the distribution of the tokens alone is followed: tokens that train must be sampled as
-    `data.sampling` says, so temperature and truncation are those of the run, whatever a call asks for.
+    Only what leaves the distribution of the tokens alone is here: tokens that train must be sampled as `data.sampling`
+    says, so temperature and truncation are those of the run.
 
     Args:
-        temperature: not followed, see above; a difference is logged.
-        top_p: likewise.
-        top_k: likewise.
-        min_p: likewise.
         max_tokens: at most this many tokens; never more than `data.sampling.max_tokens`.
         stop: strings that end the reply, beside those of the run: at most `MAX_STOPS` of `MAX_STOP_CHARS` characters.
         seed: makes the reply repeatable with the embedded engine. Samples of a group differ nevertheless.
@@ -50,10 +46,6 @@ class CallSampling:
         ValueError: a value is out of range.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
@@ -68,13 +60,7 @@ class CallSampling:
                 f"strings, the longest of {max(map(len, self.stop))} characters"
             )
         check_range("call", "integer >= 1", max_tokens=self.max_tokens)
-        check_range("call", "integer", seed=self.seed, top_k=self.top_k)
-
-    @property
-    def asked(self) -> dict[str, float]:
-        """Requested parameters that the run decides."""
-        values = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        return {name: value for name, value in values.items() if value is not None}
+        check_range("call", "integer", seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

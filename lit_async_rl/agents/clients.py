@@ -16,6 +16,7 @@ from lit_async_rl.agents.api.openai_clients import EndpointAddress, OpenAIClient
 from lit_async_rl.agents.api.service import ENDED, CallService
 from lit_async_rl.agents.api.transport import transport_to
 from lit_async_rl.agents.episode import AgentEpisode
+from lit_async_rl.models.tokenizer import TextCodec
 
 NOWHERE = "http://no-address.invalid/v1"  # a name that is never found: agents that need an address have EndpointClients
 
@@ -58,23 +59,38 @@ class InProcessClients(ClientFactory):
     Args:
         ignored_options: see `EndpointClients`.
 
+    Attributes:
+        timeout_s: time-out of a call of its clients; None has none.
+
     Raises:
         ValueError: every answer depends on one of the options.
     """
 
+    timeout_s: float | None = None
+
     def __init__(self, ignored_options: Sequence[str] = ()) -> None:
-        self.ignored_options = checked_options(ignored_options, "InProcessClients.ignored_options")
+        self.ignored_options = checked_options(ignored_options, f"{type(self).__name__}.ignored_options")
         self._service: CallService | None = None
-        self._openai = OpenAIClients(lambda: transport_to(NOWHERE.__eq__, self.respond))
+        self._base_url = NOWHERE
+        self._openai = OpenAIClients(lambda: transport_to(self.respond))
+
+    @property
+    def limits(self) -> CallLimits:
+        """Limits of a call."""
+        return CallLimits(ignored_options=frozenset(self.ignored_options))
 
     def prepare(self) -> None:
         import_openai()
 
     async def open(self, episode: AgentEpisode) -> Any:
+        self._serve(episode.codec).open(episode)
+        return self._openai.make(EndpointAddress(self._base_url, api_key=episode.key, timeout=self.timeout_s), episode)
+
+    def _serve(self, codec: TextCodec) -> CallService:
+        """The service of the calls, made before the first episode."""
         if self._service is None:
-            self._service = CallService(CallLimits(ignored_options=frozenset(self.ignored_options)), episode.codec)
-        self._service.open(episode)
-        return self._openai.make(EndpointAddress(NOWHERE, api_key=episode.key, timeout=None), episode)
+            self._service = CallService(self.limits, codec)
+        return self._service
 
     async def respond(self, request: ApiRequest) -> ApiResponse:
         """The answer to a request of one of its clients."""

@@ -26,7 +26,6 @@ from lit_async_rl.agents.rendering import ChatRenderer
 from lit_async_rl.agents.results import AgentResult, result_of
 from lit_async_rl.agents.rows import trained_turns
 from lit_async_rl.agents.template_parser import AutoParser
-from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import RolloutEngine, set_up
 from lit_async_rl.environments.multi_request import MultiRequestEngine, OpenRequest
@@ -246,16 +245,13 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     def _start(
         self, opened: OpenRequest[AgentEpisode], sample: int, *, num_failed: int = 0, pause_s: float = 0.0
     ) -> None:
-        session = TokenSession(
+        episode = AgentEpisode(
             opened.request,
             sample,
-            submit=lambda inner: self._submit_call(inner, episode),
-            max_model_len=self.max_model_len,
-        )
-        episode = AgentEpisode(
-            session,
             set_up(self._rules),
-            self._lock,
+            lock=self._lock,
+            max_model_len=self.max_model_len,
+            submit=lambda inner: self._submit_call(inner, episode),
             abort=self._abort_calls,
             fail=self._break,
             num_failed=num_failed,

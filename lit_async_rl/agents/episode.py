@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,21 +18,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lit_async_rl.agents.call_requests import call_request
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply, ReplyMessage, ReplyReason
 from lit_async_rl.agents.credit import BranchCredit
 from lit_async_rl.agents.graph import Match, MessageGraph, SampledTurn
 from lit_async_rl.agents.parsing import ReplyParser
-from lit_async_rl.agents.rendering import UNSTABLE, ChatRenderer, Messages, checked_call_messages, kind_of
+from lit_async_rl.agents.rendering import (
+    UNSTABLE,
+    ChatRenderer,
+    Messages,
+    checked_call_messages,
+    checked_tools,
+    kind_of,
+)
 from lit_async_rl.agents.reply_rules import MAX_TRIES
 from lit_async_rl.agents.rows import completion_of
-from lit_async_rl.agents.token_session import TokenSession
 from lit_async_rl.environments.multi_request import PlayedSample
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
-from lit_async_rl.runtime.limited_log import LimitedLog
-from lit_async_rl.types import Completion
+from lit_async_rl.types import Completion, GenerationRequest
 
-log = logging.getLogger(__name__)
 MAX_SAMPLES = 128  # of one call
 ReplyCheck = Callable[[Reply], str | None]
 
@@ -77,7 +81,6 @@ class EpisodeRules:
     trains_side_call: Callable[[AgentCallInfo], bool]
     max_calls: int
     trains: bool = True
-    warnings: LimitedLog = field(default_factory=lambda: LimitedLog(log))
 
 
 @dataclass(eq=False)
@@ -124,9 +127,12 @@ class AgentEpisode(PlayedSample):
     """One running agent: one sample of a group; calls are refused when it is over.
 
     Args:
-        session: its tokens.
+        request: request of the outer engine.
+        sample_index: which of its samples.
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
+        max_model_len: see the attribute of this name.
+        submit: gives a request to the inner engine, and returns its id there; called with the lock held.
         abort: aborts requests of the inner engine, called without the lock.
         fail: see the attribute of this name.
         num_failed: failed tries before this one.
@@ -135,24 +141,29 @@ class AgentEpisode(PlayedSample):
         key: random and unguessable; an endpoint takes it as the API key of the agent.
         prompt: the problem.
         graph: what was said.
+        max_model_len: largest number of tokens of a call and its reply.
         fail: tells the engine that it has failed, by an error of what serves its episodes.
     """
 
     def __init__(
         self,
-        session: TokenSession,
+        request: GenerationRequest,
+        sample_index: int,
         rules: EpisodeRules,
         lock: Any,
+        max_model_len: int,
+        submit: Callable[[GenerationRequest], int],
         abort: Callable[[Sequence[int]], None],
         fail: Callable[[Exception], None],
         num_failed: int = 0,
     ) -> None:
-        super().__init__(session.request, session.sample_index, num_failed=num_failed)
+        super().__init__(request, sample_index, num_failed=num_failed)
         self.key = f"agent-{secrets.token_urlsafe(24)}"
         self.graph = MessageGraph()
-        self._session = session
         self._rules = rules
         self._lock = lock
+        self.max_model_len = max_model_len
+        self._submit_request = submit
         self._abort = abort
         self.fail = fail
         self._calls: list[_Call] = []
@@ -181,11 +192,6 @@ class AgentEpisode(PlayedSample):
     def codec(self) -> TextCodec:
         """Encodes and decodes with the tokenizer of the model."""
         return self._rules.renderer.codec
-
-    @property
-    def max_model_len(self) -> int:
-        """Largest number of tokens of a call and its reply."""
-        return self._session.max_model_len
 
     @property
     def trains(self) -> bool:
@@ -235,7 +241,7 @@ class AgentEpisode(PlayedSample):
                 num_samples=n,
                 id=call_id,
                 messages=checked_call_messages(messages),
-                tools=_checked_tools(tools),
+                tools=checked_tools(tools),
                 parses_tools=parses_tools,
             )
             self._continue_chat(call, dict(chat_template_kwargs or {}))
@@ -339,9 +345,17 @@ class AgentEpisode(PlayedSample):
 
     def _sample(self, call: _Call, num_tries: int) -> None:
         """Asks the inner engine for the replies of a call, with the lock held."""
-        call.request_id = self._session.sample(
-            call.prompt_ids, call.sampling, num_samples=call.num_samples, num_tries=num_tries
+        request = call_request(
+            self.request,
+            self.sample_index,
+            call.prompt_ids,
+            sampling=call.sampling,
+            max_model_len=self.max_model_len,
+            num_samples=call.num_samples,
+            num_calls=len(self._calls),
+            num_tries=num_tries,
         )
+        call.request_id = self._submit_request(request)
         call.number = len(self._calls)
         self._calls.append(call)
 
@@ -388,8 +402,10 @@ class AgentEpisode(PlayedSample):
 
     def _continue_chat(self, call: _Call, options: Mapping[str, Any]) -> None:
         """Finds the turn that the messages of a call continue, and what is new in them."""
+        kind = kind_of(call.tools, options)
+        self._check_length(kind)  # also for a template that leaves tools out: kinds are remembered
         with self._lock:
-            match = self.graph.match(kind_of(call.tools, options), call.messages)
+            match = self.graph.match(kind, call.messages)
         call.match = match
         renderer = self._rules.renderer
         drift = self.graph.drift
@@ -399,10 +415,12 @@ class AgentEpisode(PlayedSample):
         if parent is not None and text is not None:
             drift.healed += match.num_healed
             call.parent = parent
+            self._check_length(text)
             call.given_ids = renderer.encode_after(parent.completion.token_ids, text)
         else:
             drift.template += parent is not None
             (text,) = renderer.segments(call.messages, call.tools, options)
+            self._check_length(text)
             call.given_ids = renderer.encode(text)
         call.given_text = text
 
@@ -428,6 +446,7 @@ class AgentEpisode(PlayedSample):
     def _continue_text(self, call: _Call, prompt: str | Sequence[int]) -> None:
         """Finds the turn that a text or token ids continue, and what is new in them."""
         codec = self._rules.renderer.codec
+        self._check_length(prompt)
         if isinstance(prompt, str):
             call.given_text = prompt
             call.parent, rest = self._continued_text(prompt)
@@ -437,6 +456,20 @@ class AgentEpisode(PlayedSample):
                 call.given_ids = codec.encode_continuation(rest)
         else:
             call.parent, call.given_ids = self._continued_ids(_checked_ids(prompt, codec.vocab_size))
+
+    def _check_length(self, given: str | Sequence[int]) -> None:
+        """Refuses a text or tokens that cannot fit into the context, before seconds are spent on some MB of them.
+
+        Raises:
+            AgentCallError: they are longer than the context, whatever the tokens of the text are.
+        """
+        least = -(-len(given) // self._rules.renderer.longest_token) if isinstance(given, str) else len(given)
+        if least > self.max_model_len:
+            raise AgentCallError(
+                f"the model's context is {self.max_model_len} tokens, and the call has at least {least}",
+                "context_length_exceeded",
+                param="messages",
+            )
 
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it.
@@ -497,7 +530,6 @@ class AgentEpisode(PlayedSample):
             self._first = (call.messages, call.tools)
         if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
             raise AgentCallError(f"n must be an integer from 1 to {MAX_SAMPLES}, got {n!r}", "invalid_n", param="n")
-        self._warn_of(call.sampling)
         call.prompt_ids = call.given_ids if call.parent is None else call.parent.ids + call.given_ids
         call.is_side = call.parent.is_side if call.parent is not None else self._is_side(call)
         with self._lock:
@@ -505,19 +537,6 @@ class AgentEpisode(PlayedSample):
             self._sample(call, num_tries=0)
             if call.id is not None:
                 self._by_id[call.id] = call
-
-    def _warn_of(self, sampling: CallSampling) -> None:
-        own = self.request.sampling.distribution
-        for name, value in sampling.asked.items():
-            if value != own[name]:
-                self._rules.warnings.warning(
-                    "an agent's call sets the option %s=%g, which is ignored: every call is sampled with "
-                    "data.sampling.%s=%g. Remove the option from the call, or change data.sampling",
-                    name,
-                    value,
-                    name,
-                    own[name],
-                )
 
     def _is_side(self, call: _Call) -> bool:
         """Whether the new conversation of a call does not train."""
@@ -595,18 +614,6 @@ class AgentEpisode(PlayedSample):
             EnvironmentFailure: nothing was sampled that trains.
         """
         return completion_of(self.request, self.sample_index, self.graph.turns, credit=self._rules.credit)
-
-
-def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Messages:
-    if tools is None:
-        return ()
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
-        raise AgentCallError("tools must be a list of JSON schemas", "invalid_tools", param="tools")
-    for number, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise AgentCallError(f"tools[{number}] must be a function with a name", "invalid_tools", param="tools")
-    return tuple(tools)
 
 
 def _checked_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:

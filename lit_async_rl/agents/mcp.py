@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from lit_async_rl.agents.held import Held
-from lit_async_rl.agents.strict_json import checked_json, read_object
+from lit_async_rl.agents.strict_json import MAX_DEPTH, checked_json, depth_of, read_object
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.forms import as_reward_function
@@ -28,7 +28,6 @@ MISSING = 'tools of MCP servers need the package mcp: pip install "lit-async-rl[
 MAX_ERROR_CHARS = 2000
 MAX_STDERR_BYTES = 2**20
 MAX_NAME_CHARS = 200
-MAX_DEPTH = 100  # of arguments: beyond 200, mcp's client cannot write them and its server cannot read them
 START_LIMITS = 4  # requests until a server has listed its tools, each with its own limit
 
 
@@ -150,7 +149,7 @@ class McpTools:
             checked_json(given, default=str)
         except ValueError as error:
             return f"error: the arguments must be a JSON object: {error}"
-        if _depth(given) > MAX_DEPTH:
+        if depth_of(given) > MAX_DEPTH:  # beyond 200, mcp's client cannot write them and its server cannot read them
             return f"error: the arguments are nested more than {MAX_DEPTH} deep"
         try:
             result = await self._client.call_tool(name, given)
@@ -182,17 +181,6 @@ def _is_answer(error: Exception) -> bool:
     from mcp.types import INVALID_PARAMS, METHOD_NOT_FOUND
 
     return isinstance(error, MCPError) and error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND)
-
-
-def _depth(value: Any) -> int:
-    """Levels of lists and objects in JSON, counted without recursion, which deep JSON would exhaust."""
-    depth = -1
-    level = [value]
-    while level:
-        depth += 1
-        inner = [one for one in level if isinstance(one, (dict, list, tuple))]
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return depth
 
 
 def _text(part: Any) -> str:

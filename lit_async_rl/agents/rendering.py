@@ -19,6 +19,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
+from lit_async_rl.agents.strict_json import MAX_DEPTH, depth_of
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import ROLES
@@ -29,6 +30,7 @@ MAX_KINDS = 256  # of tools and arguments of the template that are remembered: a
 UNSTABLE = "unstable_template"  # code of the error of a template whose turns cannot be found again
 REWRITES = "its chat template writes earlier messages differently when a conversation continues"
 INSTRUCTIONS = ("system", "developer")  # roles
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "refusal")  # types of the parts of a content
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id"}
 )  # others are of clients, not of chat
@@ -49,8 +51,8 @@ def checked_call_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     return tuple(_checked_message(message, number) for number, message in enumerate(messages))
 
 
-def _invalid(text: str) -> AgentCallError:
-    return AgentCallError(text, "invalid_messages", param="messages")
+def _invalid(text: str, param: str = "messages") -> AgentCallError:
+    return AgentCallError(text, "invalid_messages", param=param)
 
 
 def _checked_message(message: Any, number: int) -> dict[str, Any]:
@@ -58,16 +60,12 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
         raise _invalid(f"messages[{number}] must have a role, one of {', '.join(ROLES)}: {str(message)[:80]!r}")
     content = message.get("content")
     if content is None:
-        content = ""
-    if isinstance(content, (list, tuple)):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise _invalid(f"messages[{number}] has a part that is not text; only text is supported")
-        content = "".join(str(part) for part in parts)
-    if not isinstance(content, str):
-        raise _invalid(f"messages[{number}].content must be text: {str(content)[:80]!r}")
+        content = message.get("refusal") or ""
     checked = {key: value for key, value in message.items() if key in MESSAGE_KEYS and value is not None}
-    checked["content"] = content
+    checked["content"] = text_of(content, f"messages[{number}].content")
+    for key in ("name", "tool_call_id"):
+        if not isinstance(checked.get(key), str | int | None):
+            raise _invalid(f"messages[{number}].{key} must be text: {type(checked[key]).__name__}")
     reasoning = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
     if reasoning and message["role"] == "assistant":
         checked |= dict.fromkeys(REASONING_KEYS, reasoning)
@@ -80,15 +78,68 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
     return checked
 
 
+def text_of(content: Any, where: str, param: str = "messages") -> str:
+    """The text of a content: itself, or that of its parts.
+
+    Args:
+        content: of a message, or of an item of the Responses API.
+        where: its path, for the error.
+        param: argument of the call that has it.
+
+    Raises:
+        AgentCallError: it has something else than text.
+    """
+    if isinstance(content, (list, tuple)):
+        parts = [_text_of_part(part) for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise _invalid(f"{where} has a part that is not text; only text is supported", param)
+        content = "".join(str(part) for part in parts)
+    if not isinstance(content, str):
+        raise _invalid(f"{where} must be text: {str(content)[:80]!r}", param)
+    return content
+
+
+def _text_of_part(part: Any) -> Any:
+    is_text = isinstance(part, Mapping) and part.get("type", "text") in TEXT_PARTS
+    return part.get("text", part.get("refusal")) if is_text else None
+
+
 def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _invalid(f"messages[{number}] has a tool call without a function's name: {str(call)[:80]!r}")
+    if not isinstance(call.get("id"), str | int | None):
+        raise _invalid(f"messages[{number}] has a tool call whose id is no text: {type(call['id']).__name__}")
     arguments = function.get("arguments", {})
+    if not isinstance(arguments, str) and depth_of(arguments) > MAX_DEPTH:
+        raise _invalid(f"messages[{number}] has a tool call whose arguments are nested more than {MAX_DEPTH} deep")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # else the template gets the text
             arguments = json.loads(arguments)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def checked_tools(tools: Any) -> Messages:
+    """Tools of a call; keys that nothing here reads are the template's.
+
+    Raises:
+        AgentCallError: they are malformed.
+    """
+    if tools is None:
+        return ()
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise AgentCallError("tools must be a list of JSON schemas", "invalid_tools", param="tools")
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise AgentCallError(f"tools[{number}] must be a function with a name", "invalid_tools", param="tools")
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise AgentCallError(
+                f"tools[{number}] must have the JSON schema of an object as its parameters",
+                "invalid_tools",
+                param="tools",
+            )
+    return tuple(tools)
 
 
 def message_key(message: Message) -> str:
@@ -308,6 +359,11 @@ class ChatRenderer:
                 self._unread.clear()
             self._unread[key] = next((n for n, mark in marks.items() if mark not in text), None)
         return self._unread[key]
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.codec.tokenizer.get_vocab()), default=1)
 
     @functools.cached_property
     def _ends(self) -> list[str]:

@@ -6,6 +6,19 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+MAX_DEPTH = 100  # of values that come as they are: Python writes and reads no more than some hundred levels
+
+
+def depth_of(value: Any) -> int:
+    """Levels of lists and objects in JSON, counted without recursion, which deep JSON would exhaust."""
+    depth = -1
+    level = [value]
+    while level:
+        depth += 1
+        inner = [one for one in level if isinstance(one, (dict, list, tuple))]
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return depth
+
 
 def refuse_constant(name: str) -> Any:
     """Refuses NaN and Infinity, which Python's parser takes for JSON."""

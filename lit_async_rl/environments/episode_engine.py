@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,9 +155,6 @@ def hash63(state: str) -> int:
     return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1
 
 
-log = logging.getLogger(__name__)
-
-
 def prepare(environment: Environment) -> None:
     """Starts the processes of an environment, if it has any, before the time of its episodes counts."""
     if isinstance(environment, RemoteProxy):
@@ -278,11 +274,6 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
     def setup(self, model: str) -> None:
         prepare(self.environment)
         super().setup(model)
-        if self.step_cut_turns and not self._is_successor:  # earlier versions had another default
-            log.warning(
-                "a turn that is cut off at data.sampling.max_tokens is shown to the environment, which may reward it. "
-                "To end the episode there, without a reward for the turn, set data.engine.step_cut_turns=false"
-            )
         self._environment_spans.lane = recorder().lane(ENVIRONMENT)  # not in validation, which never calls `setup`
 
     # -- life of a conversation ---------------------------------------------------------------------------------------

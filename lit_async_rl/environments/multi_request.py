@@ -133,7 +133,6 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         self._retries = Retries(policy)
         self._warnings = LimitedLog(log)
         self._tasks = LoopTasks(SharedLoop(THREAD_NAME, player))
-        self._is_successor = False  # replaces an engine that has logged its warnings
         self._trains = True  # not if its samples are of a validation
 
     def _with_engine_in_loop(self, engine: RolloutEngine) -> MultiRequestEngine[S]:
@@ -158,7 +157,6 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         """See `RolloutEngine`; environment or agent stay the same object, in the same event loop."""
         other = self._with_engine_in_loop(self.engine.fresh(out_of_memory))
         other.special_tokens = self.special_tokens
-        other._is_successor = True
         return other
 
     def setup(self, model: str) -> None:

@@ -209,19 +209,6 @@ def test_arguments_are_not_read_by_a_shell(tmp_path):
     assert not victim.exists()
 
 
-def test_a_group_goes_on_without_a_process_that_is_killed(tmp_path):
-    """Each process takes a number; the second is killed in the middle of its episode, after its first call."""
-    dies = "import fcntl\nplace = open(sys.argv[1], 'a+'); fcntl.flock(place, 2); place.write('x'); place.flush()\n"
-    dies += "number = place.tell(); place.close()\nask('8312=')\n"
-    dies += "if number == 2: os.kill(os.getpid(), 9)\nask('52=')\nprint(1.0)\n"
-    command = [*script(tmp_path, ASKS + dies), str(tmp_path / "count")]
-    samples, episodes = play(CommandAgent(command), tmp_path, 4)
-    assert not episodes.errors
-    assert len(samples) == 3, "finished episodes were lost"
-    assert sorted(sample.sample_index for sample in samples) == sorted({sample.sample_index for sample in samples})
-    assert episodes.engine.stats.num_lost == 1
-
-
 def test_what_a_process_leaves_behind_is_killed(tmp_path):
     """A process over its time, and its child, which would go on for an hour."""
     place = tmp_path / "pids"

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tiny_models import save, tiny_llama
 
 from lit_async_rl.agents import Reply, ReplyMessage, ToolCall
-from lit_async_rl.agents.api.answers import DONE, Answer, TokenTexts
+from lit_async_rl.agents.api.answers import DONE, Answer
 from lit_async_rl.agents.api.bodies import Call
 from lit_async_rl.agents.api.retries import CallBook, digest_of
 from lit_async_rl.models.tokenizer import TextCodec
@@ -58,9 +58,8 @@ def test_a_stream_is_its_answer_for_any_tokens(codec, data):
     ids = data.draw(st.lists(st.integers(0, len(codec.tokenizer) - 1), min_size=1, max_size=60))
     end = data.draw(st.integers(0, len(codec.decode(ids))))  # cut, as at a stop string
     kept = codec.decode(ids)[:end]
-    texts = TokenTexts(codec)
     call = Call(model="m", messages=MESSAGES, logprobs=True, include_usage=True, return_token_ids=True)
-    answer = Answer(call, [reply_of(codec, ids, content=kept)], texts, number="1", created=0)
+    answer = Answer(call, [reply_of(codec, ids, content=kept)], codec, number="1", created=0)
     whole = ChatCompletion.model_validate(json.loads(answer.whole)).choices[0]
     parts = chunks_of(answer.events)
     assert parts[-1].usage.total_tokens == 7 + len(ids)
@@ -72,16 +71,17 @@ def test_a_stream_is_its_answer_for_any_tokens(codec, data):
     assert own[-1].token_ids == whole.token_ids == ids
     if "Strip" in str(codec.tokenizer.backend_tokenizer.decoder):
         return  # it drops the first space of a text
-    own_bytes = b"".join(texts.bytes_of(token) for token in ids)
-    if "\ufffd" not in own_bytes.decode(errors="replace"):
-        assert own_bytes.decode() == codec.tokenizer.decode(ids, skip_special_tokens=False)
+    spelled = "".join(entry.token for entry in entries)
+    if "\ufffd" not in spelled:
+        assert spelled == codec.tokenizer.decode(ids, skip_special_tokens=False)
+        assert b"".join(bytes(entry.bytes) for entry in entries) == spelled.encode()
 
 
 def test_calls_of_tools_are_deltas_of_their_own(codec):
     calls = [ToolCall(id=f"call_{n}", name="add", arguments=f'{{"a": {n}}}') for n in range(2)]
     reply = reply_of(codec, [10, 11, 12], calls=calls, reasoning="hm", content="")
     call = Call(model="m", messages=MESSAGES, n=2)
-    answer = Answer(call, [reply, reply], TokenTexts(codec), number="1", created=0)
+    answer = Answer(call, [reply, reply], codec, number="1", created=0)
     whole = ChatCompletion.model_validate(json.loads(answer.whole))
     assert whole.usage.prompt_tokens == 7
     for index, choice in enumerate(whole.choices):
@@ -89,15 +89,12 @@ def test_calls_of_tools_are_deltas_of_their_own(codec):
         assert choice.message.reasoning_content == "hm"
         assert choice.finish_reason == "tool_calls"
         own = [c for part in chunks_of(answer.events) for c in part.choices if c.index == index]
-        found: dict[int, list] = {}
-        for delta in (delta for c in own for delta in c.delta.tool_calls or ()):
-            found.setdefault(delta.index, []).append(delta)
-        for number, deltas in found.items():
-            expected = choice.message.tool_calls[number]
-            assert [delta.id for delta in deltas] == [expected.id, None]
-            assert deltas[0].function.name == expected.function.name
-            assert "".join(delta.function.arguments for delta in deltas) == expected.function.arguments
-        assert len(found) == 2
+        deltas = [delta for c in own for delta in c.delta.tool_calls or ()]
+        assert [delta.index for delta in deltas] == [0, 1]
+        for delta, expected in zip(deltas, choice.message.tool_calls, strict=True):
+            assert delta.id == expected.id
+            assert delta.function.name == expected.function.name
+            assert delta.function.arguments == expected.function.arguments
         assert own[-1].finish_reason == "tool_calls"
 
 

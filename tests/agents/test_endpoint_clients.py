@@ -84,34 +84,6 @@ def test_the_client_of_the_agent_is_the_official_one(tmp_path):
     assert len(sample.rows) == 8
 
 
-def test_a_stream_says_what_the_whole_answer_says(chat, tmp_path):
-    with held(tmp_path, model=chat, sampling={"max_tokens": 40}) as (_, (given,)):
-        client = client_of(given)
-        seen = set()
-        for seed in range(6):
-            ask = ASK | {"seed": seed, "logprobs": True, "n": 2, "extra_body": {"return_token_ids": True}}
-            whole = client.chat.completions.create(**ask)
-            parts = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-            assert len({part.id for part in parts}) == 1
-            assert parts[-1].usage == whole.usage
-            for choice in whole.choices:
-                own = [c for part in parts for c in part.choices if c.index == choice.index]
-                assert own[0].delta.role == "assistant"
-                assert "".join(c.delta.content or "" for c in own) == choice.message.content
-                assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + [choice.finish_reason]
-                entries = [entry for c in own if c.logprobs for entry in c.logprobs.content]
-                whole_entries = choice.logprobs.content
-                assert [(e.token, e.bytes) for e in entries] == [(e.token, e.bytes) for e in whole_entries]
-                # sampled twice, in batches of other sizes
-                expected = pytest.approx([e.logprob for e in whole_entries], abs=1e-4)
-                assert [e.logprob for e in entries] == expected
-                assert own[-1].token_ids == choice.token_ids
-                seen.add(choice.message.content)
-                seen.update(entry.token for entry in entries)
-        assert any("\ufffd" in text for text in seen), "no invalid bytes were sampled"
-        assert any(text.startswith("bytes:") for text in seen), "no part of a character was sampled"
-
-
 def test_a_stream_of_a_text_says_what_the_whole_answer_says(chat, tmp_path):
     with held(tmp_path, model=chat, sampling={"max_tokens": 40}) as (_, (given,)):
         client = client_of(given)
@@ -271,6 +243,7 @@ def test_repetitions_are_told_from_second_questions(tmp_path):
         other = post(given, ASK | {"seed": 5}, **{"Idempotency-Key": "a"})
         assert other.status_code == 400
         assert other.json()["error"]["code"] == "idempotency_key_in_use"
+        assert post(given, ASK, **{"Idempotency-Key": "k" * 300}).status_code == 400
         assert len(calls_of(episodes)) == 3
 
 
@@ -288,33 +261,25 @@ def test_two_equal_calls_at_once_are_two_samples(tmp_path):
         assert len({answer["id"] for answer in answers}) == 2
 
 
-def test_what_a_client_that_went_has_asked_for_is_not_trained(tmp_path):
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_a_client_that_went_has_asked_for_trains_if_it_comes_back(tmp_path, comes_back):
+    """Also without a word that it asks again."""
     with held(tmp_path) as (episodes, (given,)):
-        client = client_of(given, timeout=0.3, max_retries=0)
-        client.with_options(timeout=WAIT_S).chat.completions.create(**ASK)
+        client_of(given).chat.completions.create(**ASK)
         episodes.pause()
         lost = {"model": MODEL, "messages": [{"role": "user", "content": "77="}]}
         with pytest.raises(openai.APITimeoutError):
-            client.chat.completions.create(**lost)
-        episodes.resume()
-        wait_for(lambda: calls_of(episodes)[-1].replies.done())
-        (sample,) = finish(episodes)
-    assert len(sample.rows) == 1
-    assert episodes.engine.stats.num_orphans == 1
-
-
-def test_a_client_that_comes_back_without_saying_so_gets_its_answer(tmp_path):
-    with held(tmp_path) as (episodes, (given,)):
-        episodes.pause()
-        with pytest.raises(openai.APITimeoutError):
-            client_of(given, timeout=0.3, max_retries=0).chat.completions.create(**ASK)
-        (call,) = calls_of(episodes)
+            client_of(given, timeout=0.3, max_retries=0).chat.completions.create(**lost)
+        call = calls_of(episodes)[-1]
         wait_for(lambda: not call.num_waiting)
         episodes.resume()
-        assert client_of(given).chat.completions.create(**ASK).choices
-        assert len(calls_of(episodes)) == 1
+        if comes_back:
+            assert client_of(given).chat.completions.create(**lost).choices
+        wait_for(call.replies.done)
+        assert len(calls_of(episodes)) == 2
         (sample,) = finish(episodes)
-    assert len(sample.rows) == 1
+    assert len(sample.rows) == 1 + comes_back
+    assert episodes.engine.stats.num_orphans == 1 - comes_back
 
 
 # -- errors of the API ------------------------------------------------------------------------------------------------

@@ -307,7 +307,7 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         endpoint = endpoint_with(port=port)
-        with pytest.raises(OSError, match=rf"endpoint\.host='127\.0\.0\.1', endpoint\.port={port}"):
+        with pytest.raises(OSError, match=rf"EndpointClients\.host='127\.0\.0\.1', EndpointClients\.port={port}"):
             endpoint.start()
         endpoint.close()
 

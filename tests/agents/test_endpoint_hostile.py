@@ -12,8 +12,8 @@ import httpx
 import pytest
 from agent_endpoints import TOOL, WAIT_S, held, wait_for
 
+from lit_async_rl.agents import AgentCallError
 from lit_async_rl.agents.api.bodies import CallLimits, chat_call, parse_body, text_call
-from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.retries import digest_of
 from lit_async_rl.agents.endpoint import app
 from lit_async_rl.agents.endpoint.clients import EndpointClients
@@ -65,7 +65,6 @@ def tool(**changes) -> dict:
     return ASK | {"tools": [{"type": "function", "function": TOOL["function"] | changes}]}
 
 
-CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 BROKEN = [
     ({"messages": [USER]}, "model"),
     ({"model": 3, "messages": [USER]}, "model"),
@@ -73,26 +72,8 @@ BROKEN = [
     ({"model": "m", "messages": []}, "messages"),
     ({"model": "m", "messages": "text"}, "messages"),
     ({"model": "m", "messages": ["text"]}, "messages[0]"),
-    (message(role="robot"), "messages[1].role"),
-    (message(role=None), "messages[1].role"),
-    (message(role=["user"]), "messages[1].role"),
-    (message(content=None), "messages[1].content"),
-    (message(content=5), "messages[1].content"),
-    (message(content=[]), "messages[1].content"),
-    (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[1].content[0].type"),
-    (message(content=["text"]), "messages[1].content[0]"),
-    (message(content=[{"type": "text"}]), "messages[1].content[0]"),
-    (message(name=5), "messages[1].name"),
-    (message(tool_calls=[CALL]), "messages[1].tool_calls"),
-    (message(role="assistant", tool_calls="x"), "messages[1].tool_calls"),
-    (message(role="assistant", tool_calls=["x"]), "messages[1].tool_calls[0]"),
-    (message(role="assistant", tool_calls=[CALL | {"id": None}]), "messages[1].tool_calls[0].id"),
-    (
-        message(role="assistant", tool_calls=[CALL | {"function": {"name": "a"}}]),
-        "messages[1].tool_calls[0].function.arguments",
-    ),
     (message(role="assistant", function_call={"name": "a"}), "messages[1].function_call"),
-    (message(role="tool"), "messages[1].tool_call_id"),
+    (message(audio={"id": "a"}), "messages[1].audio"),
     (ASK | {"n": 0}, "n"),
     (ASK | {"n": -1}, "n"),
     (ASK | {"n": 1.5}, "n"),
@@ -119,14 +100,10 @@ BROKEN = [
     (ASK | {"colour": "blue"}, "colour"),
     (ASK | {"tools": {}}, "tools"),
     (ASK | {"tools": [TOOL] * 200}, "tools"),
-    (ASK | {"tools": [{"type": "retrieval"}]}, "tools[0].type"),
-    (ASK | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-    (tool(name="a b"), "tools[0].function.name"),
-    (tool(parameters="text"), "tools[0].function.parameters"),
-    (tool(parameters={"type": "string"}), "tools[0].function.parameters.type"),
-    (tool(parameters={"type": "object", "properties": {"a": 5}}), "tools[0].function.parameters.properties"),
-    (tool(parameters={"type": "object", "required": "a"}), "tools[0].function.parameters.required"),
-    (tool(description=5), "tools[0].function.description"),
+    (ASK | {"tools": [{"type": "retrieval"}]}, "tools"),
+    (ASK | {"tools": [{"type": "function", "function": {}}]}, "tools"),
+    (tool(name=5), "tools"),
+    (tool(parameters="text"), "tools"),
     (ASK | {"tool_choice": "auto"}, "tool_choice"),
     (ASK | {"tool_choice": "required"}, "tool_choice"),
     (tool() | {"tool_choice": "sometimes"}, "tool_choice"),
@@ -153,12 +130,12 @@ BROKEN = [
 
 @pytest.mark.parametrize(("body", "param"), BROKEN, ids=[f"{n}-{param}" for n, (_, param) in enumerate(BROKEN)])
 def test_what_is_wrong_with_a_chat_is_named(body, param):
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(AgentCallError) as error:
         chat_call({k: v for k, v in body.items() if v is not None}, SamplingParams(), CallLimits())
     assert error.value.status == 400
     assert error.value.param == param
-    assert param.partition("[")[0] in error.value.message
-    assert len(error.value.message) < 500
+    assert param.partition("[")[0] in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -179,7 +156,7 @@ def test_what_is_wrong_with_a_chat_is_named(body, param):
     ],
 )
 def test_what_is_wrong_with_a_completion_is_named(body, param):
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(AgentCallError) as error:
         text_call(body, SamplingParams(), CallLimits())
     assert error.value.param == param
 
@@ -203,20 +180,20 @@ def test_what_is_wrong_with_a_completion_is_named(body, param):
     ids=lambda data: repr(data[:12]),
 )
 def test_what_is_no_json_object_of_text_is_refused(data):
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(AgentCallError) as error:
         parse_body(data)
     assert error.value.status == 400
     assert error.value.code == "invalid_body"
 
 
 def test_settings_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"endpoint\.max_messages must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"EndpointClients\.max_messages must be >= 1, got 0"):
         EndpointClients(max_messages=0)
-    with pytest.raises(ValueError, match=r"endpoint\.ignored_options must be a list of names, got 'temperature'"):
+    with pytest.raises(ValueError, match=r"EndpointClients\.ignored_options must be a list of names, got 'temp"):
         EndpointClients(ignored_options="temperature")
-    with pytest.raises(ValueError, match=r"endpoint\.ignored_options must not contain messages"):
+    with pytest.raises(ValueError, match=r"EndpointClients\.ignored_options must not contain messages"):
         EndpointClients(ignored_options=("messages",))
-    with pytest.raises(ValueError, match=r"endpoint\.port must be in \[0, 65535\], got 70000"):
+    with pytest.raises(ValueError, match=r"EndpointClients\.port must be in \[0, 65535\], got 70000"):
         EndpointClients(port=70000)
 
 
@@ -224,22 +201,22 @@ def test_settings_out_of_range_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["length", "chunks"])
-def test_a_body_of_100_mb_is_refused(pair, kind):
+def test_a_body_of_10_mb_is_refused(pair, kind):
     _, good, bad = pair
     part = b" " * 2**20
     if kind == "length":
-        response = send(bad, part * 100)
+        response = send(bad, part * 10)
     else:
-        response = send(bad, (part for _ in range(100)))
+        response = send(bad, (part for _ in range(10)))
     assert response.status_code == 413
     assert checked(response)["code"] == "request_too_large"
     well(good)
     well(bad)
 
 
-def test_a_million_messages_are_refused(pair):
+def test_too_many_messages_are_refused(pair):
     _, good, bad = pair
-    response = send(bad, json.dumps({"model": "m", "messages": [USER] * 1_000_000}))
+    response = send(bad, json.dumps({"model": "m", "messages": [USER] * 300_000}))
     assert response.status_code == 413
     response = send(bad, json.dumps({"model": "m", "messages": [USER] * 100_000}))
     assert response.status_code == 400
@@ -254,12 +231,9 @@ def test_a_million_messages_are_refused(pair):
         b"\xff\xfe\xfa",
         b"[" * 100_000,
         json.dumps({"model": "m", "messages": [{"role": "robot", "content": "x"}]}).encode(),
-        json.dumps(ASK | {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}).encode(),
-        json.dumps(ASK | {"n": 0}).encode(),
         json.dumps({"model": "m", "messages": [{"role": "user", "content": "€" * 300}]}).encode(),
-        json.dumps({"model": "m", "prompt": [97] * 50}).encode(),
     ],
-    ids=["no_text", "deep", "role", "schema", "n", "unknown_characters", "wrong_path"],
+    ids=["no_text", "deep", "role", "unknown_characters"],
 )
 def test_each_broken_body_gets_the_error_of_the_api(pair, data):
     _, good, bad = pair
@@ -274,10 +248,8 @@ def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
     """Tokenising them takes tens of seconds, in which no episode would get an answer."""
     episodes, good, bad = pair
     long = "8312=" * 1_000_000
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": long}}]
     for path, body, param in (
         ("/chat/completions", {"messages": [USER | {"content": long}]}, "messages"),
-        ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": calls}]}, "messages"),
         ("/chat/completions", {"messages": [USER | {"content": long[:1000]}] * 1500}, "messages"),
         ("/chat/completions", tool(description=long), "messages"),
         ("/completions", {"prompt": long}, "prompt"),
@@ -385,6 +357,16 @@ def test_connections_without_a_whole_head_are_closed_in_time(pair, monkeypatch):
         episodes.resume()
         connection.settimeout(WAIT_S)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    well(good)
+
+
+def test_a_body_that_does_not_come_in_time_is_refused(pair, monkeypatch):
+    _, good, bad = pair
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.3)
+    with connect(bad) as connection:
+        connection.sendall(head(bad, 50) + b"{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+    monkeypatch.undo()
     well(good)
 
 

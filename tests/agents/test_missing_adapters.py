@@ -34,7 +34,6 @@ async def enter_tools():
         (lambda: rl.OpenEnvPrompts("http://127.0.0.1:9")[0], "openenv"),
         (lambda: rl.VerifiersPrompts({"id": "sums"}), "verifiers"),
         (lambda: asyncio.run(rl.VerifiersAgent({"taskset": {"id": "sums"}})(rl.Prompt(text="?"), None)), "verifiers"),
-        (lambda: asyncio.run(rl.VerifiersAgent({"taskset": {"id": "sums"}}).astart()), "verifiers"),
         (lambda: asyncio.run(rl.McpAgent(["python"]).astart()), "mcp"),
         (lambda: rl.AgentEngine(rl.EmbeddedEngine(), agent).setup(rl.asset("sort_policy")), "agents"),
         (lambda: rl.AgentEngine(rl.EmbeddedEngine(), agent, rl.EndpointClients()).setup("a model"), "agents"),

@@ -49,7 +49,7 @@ def sent(make, use) -> list[dict]:
 
 def ours(pool):
     clients = OpenAIClients()
-    clients._pools = [pool] * 64
+    clients._pools["http://127.0.0.1:9/v1"] = [pool] * 64
     return clients.make(EndpointAddress("http://127.0.0.1:9/v1", "a key", timeout=7.0))
 
 

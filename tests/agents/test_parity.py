@@ -47,7 +47,8 @@ REFUSED = [
     {"messages": [USER], "extra_body": {"colour": "blue"}},
     {"messages": []},
     {"messages": [USER, {"role": "robot", "content": "a"}]},
-    {"messages": [USER, ANSWERED | {"tool_call_id": None}]},
+    {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"messages": [USER], "tools": [{"type": "function", "function": {"name": "add", "parameters": 5}}]},
     {"messages": [USER | {"content": "a" * 100_000}]},
     {"prompt": "the answer", "stop": ["e"] * 5},
     {"prompt": "the answer", "echo": True},
@@ -96,13 +97,18 @@ def tokens_of(choice, chat) -> list:
 
 def answers(clients, request) -> list[dict]:
     """What both clients say."""
+    return both(clients, lambda client: answer(client, request))
+
+
+def both(clients, ask) -> list:
+    """What is asked of both clients."""
     own, given = clients
 
-    async def ask():
+    async def asks():
         async with openai.AsyncOpenAI(base_url=str(given.base_url), api_key=given.api_key, max_retries=0) as official:
-            return [await answer(client, request) for client in (own.with_options(max_retries=0), official)]
+            return [await ask(client) for client in (own.with_options(max_retries=0), official)]
 
-    return asyncio.run(ask())
+    return asyncio.run(asks())
 
 
 def test_models_are_listed_and_all_else_is_not_found_alike(clients):
@@ -118,13 +124,7 @@ def test_models_are_listed_and_all_else_is_not_found_alike(clients):
             await client.with_options(api_key="wrong").models.list()
         return [*said, error.value.body]
 
-    own, given = clients
-
-    async def both():
-        async with openai.AsyncOpenAI(base_url=str(given.base_url), api_key=given.api_key) as official:
-            return await ask(own), await ask(official)
-
-    found, expected = asyncio.run(both())
+    found, expected = both(clients, ask)
     assert found == expected
 
 
@@ -141,3 +141,22 @@ def test_what_is_not_served_is_refused_with_the_same_line(clients, request_):
     assert own == official
     assert own["status"] == 400, own
     assert "\n" not in own["message"]
+
+
+def test_a_rule_that_no_reply_keeps_ends_with_the_same_error(clients):
+    own, official = answers(clients, {"messages": [USER], "response_format": {"type": "json_object"}})
+    assert own == official
+    assert (own["status"], own["code"]) == (422, "no_valid_reply")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_responses_are_alike(clients, streams):
+    async def ask(client):
+        asked = {"model": "m", "input": "the answer", "extra_body": {"return_token_ids": True, "seed": 3}}
+        found = await client.responses.create(**asked, stream=streams)
+        if streams:
+            found = [event async for event in found][-1].response
+        return found.output_text, found.token_ids, found.usage
+
+    own, official = both(clients, ask)
+    assert own == official

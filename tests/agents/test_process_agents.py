@@ -26,7 +26,7 @@ PROMPT = Prompt(text="8312=", answer="1238", metadata={"level": 3})
 pytestmark = pytest.mark.timeout(240)
 
 MODULE = """
-import asyncio, fcntl, os, pathlib, sys, time
+import asyncio, os, pathlib, sys, time
 
 from lit_async_rl.agents import AgentResult
 from lit_async_rl.runtime import loop
@@ -95,19 +95,6 @@ async def waits(prompt, client):
         await asyncio.sleep(3600)
     finally:
         (HERE / "cancelled").touch()
-
-
-async def second_dies(prompt, client):
-    with (HERE / "count").open("a+") as place:
-        fcntl.flock(place, 2)
-        place.write("x")
-        place.flush()
-        number = place.tell()
-    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
-    if number == 2:
-        os.kill(os.getpid(), 9)
-    await asyncio.sleep(0.2)
-    return 1.0
 
 
 class Made:
@@ -190,15 +177,6 @@ def test_a_prompt_that_only_the_trainer_knows_is_refused(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "gone", SimpleNamespace(Local=kind))
     (error,) = run(ProcessAgent(f"{module}.tells"), Prompt(text="a", metadata={"x": kind()}), together=True)
     assert "No module named 'gone'" in str(error)
-
-
-def test_a_group_goes_on_without_a_process_that_is_killed(module, tmp_path):
-    """One process plays all of them: what was in it is lost, and what comes later is played by another."""
-    with playing(ProcessAgent(f"{module}.second_dies"), tmp_path, PROMPT, 4, tries=2) as episodes:
-        wait_for(lambda: is_over(episodes, 4))
-        assert not episodes.errors
-        samples = episodes.results(4)
-    assert sorted(sample.sample_index for sample in samples) == [0, 1, 2, 3]
 
 
 def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fails_no_episode(module):

@@ -11,12 +11,13 @@ from chat_families import ANSWER, FAMILIES, QUESTION, SECOND, write
 
 from lit_async_rl.agents.calls import AgentCallError
 from lit_async_rl.agents.parsing import TaggedParser, TextParser
-from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages, message_key
+from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages, checked_tools, message_key
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
 
 TEMPLATES = Path(__file__).parent / "templates"
+DEEP = json.loads("[" * 200 + "]" * 200)
 CHATS = [name for name, family in FAMILIES.items() if family.template]
 
 
@@ -176,15 +177,46 @@ def test_without_a_template_messages_are_refused_and_not_texts():
         ([{"role": "robot", "content": ""}], r"messages\[0\] must have a role"),
         ([user("a"), "b"], r"messages\[1\] must have a role"),
         ([user(5)], "must be text"),
+        ([{"role": ["user"], "content": ""}], "must have a role"),
         ([user([{"type": "image_url"}])], "only text is supported"),
+        ([user([{"type": "image_url", "text": "a"}])], "only text is supported"),
+        ([user([{"type": "text"}])], "only text is supported"),
+        ([user(["text"])], "only text is supported"),
         ([{"role": "assistant", "tool_calls": "x"}], "must be a list"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "without a function's name"),
+        ([user("a") | {"name": ["b"]}], r"messages\[0\]\.name must be text"),
+        ([{"role": "tool", "content": "3", "tool_call_id": {}}], "tool_call_id must be text"),
+        ([{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f"}}]}], "whose id is no text"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}], "more than 100 deep"),
     ],
 )
 def test_malformed_messages_are_refused(messages, problem):
     with pytest.raises(AgentCallError, match=problem) as raised:
         checked_call_messages(messages)
     assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ({}, "must be a list"),
+        (["add"], r"tools\[0\] must be a function with a name"),
+        ([{"type": "retrieval"}], "a function with a name"),
+        ([{"type": "function", "function": {"name": "add", "parameters": []}}], "JSON schema of an object"),
+    ],
+)
+def test_malformed_tools_are_refused(tools, problem):
+    with pytest.raises(AgentCallError, match=problem) as raised:
+        checked_tools(tools)
+    assert raised.value.param == "tools"
+
+
+def test_texts_of_parts_and_refusals_are_read():
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}, {"text": "c"}]
+    said, refused, empty = checked_call_messages(
+        [user(parts), {"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant"}]
+    )
+    assert (said["content"], refused["content"], empty["content"]) == ("abc", "no", "")
 
 
 def test_messages_that_say_the_same_are_equal():

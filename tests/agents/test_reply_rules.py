@@ -21,7 +21,6 @@ LOOK = {"type": "function", "function": {"name": "look"}}
 ADD = call_text(a=1)
 ASK = {"model": "m", "messages": [user("question")]}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-BOTH_WAYS = pytest.mark.parametrize("way", ["here", "http"])
 
 
 def named(name):
@@ -37,7 +36,6 @@ def codec(tmp_path_factory) -> TextCodec:
     return TextCodec(chat_model(tmp_path_factory.mktemp("chat"), TOOLS))
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize(
     ("options", "wrong", "right"),
     [
@@ -51,7 +49,7 @@ def codec(tmp_path_factory) -> TextCodec:
     ],
     ids=["required", "named", "one_of_required", "at_most_one", "json_object", "json_schema", "schema_or_call"],
 )
-def test_a_reply_that_breaks_the_rule_is_sampled_again_and_does_not_train(codec, way, options, wrong, right):
+def test_a_reply_that_breaks_the_rule_is_sampled_again_and_does_not_train(codec, options, wrong, right):
     async def agent(prompt, client):
         answer = await client.chat.completions.create(**{**ASK, "tools": [TOOL, LOOK], **options})
         message = answer.choices[0].message
@@ -70,7 +68,7 @@ def test_a_reply_that_breaks_the_rule_is_sampled_again_and_does_not_train(codec,
         await client.chat.completions.create(model="m", messages=turns, tools=options.get("tools", [TOOL, LOOK]))
         return 1.0
 
-    sample, engine, inner = play(agent, codec, [*wrong, right, "done"], way=way)
+    sample, engine, inner = play(agent, codec, [*wrong, right, "done"])
     first, *others, last = inner.requests
     assert [one.prompt_ids for one in others] == [first.prompt_ids] * len(wrong)
     kept, after = inner.said[-2:]
@@ -85,8 +83,7 @@ def test_a_reply_that_breaks_the_rule_is_sampled_again_and_does_not_train(codec,
     assert engine.stats.drift.total == 0
 
 
-@BOTH_WAYS
-def test_an_answer_that_is_never_valid_is_an_error_of_which_nothing_trains(codec, way):
+def test_an_answer_that_is_never_valid_is_an_error_of_which_nothing_trains(codec):
     async def agent(prompt, client):
         with pytest.raises(
             openai.UnprocessableEntityError, match=f"no valid reply in {MAX_TRIES} attempts; .*: it calls none of add"
@@ -97,7 +94,7 @@ def test_an_answer_that_is_never_valid_is_an_error_of_which_nothing_trains(codec
         await client.chat.completions.create(**ASK)
         return 1.0
 
-    sample, engine, inner = play(agent, codec, [ADD, *["5"] * MAX_TRIES, "7"], way=way)
+    sample, engine, inner = play(agent, codec, [ADD, *["5"] * MAX_TRIES, "7"])
     assert [one.num_samples for one in inner.requests] == [2, *[1] * (MAX_TRIES - 1), 1]
     assert sample.token_ids == inner.said[-1].token_ids
     assert not sample.branches

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from scripted_agents import call_text, play
 
-from lit_async_rl.agents import Reply, ReplyMessage, ToolCall
-from lit_async_rl.agents.api.answers import TokenTexts
+from lit_async_rl.agents import AgentCallError, Reply, ReplyMessage, ToolCall
 from lit_async_rl.agents.api.bodies import CallLimits
-from lit_async_rl.agents.api.errors import ApiError
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
 from lit_async_rl.agents.api.response_bodies import response_call
 from lit_async_rl.models.tokenizer import TextCodec
@@ -26,7 +24,6 @@ from lit_async_rl.types import SamplingParams
 
 FLAT = {"type": "function", "strict": True, **TOOL["function"]}
 ASK = {"model": "m", "input": "question"}
-BOTH_WAYS = pytest.mark.parametrize("way", ["here", "http"])
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
@@ -35,9 +32,8 @@ def codec(tmp_path_factory) -> TextCodec:
     return TextCodec(chat_model(tmp_path_factory.mktemp("chat"), TOOLS))
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_loop_of_tools_is_one_row(codec, way, streams):
+def test_a_loop_of_tools_is_one_row(codec, streams):
     """As agents write it: the items of each response are appended to the input, then the outputs of tools."""
 
     async def ask(client, **arguments):
@@ -69,7 +65,7 @@ def test_a_loop_of_tools_is_one_row(codec, way, streams):
         return 1.0
 
     texts = [f"Let me see.{call_text(a=1)}{call_text(a=2)}", "hm</think>4", "yes"]
-    sample, engine, inner = play(agent, codec, texts, way=way)
+    sample, engine, inner = play(agent, codec, texts)
     assert not sample.branches
     assert sum(sample.loss_mask) == sum(len(one.token_ids) for one in inner.said)
     assert engine.stats.drift.total == 0
@@ -117,8 +113,7 @@ def test_a_response_is_the_chat_of_the_same_messages(codec):
     assert engine.stats.drift.total == 0
 
 
-@BOTH_WAYS
-def test_fields_of_a_response(codec, way):
+def test_fields_of_a_response(codec):
     async def agent(prompt, client):
         asked = {
             "max_output_tokens": 100,
@@ -141,7 +136,7 @@ def test_fields_of_a_response(codec, way):
         assert "".join(one.token for one in part.logprobs).startswith(part.text)
         return 1.0
 
-    _, _, inner = play(agent, codec, [call_text(a=1)], way=way)
+    _, _, inner = play(agent, codec, [call_text(a=1)])
     assert inner.requests[0].sampling.max_tokens == 100
 
 
@@ -206,7 +201,7 @@ def test_the_events_of_a_stream_build_its_response_for_any_reply(codec, data):
     )
     asked = ASK | {"include": ["message.output_text.logprobs"]} if data.draw(st.booleans()) else ASK
     call = response_call(asked, SamplingParams(), CallLimits())
-    answer = ResponseAnswer(call, [reply], TokenTexts(codec), number="1", created=0)
+    answer = ResponseAnswer(call, [reply], codec, number="1", created=0)
     whole = json.loads(answer.whole)
     events = []
     for lines in answer.events.decode().removesuffix("\n\n").split("\n\n"):
@@ -233,9 +228,6 @@ def test_the_events_of_a_stream_build_its_response_for_any_reply(codec, data):
     Response.model_validate(whole)
 
 
-CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -245,17 +237,13 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "
         ({"input": 5}, "input"),
         ({"input": ["text"]}, "input[0]"),
         ({"input": [user("a")] * 3000}, "input"),
-        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
-        ({"input": [user(None)]}, "input[0].content"),
-        ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "input[0].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
-        ({"input": [user("a"), CALLED | {"arguments": {}}]}, "input[1].arguments"),
-        ({"input": [user("a"), {"type": "function_call_output", "output": "3"}]}, "input[1].call_id"),
         ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input"),
         ({"instructions": ["a"]}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL]}, "tools[0].name"),
-        ({"tools": [FLAT | {"parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [FLAT | {"parameters": "text"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
         ({"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
@@ -282,13 +270,13 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "
 )
 def test_what_is_not_served_is_named(body, param):
     asked = {name: value for name, value in (ASK | body).items() if value is not None}
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(AgentCallError) as error:
         response_call(asked, SamplingParams(), CallLimits())
     assert error.value.status == 400
     assert error.value.param == param
-    assert param.partition("[")[0] in error.value.message
-    assert "\n" not in error.value.message
-    assert len(error.value.message) < 500
+    assert param.partition("[")[0] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_options_of_codex_are_taken_when_they_are_ignored(codec):
@@ -300,6 +288,10 @@ def test_options_of_codex_are_taken_when_they_are_ignored(codec):
         with pytest.raises(openai.BadRequestError, match="context is 4000 tokens") as error:
             await client.responses.create(model="m", input="1" * 50_000)
         assert error.value.param == "input"
+        for item in ({"role": "robot", "content": "a"}, user(5), user([{"type": "input_image", "image_url": "x"}])):
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.responses.create(model="m", input=[item])
+            assert error.value.param == "input"
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve("resp_1")
         return 1.0

@@ -1,14 +1,12 @@
-"""Agents whose policy says given texts at once, and clients that reach it in the process and over HTTP."""
+"""Agents whose policy says given texts at once."""
 
 from __future__ import annotations
 
-import functools
 import json
 
-import openai
 from instant_episodes import Instant
 
-from lit_async_rl.agents import AgentEngine, EndpointClients, InProcessClients
+from lit_async_rl.agents import AgentEngine, InProcessClients
 from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.problem import Prompt
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
@@ -55,24 +53,11 @@ def call_text(name="add", **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def by_http(agent):
-    """The agent with an official client that knows an address and a key alone."""
-
-    @functools.wraps(agent)
-    async def elsewhere(prompt, client):
-        async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key=client.api_key, max_retries=0) as official:
-            return await agent(prompt, official)
-
-    return elsewhere
-
-
-def play(agent, codec, texts, *, way="here", ignored=(), max_tokens=400, inner=None, **settings):
+def play(agent, codec, texts, *, ignored=(), max_tokens=400, inner=None, **settings):
     """The sample of an agent that is answered by these texts, its engine, and the inner one."""
     inner = inner or Scripted(codec, texts)
-    clients = EndpointClients(ignored_options=ignored) if way == "http" else InProcessClients(ignored)
-    played = by_http(agent) if way == "http" else agent
     settings = {"timeout_s": 20.0, "tries": None} | settings
-    engine = AgentEngine(Instant(), played, clients=clients, **settings).around(inner, codec)
+    engine = AgentEngine(Instant(), agent, clients=InProcessClients(ignored), **settings).around(inner, codec)
     request = GenerationRequest(
         id=0,
         prompt_ids=(3,),

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
+from lit_async_rl.agents.api.errors import invalid, not_sampled, quoted
 from lit_async_rl.agents.api.formats import content_check
 from lit_async_rl.agents.api.shapes import (
     MAX_CHOICES,
     Body,
     ChatBody,
-    ChatMessage,
     ContentFormat,
     Shape,
     TextBody,
     shaped,
 )
-from lit_async_rl.agents.calls import REASONING_KEYS
+from lit_async_rl.agents.calls import AgentCallError
+from lit_async_rl.agents.rendering import checked_tools
 from lit_async_rl.agents.reply_rules import ContentCheck, ReplyRule
 from lit_async_rl.agents.strict_json import refuse_constant
 from lit_async_rl.types import SamplingParams
@@ -51,23 +51,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
     "function_call": ("auto", "none"),
     "reasoning": ({},),
     "background": (False,),
     "truncation": ("disabled",),
-    "max_tool_calls": (),
 }
 UNSERVED = ("previous_response_id", "conversation")  # responses are not stored
-READ_AS_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # of a message
+ANSWERED = ("messages", "prompt", "input", "instructions", "model", "tools", "n", "stream")  # every answer needs them
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")  # as in `SamplingParams.distribution`
 
 
@@ -78,16 +69,13 @@ class CallLimits:
     Attributes:
         max_body_bytes: length of a body.
         max_messages: messages of a conversation.
-        ignored_options: options that are accepted and have no effect, whatever their value.
+        ignored_options: options that are accepted and have no effect, whatever their value; `CallService` takes them
+            out of a body before it is read.
     """
 
     max_body_bytes: int = 8 * 2**20
     max_messages: int = 2000
     ignored_options: frozenset[str] = frozenset()
-
-    def of_episode(self, trains: bool) -> CallLimits:
-        """Limits of an episode's calls: an agent names the distribution of training, which validation may not have."""
-        return self if trains else replace(self, ignored_options=self.ignored_options | set(DISTRIBUTION))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +93,7 @@ class Call:
         logprobs: whether the answer has the log-probability of each token.
         top_logprobs: likeliest tokens of each position in the answer, as far as they were recorded.
         return_token_ids: whether the answer has the ids of the tokens, and the versions that sampled them.
-        messages: conversation, for a chat.
+        messages: conversation, for a chat; checked by `AgentEpisode.complete`.
         prompts: texts or token ids, for completions.
         tools: JSON schemas, for a chat.
         calls_tools: whether calls are parsed.
@@ -126,7 +114,7 @@ class Call:
     return_token_ids: bool = False
     messages: tuple[Mapping[str, Any], ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    tools: tuple[Mapping[str, Any], ...] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     calls_tools: bool = True
     chat_template_kwargs: Mapping[str, Any] | None = None
     rule: ReplyRule | None = None
@@ -140,34 +128,6 @@ class Call:
         return "messages" if self.request is None else "input"
 
 
-def check_length(call: Call, max_tokens: int, longest_token: int) -> None:
-    """Refuses texts that cannot fit into the context, before they are tokenised, which takes seconds for some MB.
-
-    Args:
-        call: the call.
-        max_tokens: tokens of the context.
-        longest_token: characters of the longest token.
-
-    Raises:
-        ApiError: the texts are longer than the context, whatever their tokens are.
-    """
-    lengths = [len(one) if isinstance(one, tuple) else -(-len(one) // longest_token) for one in call.prompts]
-    if call.messages:
-        chars = sum(len(message["content"] or "") for message in call.messages)
-        more = [one for message in call.messages for one in message.get("tool_calls", ())]
-        more += [*(call.tools or ()), call.chat_template_kwargs or {}]
-        chars += sum(len(json.dumps(one, ensure_ascii=False)) for one in more)
-        lengths.append(chars // longest_token)
-    longest = max(lengths)
-    if longest > max_tokens:
-        raise ApiError(
-            400,
-            f"the model's context is {max_tokens} tokens, and the call has at least {longest}",
-            param=call.param,
-            code="context_length_exceeded",
-        )
-
-
 def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     """Options that calls may have without an effect.
 
@@ -176,7 +136,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
-    needed = sorted({"messages", "prompt", "input", "model", "tools", "n", "stream", *UNSERVED}.intersection(names))
+    needed = sorted({*ANSWERED, *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(
             f"{setting} must not contain {', '.join(needed)}: an answer that ignores one of these options is wrong"
@@ -191,22 +151,22 @@ def parse_body(data: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        ApiError: it is none.
+        AgentCallError: it is none.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_body") from None
+        raise AgentCallError(f"the body is not UTF-8: {error}", "invalid_body") from None
     try:
         body = json.loads(text, parse_constant=refuse_constant)
         if "\\u" in text:  # half a surrogate pair is JSON, but no text
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "the body has half a surrogate pair, which is no text", code="invalid_body") from None
+        raise AgentCallError("the body has half a surrogate pair, which is no text", "invalid_body") from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_body") from None
+        raise AgentCallError(f"the body is not JSON: {str(error)[:200]}", "invalid_body") from None
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {quoted(body)}", code="invalid_body")
+        raise AgentCallError(f"the body must be a JSON object, got {quoted(body)}", "invalid_body")
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -222,20 +182,23 @@ def chat_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
         limits: limits.
 
     Raises:
-        ApiError: a parameter is unknown, malformed, or would change the distribution.
+        AgentCallError: a parameter is unknown, malformed, or would change the distribution.
     """
-    check_options(body, ChatBody, sampling, ignored=limits.ignored_options)
+    check_options(body, ChatBody, sampling)
     check_number_of_messages(body.get("messages"), limits.max_messages)
-    kept = without_ignored(body, limits.ignored_options)
-    chat = shaped(ChatBody, kept)
+    chat = shaped(ChatBody, body)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
-    tools = tuple(kept["tools"]) if chat.tools else None  # as they came: the template may read what is not checked
+    for number, message in enumerate(chat.messages):
+        for name in ("function_call", "audio"):
+            if message.get(name) is not None:  # which the policy would never read
+                raise invalid(f"messages[{number}].{name}", f"messages[{number}].{name} is not supported")
+    tools = checked_tools(chat.tools)
     lengths = [length for length in (chat.max_tokens, chat.max_completion_tokens) if length is not None]
-    functions = forced_functions(chat.tool_choice, [tool.function.name for tool in chat.tools or ()])
+    functions = forced_functions(chat.tool_choice, tools)
     return Call(
         model=chat.model,
-        messages=tuple(_message(message, f"messages[{number}]") for number, message in enumerate(chat.messages)),
+        messages=tuple(chat.messages),
         tools=tools,
         calls_tools=chat.tool_choice != "none",
         rule=reply_rule(functions, is_parallel=chat.parallel_tool_calls, content=_chat_content(chat)),
@@ -256,10 +219,10 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     """The call of a body of `/v1/completions`; see `chat_call`.
 
     Raises:
-        ApiError: a parameter is unknown, malformed, or would change the distribution.
+        AgentCallError: a parameter is unknown, malformed, or would change the distribution.
     """
-    check_options(body, TextBody, sampling, ignored=limits.ignored_options)
-    text = shaped(TextBody, without_ignored(body, limits.ignored_options))
+    check_options(body, TextBody, sampling)
+    text = shaped(TextBody, body)
     prompts = _prompts(text.prompt)
     if text.n * len(prompts) > MAX_CHOICES:
         raise invalid("n", f"n={text.n} replies to each of {len(prompts)} prompts are more than {MAX_CHOICES}")
@@ -278,57 +241,38 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
     )
 
 
-NOT_NEEDED = frozenset(  # what `ignored_options` may take out of a call
-    (
-        *("seed", "stop", "max_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs"),
-        *("tool_choice", "parallel_tool_calls", "response_format", "text", "include"),
-        *("stream_options", "chat_template_kwargs"),
-    )
-)
-
-
-def without_ignored(body: Mapping[str, Any], ignored: frozenset[str]) -> Mapping[str, Any]:
-    """A body without those of its ignored options that would be read."""
-    names = ignored & NOT_NEEDED
-    return body if names.isdisjoint(body) else {name: value for name, value in body.items() if name not in names}
-
-
-def check_options(
-    body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams, *, ignored: frozenset[str]
-) -> None:
+def check_options(body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams) -> None:
     """Refuses options that are unknown, or that would change the distribution.
 
     Args:
         body: JSON object, without the keys that are null.
         shape: its shape, whose fields are known.
         sampling: the run's own parameters.
-        ignored: options that have no effect, whatever their value.
 
     Raises:
-        ApiError: names the option, its value, and what it may be.
+        AgentCallError: names the option, its value, and what it may be.
     """
     known = shape.model_fields.keys() | DISTRIBUTION
-    for name in body.keys() - known - ACCEPTED_AND_UNUSED - ignored:
+    for name in body.keys() - known - ACCEPTED_AND_UNUSED:
         neutral = NEUTRAL.get(name)
         if neutral is None:
-            raise ApiError(
-                400,
+            raise AgentCallError(
                 f"Unrecognized request argument supplied: {quoted(name)[1:-1]} (to accept and ignore it, name it in "
                 "ignored_options of the agent's engine)",
+                "unknown_parameter",
                 param=name,
-                code="unknown_parameter",
             )
         value = body[name]
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            wanted = f"leave it out or set it to {json.dumps(neutral[0])}" if neutral else "leave it out"
             raise not_sampled(
                 name,
                 f"{name}={quoted(value)} would change what the policy samples in a way that the trainer does not know: "
-                f"{wanted}, or name it in ignored_options of the agent's engine",
+                f"leave it out or set it to {json.dumps(neutral[0])}, or name it in ignored_options of the agent's "
+                "engine",
             )
     own = sampling.distribution
     for name in DISTRIBUTION:
-        if name not in body or name in ignored:
+        if name not in body:
             continue
         value = body[name]
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -380,7 +324,7 @@ def check_number_of_messages(messages: Any, max_messages: int, param: str = "mes
     """Refuses a conversation that is too long, before its messages are read.
 
     Raises:
-        ApiError: it is.
+        AgentCallError: it is.
     """
     if isinstance(messages, list) and len(messages) > max_messages:
         raise invalid(
@@ -388,27 +332,6 @@ def check_number_of_messages(messages: Any, max_messages: int, param: str = "mes
             f"{param} must be at most {max_messages} (max_messages of the agent's engine), got {len(messages)}",
             code="array_above_max_length",
         )
-
-
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """A message with what the policy can read: role, text, name, calls, the call that it answers, reasoning."""
-    given = vars(message)
-    for name in ("function_call", "audio"):
-        if given[name] is not None:
-            raise invalid(f"{where}.{name}", f"{where}.{name} is not supported")
-    if message.tool_calls and message.role != "assistant":
-        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only the assistant calls tools, not {message.role}")
-    content = message.text
-    if content is None and not message.tool_calls:
-        if message.role != "assistant" or message.refusal is None:
-            raise invalid(f"{where}.content", f"{where}.content must be text, got null")
-        content = message.refusal
-    if message.role == "tool" and message.tool_call_id is None:
-        raise invalid(f"{where}.tool_call_id", f"{where}: a message of a tool needs a tool_call_id")
-    found: dict[str, Any] = {"role": message.role, "content": content}
-    if message.tool_calls:
-        found["tool_calls"] = [call.as_message() for call in message.tool_calls]
-    return found | {name: given[name] for name in READ_AS_TEXT if isinstance(given[name], str)}
 
 
 def _chat_content(chat: ChatBody) -> ContentCheck | None:
@@ -420,20 +343,21 @@ def _chat_content(chat: ChatBody) -> ContentCheck | None:
     return content_check(wanted.type, wanted.json_schema.schema_, param="response_format.json_schema.schema")
 
 
-def forced_functions(choice: Any, names: Sequence[str]) -> frozenset[str] | None:
+def forced_functions(choice: Any, tools: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
     """Names of tools of which a reply must call at least one; None leaves the choice to the policy.
 
     Args:
         choice: field `tool_choice` of a body.
-        names: of the tools.
+        tools: of the call, see `checked_tools`.
 
     Raises:
-        ApiError: the choice is unknown, or needs tools that the call does not have.
+        AgentCallError: the choice is unknown, or needs tools that the call does not have.
     """
     if choice is None or choice == "none":
         return None
-    if not names:
+    if not tools:
         raise invalid("tool_choice", "tool_choice needs tools")
+    names = [tool.get("function", tool)["name"] for tool in tools]
     if choice == "auto":
         return None
     if choice == "required":

@@ -6,60 +6,38 @@ import json
 from typing import Any
 
 from lit_async_rl.agents.api.exchange import ApiResponse
+from lit_async_rl.agents.calls import AgentCallError
 
-INVALID_REQUEST = "invalid_request_error"
-SERVER_ERROR = "server_error"
 MAX_QUOTED_CHARS = 80
 TOO_MANY = 429
 
 
-class ApiError(Exception):
-    """An answer other than 200. The official client raises it as the exception of its status.
+def response_of(error: AgentCallError) -> ApiResponse:
+    """The answer other than 200 that says an error. The official client raises it as the exception of its status.
 
-    Attributes:
-        status: HTTP status; the official client tries 408, 409, 429 and 5xx again, and no other.
-        message: what is wrong, with the value.
-        param: path of the parameter, such as `messages[2].role`; None if it is none.
-        code: short name, which programs compare; None if there is none.
-        kind: `type` of the error.
+    It tries 408, 409 and 5xx again, and no other: also not 429, which would be refused again.
     """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = INVALID_REQUEST,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.kind = kind
-
-    @property
-    def response(self) -> ApiResponse:
-        """The answer as it is sent."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return ApiResponse(
-            status=self.status,
-            body=json.dumps({"error": error}, ensure_ascii=False).encode(errors="replace"),
-            # the official client tries 429 again, which would be refused again
-            headers={"x-should-retry": "false"} if self.status == TOO_MANY else {},
-        )
+    described = {
+        "message": str(error),
+        "type": "server_error" if error.status >= 500 else "invalid_request_error",
+        "param": error.param,
+        "code": error.code,
+    }
+    return ApiResponse(
+        status=error.status,
+        body=json.dumps({"error": described}, ensure_ascii=False).encode(errors="replace"),
+        headers={"x-should-retry": "false"} if error.status == TOO_MANY else {},
+    )
 
 
-def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
+def invalid(param: str, message: str, code: str = "invalid_value") -> AgentCallError:
     """400: a parameter has a value that it cannot have."""
-    return ApiError(400, message, param=param, code=code)
+    return AgentCallError(message, code, param=param)
 
 
-def not_sampled(param: str, message: str) -> ApiError:
+def not_sampled(param: str, message: str) -> AgentCallError:
     """400: the option would change the distribution that tokens are sampled from, which the trainer would not know."""
-    return ApiError(400, message, param=param, code="unsupported_value")
+    return AgentCallError(message, "unsupported_value", param=param)
 
 
 def quoted(value: Any) -> str:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lit_async_rl.agents.api.errors import ApiError, invalid, quoted
+from lit_async_rl.agents.api.errors import invalid, quoted
+from lit_async_rl.agents.calls import AgentCallError
 from lit_async_rl.agents.reply_rules import ContentCheck
 from lit_async_rl.agents.strict_json import refuse_constant
 
@@ -23,7 +24,7 @@ def content_check(kind: str, schema: Mapping[str, Any] | None = None, param: str
         param: path of the schema in the body.
 
     Raises:
-        ApiError: the schema is none, or it cannot be checked.
+        AgentCallError: the schema is none, or it cannot be checked.
     """
     if kind == "text":
         return None
@@ -37,11 +38,10 @@ def _schema_check(schema: Mapping[str, Any], param: str) -> ContentCheck:
         jsonschema = importlib.import_module("jsonschema")
         referencing = importlib.import_module("referencing")
     except ImportError as error:
-        raise ApiError(
-            400,
+        raise AgentCallError(
             f'{param} needs the package jsonschema: pip install "lit-async-rl[agents]" ({error})',
+            "unsupported_value",
             param=param,
-            code="unsupported_value",
         ) from None
     num_chars = len(json.dumps(schema, ensure_ascii=False))
     if num_chars > MAX_SCHEMA_CHARS:

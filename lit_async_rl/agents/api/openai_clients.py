@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,12 +43,13 @@ class OpenAIClients:
     """Makes clients of the official package, which share pools of connections. Used by one event loop.
 
     Args:
-        make_transport: makes the transport of a pool; None is the package's own.
+        make_transport: makes the transport of a pool to the address of its clients; None is the package's own, as it is
+            to all other addresses.
     """
 
     def __init__(self, make_transport: Callable[[], Any] | None = None) -> None:
         self._make_transport = make_transport
-        self._pools: list[Any] = []
+        self._pools: defaultdict[str, list[Any]] = defaultdict(list)  # by the base URL of their clients
         self._num_made = 0
 
     def make(self, address: EndpointAddress, episode: Any = None) -> Any:
@@ -61,12 +63,14 @@ class OpenAIClients:
             ImportError: `openai` is not installed.
         """
         openai = import_openai()
-        if len(self._pools) < NUM_POOLS:
+        pools = self._pools[address.base_url]
+        if len(pools) < NUM_POOLS:
+            server = address.base_url.removesuffix("/v1")
+            own = {} if self._make_transport is None else {"mounts": {server: self._make_transport()}}
             # without the environment's proxies, which do not lead to this machine, and without certificates to read:
             # the base URL is plain HTTP
-            own = {} if self._make_transport is None else {"transport": self._make_transport()}
-            self._pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, **own))
-        pool = self._pools[self._num_made % len(self._pools)]
+            pools.append(openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, **own))
+        pool = pools[self._num_made % len(pools)]
         self._num_made += 1
         client = _client_class()(
             base_url=address.base_url, api_key=address.api_key, http_client=pool, timeout=address.timeout
@@ -77,8 +81,8 @@ class OpenAIClients:
 
     async def aclose(self) -> None:
         """Closes all connections; a later client has others."""
-        pools = self._pools
-        self._pools = []
+        pools = [pool for some in self._pools.values() for pool in some]
+        self._pools.clear()
         for pool in pools:
             await pool.aclose()
 

@@ -98,14 +98,9 @@ class ResponseAnswer(Answer):
         )
 
     def _text_part(self) -> dict[str, Any]:
-        logprobs = self._token_logprobs(0, end=len(self._reply.token_ids))
+        found = self._logprobs(self._reply)
+        logprobs = [] if found is None else found["content"]
         return {"type": "output_text", "text": self._reply.message.content, "annotations": [], "logprobs": logprobs}
-
-    def _token_logprobs(self, begin: int, *, end: int) -> list[dict[str, Any]]:
-        if not self._call.logprobs:
-            return []
-        entries: list[dict[str, Any]] = self._logprobs(self._reply, begin, end=end)["content"]
-        return entries
 
     def _call_item(self, number: int, call: ToolCall) -> dict[str, Any]:
         return {
@@ -142,10 +137,8 @@ class ResponseAnswer(Answer):
         is_text = part["type"] == "output_text"
         empty: Event = {"text": "", "logprobs": []} if is_text else {"text": ""}
         yield {"type": "response.content_part.added", **at, "part": part | empty}
-        for delta, begin, end in self._pieces(self._reply, part["text"]):
-            logprobs = {"logprobs": self._token_logprobs(begin, end=end)} if is_text else {}
-            if delta or any(logprobs.values()):
-                yield {"type": f"response.{part['type']}.delta", **at, "delta": delta, **logprobs}
         logprobs = {"logprobs": part["logprobs"]} if is_text else {}
+        if part["text"] or any(logprobs.values()):
+            yield {"type": f"response.{part['type']}.delta", **at, "delta": part["text"], **logprobs}
         yield {"type": f"response.{part['type']}.done", **at, "text": part["text"], **logprobs}
         yield {"type": "response.content_part.done", **at, "part": part}

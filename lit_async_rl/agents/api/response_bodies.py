@@ -18,20 +18,12 @@ from lit_async_rl.agents.api.bodies import (
     engine_seed,
     forced_functions,
     reply_rule,
-    without_ignored,
 )
-from lit_async_rl.agents.api.errors import ApiError, invalid, not_sampled, quoted
+from lit_async_rl.agents.api.errors import invalid, not_sampled, quoted
 from lit_async_rl.agents.api.formats import content_check
-from lit_async_rl.agents.api.shapes import (
-    FunctionCallItem,
-    FunctionOutputItem,
-    MessageItem,
-    ReasoningItem,
-    ResponseBody,
-    TextOptions,
-    shaped,
-    text_of,
-)
+from lit_async_rl.agents.api.shapes import ResponseBody, TextOptions, shaped
+from lit_async_rl.agents.calls import AgentCallError
+from lit_async_rl.agents.rendering import checked_tools, text_of
 from lit_async_rl.agents.reply_rules import ContentCheck
 from lit_async_rl.types import SamplingParams
 
@@ -46,24 +38,23 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
     """The call of a body of `/v1/responses`; see `chat_call`.
 
     Raises:
-        ApiError: a parameter is unknown, malformed, or would change the distribution.
+        AgentCallError: a parameter is unknown, malformed, or would change the distribution.
     """
     for name in UNSERVED:
         if name in body:
             message = f"{name} is not supported, as responses are not stored: send the whole conversation as input"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
-    check_options(body, ResponseBody, sampling, ignored=limits.ignored_options)
+            raise AgentCallError(message, "unsupported_parameter", param=name)
+    check_options(body, ResponseBody, sampling)
     check_number_of_messages(body.get("input"), limits.max_messages, param="input")
-    kept = without_ignored(body, limits.ignored_options)
-    given = shaped(ResponseBody, kept)
-    tools = [_chat_tool(tool) for tool in kept["tools"]] if given.tools else None
-    functions = forced_functions(given.tool_choice, [tool.name for tool in given.tools or ()])
+    given = shaped(ResponseBody, body)
+    tools = checked_tools([_chat_tool(tool, number) for number, tool in enumerate(given.tools or ())])
+    functions = forced_functions(given.tool_choice, tools)
     content = _content(given.text or TextOptions(), limits.ignored_options)
     system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
     return Call(
         model=given.model,
         messages=(*system, *_messages(given.input)),
-        tools=None if tools is None else tuple(tools),
+        tools=tools,
         calls_tools=given.tool_choice != "none",
         rule=reply_rule(functions, is_parallel=given.parallel_tool_calls, content=content),
         chat_template_kwargs=given.chat_template_kwargs,
@@ -73,7 +64,7 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
         logprobs=LOGPROBS in given.include,
         top_logprobs=given.top_logprobs if LOGPROBS in given.include else 0,
         return_token_ids=given.return_token_ids,
-        request={name: kept[name] for name in REPEATED if name in kept}
+        request={name: body[name] for name in REPEATED if name in body}
         | {
             "tool_choice": given.tool_choice or "auto",
             "parallel_tool_calls": given.parallel_tool_calls,
@@ -83,8 +74,10 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
     )
 
 
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A tool as chats have it; the template may read what is not checked, and `strict` is nothing to read."""
+    if tool.get("type") != "function":
+        raise invalid(f"tools[{number}].type", f"tools[{number}].type must be function, got {quoted(tool.get('type'))}")
     function = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
     return {"type": "function", "function": function}
 
@@ -116,22 +109,19 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "reasoning":
-            parts = shaped(ReasoningItem, item, where).content or ()
-            reasoning = "".join(part.text for part in parts)
+            reasoning = text_of(item.get("content") or "", f"{where}.content", param="input")
             is_open = False
         elif kind == "message":
-            message = shaped(MessageItem, item, where)
-            is_open = message.role == "assistant"
-            messages.append({"role": message.role, "content": text_of(message.content)})
+            is_open = item.get("role") == "assistant"
+            messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
             if not is_open:
                 messages.append({"role": "assistant", "content": ""})
-            called = shaped(FunctionCallItem, item, where).as_message()
-            messages[-1].setdefault("tool_calls", []).append(called)
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
             is_open = True
         elif kind == "function_call_output":
-            answer = shaped(FunctionOutputItem, item, where)
-            messages.append({"role": "tool", "tool_call_id": answer.call_id, "content": text_of(answer.output)})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
             is_open = False
         else:
             raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join(ITEM_TYPES)}, got {quoted(kind)}")

@@ -20,7 +20,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.calls import AgentCallError
 
 MAX_KEY_CHARS = 256
 
@@ -78,7 +78,7 @@ class CallBook:
             idempotency_key: given by the client.
 
         Raises:
-            ApiError: the idempotency key belongs to another body.
+            AgentCallError: the idempotency key belongs to another body.
         """
         with self._lock:
             call = self._known(digest, attempt, idempotency_key)
@@ -95,7 +95,7 @@ class CallBook:
         if idempotency_key is not None:
             named = self._by_key.get(idempotency_key)
             if named is not None and named.digest != digest:
-                raise ApiError(400, "this Idempotency-Key came with another body before", code="idempotency_key_in_use")
+                raise AgentCallError("this Idempotency-Key came with another body before", "idempotency_key_in_use")
             return named
         calls = [call for call in self._calls.get(digest, ()) if call.idempotency_key is None]
         lost = next((call for call in calls if not call.num_waiting and not call.is_delivered), None)

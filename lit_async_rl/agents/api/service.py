@@ -6,14 +6,21 @@ import asyncio
 import functools
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lit_async_rl.agents.api.answers import Answer, TokenTexts
-from lit_async_rl.agents.api.bodies import CHAT, TEXT, Call, CallLimits, chat_call, check_length, parse_body, text_call
-from lit_async_rl.agents.api.errors import SERVER_ERROR, ApiError
+from lit_async_rl.agents.api.answers import Answer
+from lit_async_rl.agents.api.bodies import (
+    CHAT,
+    DISTRIBUTION,
+    TEXT,
+    Call,
+    CallLimits,
+    chat_call,
+    parse_body,
+    text_call,
+)
+from lit_async_rl.agents.api.errors import response_of
 from lit_async_rl.agents.api.exchange import ATTEMPT, IDEMPOTENCY_KEY, ApiRequest, ApiResponse
 from lit_async_rl.agents.api.response_answers import ResponseAnswer
 from lit_async_rl.agents.api.response_bodies import RESPONSES, response_call
@@ -25,16 +32,14 @@ from lit_async_rl.models.tokenizer import TextCodec
 
 MODELS = "/v1/models"
 READERS = {CHAT: chat_call, TEXT: text_call, RESPONSES: response_call}
-NUM_ENDED_KEYS = 4096
 EVENTS = "text/event-stream; charset=utf-8"
-ENDED = ApiError(503, "the agents' endpoint has ended", code="engine_failed", kind=SERVER_ERROR).response
+ENDED = response_of(AgentCallError("the agents' endpoint has ended", "engine_failed", status=503))
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Session:
     episode: AgentEpisode
-    limits: CallLimits
     book: CallBook = field(default_factory=CallBook)
 
 
@@ -51,59 +56,46 @@ class CallService:
 
     def __init__(self, limits: CallLimits, codec: TextCodec) -> None:
         self.limits = limits
-        self._texts = TokenTexts(codec)
+        self._codec = codec
         self._model = codec.model
-        self._lock = threading.Lock()  # of the two dictionaries: episodes begin and end in other threads
-        self._sessions: dict[str, _Session] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._sessions: dict[str, _Session] = {}  # in single operations: episodes begin and end in other threads
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
     def open(self, episode: AgentEpisode) -> None:
         """Accepts calls with the key of an episode."""
-        limits = self.limits.of_episode(episode.trains)
-        with self._lock:
-            self._sessions[episode.key] = _Session(episode, limits)
+        self._sessions[episode.key] = _Session(episode)
 
     def end(self, key: str) -> None:
         """Refuses further calls with a key."""
-        with self._lock:
-            if self._sessions.pop(key, None) is None:
-                return
-            self._ended[key] = None
-            while len(self._ended) > NUM_ENDED_KEYS:
-                self._ended.popitem(last=False)
+        self._sessions.pop(key, None)
 
     @property
     def episodes(self) -> list[AgentEpisode]:
         """Episodes whose calls are accepted."""
-        with self._lock:
-            return [session.episode for session in self._sessions.values()]
+        return [session.episode for session in list(self._sessions.values())]
 
     def session(self, request: ApiRequest) -> _Session:
         """The episode of a request, by its header `Authorization`.
 
         Raises:
-            ApiError: the path is none of the API, or the key is missing, unknown, or of an episode that has ended.
+            AgentCallError: the path is none of the API, or the key is missing, unknown, or of an episode that has
+                ended.
         """
         _check_path(request)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
-            raise ApiError(
-                401,
+            raise AgentCallError(
                 "You didn't provide an API key. Send it in the header Authorization: Bearer KEY; the agent of an "
                 "episode has it in OPENAI_API_KEY.",
-                code="invalid_api_key",
+                "invalid_api_key",
+                status=401,
             )
-        with self._lock:
-            session = self._sessions.get(key)
-            has_ended = key in self._ended
-        if session is not None:
-            return session
-        if has_ended:
-            raise ApiError(401, "The episode of this API key has ended.", code="invalid_api_key")
-        raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        session = self._sessions.get(key)
+        if session is None:
+            raise AgentCallError("Incorrect API key provided, or its episode has ended.", "invalid_api_key", status=401)
+        return session
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -117,25 +109,30 @@ class CallService:
         try:
             session = self.session(request)
             return self._models(request) if request.method == "GET" else await self._answer(session, request, has_gone)
-        except ApiError as error:
-            return error.response
+        except AgentCallError as error:
+            return response_of(error)
         except Exception as error:  # which clients try again
             log.warning("the agents' endpoint failed to answer a request to %s: %s", request.path, describe(error))
-            return ApiError(500, describe(error)[:500], code=SERVER_ERROR, kind=SERVER_ERROR).response
+            return response_of(AgentCallError(describe(error)[:500], "server_error", status=500))
 
     def _models(self, request: ApiRequest) -> ApiResponse:
         """The one model, in a list or by its name."""
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "lit-async-rl"}
         name = request.path.removeprefix(MODELS).removeprefix("/")
         if name not in ("", self._model):
-            raise ApiError(404, f"The model {name[:200]!r} does not exist", param="model", code="model_not_found")
+            raise AgentCallError(
+                f"The model {name[:200]!r} does not exist", "model_not_found", status=404, param="model"
+            )
         return ApiResponse(body=json.dumps(model if name else {"object": "list", "data": [model]}).encode())
 
     async def _answer(self, session: _Session, request: ApiRequest, has_gone: Callable[[], bool]) -> ApiResponse:
         if len(request.body) > self.limits.max_body_bytes:
             raise self.too_long
-        call = READERS[request.path](parse_body(request.body), session.episode.request.sampling, session.limits)
-        check_length(call, session.episode.max_model_len, longest_token=self._texts.longest)
+        ignored = self.limits.ignored_options
+        if not session.episode.trains:  # an agent names the distribution of training, which validation may not have
+            ignored = ignored.union(DISTRIBUTION)
+        body = {name: value for name, value in parse_body(request.body).items() if name not in ignored}
+        call = READERS[request.path](body, session.episode.request.sampling, self.limits)
         known = session.book.join(
             digest_of(request.path, request.body),
             attempt=_attempt(request.headers.get(ATTEMPT, "")),
@@ -145,8 +142,9 @@ class CallService:
             replies = await _sample(session.episode, call, call_ids(call, known.id))
         except AgentCallError as error:
             session.book.fail(known)
-            param = call.param if error.param == "messages" else error.param
-            raise ApiError(error.status, str(error), param=param, code=error.code) from None
+            if error.param == "messages":
+                error.param = call.param
+            raise
         except asyncio.CancelledError:
             self._leave(session, call, known)
             raise
@@ -158,7 +156,7 @@ class CallService:
         else:
             session.book.leave(known, delivered=True)
         shape = Answer if call.request is None else ResponseAnswer
-        answer = shape(call, replies, self._texts, number=known.number, created=known.created)
+        answer = shape(call, replies, self._codec, number=known.number, created=known.created)
         if call.stream:
             return ApiResponse(body=answer.events, media_type=EVENTS, headers={"Cache-Control": "no-cache"})
         return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
@@ -180,13 +178,13 @@ class CallService:
                 session.episode.withdraw(call_id)
 
     @property
-    def too_long(self) -> ApiError:
+    def too_long(self) -> AgentCallError:
         """The refusal of a body that is longer than `limits`."""
         limit = self.limits.max_body_bytes
-        return ApiError(
-            413,
+        return AgentCallError(
             f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={limit / 2**20:g})",
-            code="request_too_large",
+            "request_too_large",
+            status=413,
         )
 
 
@@ -232,16 +230,16 @@ def _check_path(request: ApiRequest) -> None:
     """Refuses a path that is none of the API, or has another method.
 
     Raises:
-        ApiError: it is.
+        AgentCallError: it is.
     """
     is_model = request.path == MODELS or request.path.startswith(f"{MODELS}/")
     method = "POST" if request.path in READERS else "GET" if is_model else None
     if request.method != method:
-        raise ApiError(
-            404 if method is None else 405,
+        raise AgentCallError(
             f"Unknown request URL: {request.method} {request.path[:200]}; the endpoint has POST {CHAT}, POST "
             f"{RESPONSES}, POST {TEXT} and GET {MODELS}",
-            code="unknown_url",
+            "unknown_url",
+            status=404 if method is None else 405,
         )
 
 
@@ -253,5 +251,5 @@ def _idempotency_key(header: str | None) -> str | None:
     if header is None:
         return None
     if not 0 < len(header) <= MAX_KEY_CHARS:
-        raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", code="invalid_value")
+        raise AgentCallError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", "invalid_value")
     return header

@@ -5,15 +5,14 @@ Fields that no model has are ignored here. What the values mean for the run is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from lit_async_rl.agents.api.errors import ApiError, invalid, quoted
-from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS
-from lit_async_rl.problem import Role
+from lit_async_rl.agents.api.errors import invalid, quoted
+from lit_async_rl.agents.calls import MAX_STOP_CHARS, MAX_STOPS, AgentCallError
 
 MAX_CHOICES = 128
 MAX_TOOLS = 128
@@ -36,28 +35,6 @@ class Shape(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-# -- Messages and tools. `fail_fast`: a list of a million wrong items is one error -------------------------------------
-
-
-class ContentPart(Shape):
-    """Part of a content."""
-
-    type: Literal["text", "refusal"]
-    text: str | None = None
-    refusal: str | None = None
-
-    @property
-    def said(self) -> str | None:
-        """Its text; None if it has none."""
-        return self.refusal if self.type == "refusal" else self.text
-
-
-def _check_said(part: ContentPart) -> ContentPart:
-    if part.said is None:
-        raise PydanticCustomError("missing_text", "A part of text needs its text")
-    return part
-
-
 def _checked_list(value: Any) -> Any:
     """A value that is a list, where a text is allowed as well."""
     if not isinstance(value, list):
@@ -65,95 +42,11 @@ def _checked_list(value: Any) -> Any:
     return value
 
 
-def _listed_content(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else _checked_list(content)
-
-
-Content = Annotated[
-    list[Annotated[ContentPart, AfterValidator(_check_said)]],
-    Field(min_length=1, fail_fast=True),
-    BeforeValidator(_listed_content),
-]
-
-
-def text_of(content: Sequence[ContentPart]) -> str:
-    """Texts of a content, joined."""
-    return "".join(part.said or "" for part in content)
-
-
-class CalledFunction(Shape):
-    """Function of a tool call."""
-
-    name: str
-    arguments: str
-
-
-class MessageToolCall(Shape):
-    """Tool call in a message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def as_message(self) -> dict[str, Any]:
-        """The call without keys that nobody reads."""
-        named = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": named}
-
-
-class ChatMessage(Shape):
-    """Message of a conversation."""
-
-    role: Role
-    content: Content | None = None
-    refusal: str | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: Any = None  # clients send other things than texts under these names: texts only are read
-    thinking: Any = None
-    function_call: Any = None
-    audio: Any = None
-
-    @property
-    def text(self) -> str | None:
-        """Texts of the content, joined; None without one."""
-        return None if self.content is None else text_of(self.content)
-
-
-def _check_properties(properties: dict[str, Any]) -> dict[str, Any]:
-    """Refuses properties that are no schemas; one error, however many there are."""
-    wrong = next((name for name, schema in properties.items() if not isinstance(schema, dict | bool)), None)
-    if wrong is not None:
-        raise PydanticCustomError("no_schema", "Each property should be a JSON schema")
-    return properties
-
-
-class Parameters(Shape):
-    """JSON schema of an object; keywords within it are the model's to read, and are not checked."""
-
-    type: Literal["object"] = "object"
-    properties: Annotated[dict[str, Any], AfterValidator(_check_properties)] = {}
-    required: list[Any] = []
-
-
+# `fail_fast`: a list of a million wrong items is one error. What the objects contain is checked where it is read, see
+# `checked_call_messages` and `checked_tools`
+Objects = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-
-
-class Function(Shape):
-    """Function of a tool."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: Parameters | None = None
-
-
-class Tool(Shape):
-    """Tool that the policy may call."""
-
-    type: Literal["function"]
-    function: Function
 
 
 class NamedSchema(Shape):
@@ -207,8 +100,8 @@ class Body(Shape):
 class ChatBody(Body):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    messages: Objects
+    tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: ContentFormat | None = None
@@ -226,66 +119,6 @@ class TextBody(Body):
 
 
 # -- Responses --------------------------------------------------------------------------------------------------------
-
-
-class ItemPart(ContentPart):
-    """Part of the content of an item."""
-
-    type: Literal["text", "input_text", "output_text", "refusal"]  # type: ignore[assignment]
-
-
-ItemContent = Annotated[
-    list[Annotated[ItemPart, AfterValidator(_check_said)]],
-    Field(fail_fast=True),
-    BeforeValidator(_listed_content),
-]
-
-
-class MessageItem(Shape):
-    """Message of a conversation."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: ItemContent
-
-
-class FunctionCallItem(Shape):
-    """Tool call of the policy."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-    def as_message(self) -> dict[str, Any]:
-        """The call in the form of a chat message."""
-        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-class FunctionOutputItem(Shape):
-    """Answer to a tool call."""
-
-    call_id: str
-    output: ItemContent
-
-
-class ReasoningText(Shape):
-    """Part of a reasoning."""
-
-    text: str
-
-
-class ReasoningItem(Shape):
-    """Reasoning of the policy; without its text (a summary, or an encrypted text) it says nothing."""
-
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-
-
-class FunctionTool(Shape):
-    """Tool that the policy may call."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: Parameters | None = None
 
 
 class TextFormat(Shape):
@@ -308,12 +141,12 @@ def _listed_input(given: Any) -> Any:
 
 
 class ResponseBody(Shape):
-    """Body of `/v1/responses`; items of the input are shaped one by one."""
+    """Body of `/v1/responses`."""
 
     model: ModelName
-    input: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), BeforeValidator(_listed_input)]
+    input: Annotated[Objects, BeforeValidator(_listed_input)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -330,24 +163,22 @@ class ResponseBody(Shape):
 AnyShape = TypeVar("AnyShape", bound=Shape)
 
 
-def shaped(shape: type[AnyShape], value: Any, where: str = "") -> AnyShape:
-    """The fields of a body, or of the object at a path in one.
+def shaped(shape: type[AnyShape], body: Mapping[str, Any]) -> AnyShape:
+    """The fields of a body.
 
     Raises:
-        ApiError: a field has another shape; names its path and its value.
+        AgentCallError: a field has another shape; names its path and its value.
     """
     try:
-        return shape.model_validate(value)
+        return shape.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False)[0], where) from None
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
 
 
-def _refusal(error: ErrorDetails, where: str) -> ApiError:
+def _refusal(error: ErrorDetails) -> AgentCallError:
     keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])
-    path = f"{where}{keys}".removeprefix(".")
+    path = keys.removeprefix(".")
     kind = error["type"]
     code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    if "parameters" in error["loc"]:
-        code = "invalid_function_parameters"
     got = "" if kind == "missing" else f", got {quoted(error['input'])}"
     return invalid(path, f"{path}: {WORDS.get(kind, error['msg'])}{got}", code=code)

@@ -1,8 +1,7 @@
 """How a client of the official package reaches an endpoint without a socket.
 
 HTTP takes more processor time, on both sides, than all else that a short call takes. A client that an agent is given
-therefore has a transport of the package's own HTTP library that hands requests on as they are. Those to other addresses
-go over HTTP.
+therefore has a transport of the package's own HTTP library that hands requests on as they are.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.api.openai_clients import import_openai
 
 
-def transport_to(is_here: Callable[[str], bool], ask: Callable[[ApiRequest], Awaitable[ApiResponse]]) -> Any:
+def transport_to(ask: Callable[[ApiRequest], Awaitable[ApiResponse]]) -> Any:
     """A transport for the HTTP client of the `openai` package.
 
     Args:
-        is_here: whether a base URL can be asked without a socket.
-        ask: gets the answer to a request there; cancelled when the client does not wait any more.
+        ask: gets the answer to a request; cancelled when the client does not wait any more.
     """
     # httpx, or what has followed it
     httpx = importlib.import_module(import_openai().DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
@@ -29,17 +27,10 @@ def transport_to(is_here: Callable[[str], bool], ask: Callable[[ApiRequest], Awa
     class Transport(httpx.AsyncBaseTransport):  # type: ignore[misc, name-defined]
         """See `transport_to`."""
 
-        def __init__(self) -> None:
-            self._http = httpx.AsyncHTTPTransport(verify=False, trust_env=False)
-
         async def handle_async_request(self, request: Any) -> Any:
             """Sends a request, and waits for its response."""
-            url = request.url
-            at = f"{url.scheme}://{url.netloc.decode()}/v1"
-            if not is_here(at):
-                return await self._http.handle_async_request(request)
             body = await request.aread()
-            call = ApiRequest(method=request.method, path=url.path, body=body, headers=request.headers)
+            call = ApiRequest(method=request.method, path=request.url.path, body=body, headers=request.headers)
             task = asyncio.ensure_future(ask(call))
             try:
                 await asyncio.wait({task}, timeout=request.extensions.get("timeout", {}).get("read"))
@@ -52,10 +43,6 @@ def transport_to(is_here: Callable[[str], bool], ask: Callable[[ApiRequest], Awa
             answer = task.result()
             headers = {"content-type": answer.media_type, **answer.headers}
             return httpx.Response(answer.status, headers=headers, content=answer.body, request=request)
-
-        async def aclose(self) -> None:
-            """Closes what goes over HTTP."""
-            await self._http.aclose()
 
     return Transport()
 

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import uvicorn
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lit_async_rl.agents.api.errors import ApiError
+from lit_async_rl.agents.api.errors import response_of
 from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
 from lit_async_rl.agents.api.service import CallService
+from lit_async_rl.agents.calls import AgentCallError
 
 KEEP_ALIVE_S = 75  # longer than clients keep their connections, so that none is closed as it is used
 HEAD_TIMEOUT_S = 60.0  # from a connection, or the first byte of a request, to the end of its head
@@ -36,8 +37,8 @@ def make_app(service: CallService) -> ASGIApp:
         request = Request(scope, receive)
         try:
             answer = await _answer(request, service)
-        except ApiError as error:
-            answer = error.response
+        except AgentCallError as error:
+            answer = response_of(error)
         connection = scope.get("extensions", {}).get(CONNECTION)
         if connection is not None and answer is not None:
             connection.lose = answer.lose
@@ -50,13 +51,16 @@ async def _answer(request: Request, service: CallService) -> ApiResponse | None:
     """The answer to a request; None if the client has gone.
 
     Raises:
-        ApiError: it is refused.
+        AgentCallError: it is refused.
     """
     call = ApiRequest(method=request.method, path=request.scope["path"], body=b"", headers=request.headers)
     service.session(call)  # before its body is read
-    body = await _read_body(request, service)
-    if body is None:
+    try:
+        body = await asyncio.wait_for(_read_body(request, service), BODY_TIMEOUT_S)
+    except ClientDisconnect:
         return None
+    except asyncio.TimeoutError:
+        raise AgentCallError(f"the body did not come within {BODY_TIMEOUT_S:g} s", "timeout", status=408) from None
     call = replace(call, body=body)
     return await _unless_gone(lambda has_gone: service.respond(call, has_gone), request)
 
@@ -69,34 +73,21 @@ def _sent(answer: ApiResponse | None) -> Response:
     )
 
 
-async def _read_body(request: Request, service: CallService) -> bytes | None:
-    """The body; None if the client has gone.
+async def _read_body(request: Request, service: CallService) -> bytes:
+    """The body.
 
     Raises:
-        ApiError: it is too long, or does not come in time.
+        AgentCallError: it is too long.
+        ClientDisconnect: the client has gone.
     """
-    limit = service.limits.max_body_bytes
-    with contextlib.suppress(ValueError):
-        if int(request.headers.get("content-length", 0)) > limit:
-            raise service.too_long
     parts: list[bytes] = []
     length = 0
-    now = asyncio.get_running_loop().time
-    deadline = now() + BODY_TIMEOUT_S
-    while True:
-        try:
-            message = await asyncio.wait_for(request.receive(), deadline - now())
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
-        if message["type"] == "http.disconnect":
-            return None
-        part = message.get("body", b"")
+    async for part in request.stream():
         length += len(part)
-        if length > limit:
+        if length > service.limits.max_body_bytes:
             raise service.too_long
         parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    return b"".join(parts)
 
 
 async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from lit_async_rl.agents.api.bodies import CallLimits, checked_options
-from lit_async_rl.agents.api.exchange import ApiRequest, ApiResponse
-from lit_async_rl.agents.api.openai_clients import CALL_TIMEOUT_S, EndpointAddress, OpenAIClients, import_openai
-from lit_async_rl.agents.api.service import ENDED
-from lit_async_rl.agents.api.transport import transport_to
-from lit_async_rl.agents.clients import ClientFactory
+from lit_async_rl.agents.api.bodies import CallLimits
+from lit_async_rl.agents.api.openai_clients import CALL_TIMEOUT_S
+from lit_async_rl.agents.api.service import CallService
+from lit_async_rl.agents.clients import InProcessClients
 from lit_async_rl.agents.endpoint.server import Endpoint, import_server
 from lit_async_rl.agents.episode import AgentEpisode
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.utils.checks import check_range
 
 
-class EndpointClients(ClientFactory):
+class EndpointClients(InProcessClients):
     """Gives each agent an `openai.AsyncOpenAI` whose base URL is a server on the loopback interface.
 
     Calls of that client reach the endpoint without a connection. Any other client works as well, over HTTP with
@@ -49,17 +48,16 @@ class EndpointClients(ClientFactory):
         ignored_options: Sequence[str] = (),
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        check_range("endpoint", "positive", max_body_mb=max_body_mb)
-        check_range("endpoint", "integer >= 1", max_messages=max_messages)
-        check_range("endpoint", "integer in [0, 65535]", port=port)
+        check_range("EndpointClients", "positive", max_body_mb=max_body_mb)
+        check_range("EndpointClients", "integer >= 1", max_messages=max_messages)
+        check_range("EndpointClients", "integer in [0, 65535]", port=port)
+        super().__init__(ignored_options)
         self.host = host
         self.port = port
         self.max_body_mb = max_body_mb
         self.max_messages = max_messages
-        self.ignored_options = checked_options(ignored_options, "endpoint.ignored_options")
         self.timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
-        self._openai = OpenAIClients(lambda: transport_to(self._is_here, self.respond))
 
     @property
     def limits(self) -> CallLimits:
@@ -71,15 +69,11 @@ class EndpointClients(ClientFactory):
         )
 
     def prepare(self) -> None:
-        import_openai()
+        super().prepare()
         import_server()
 
     async def open(self, episode: AgentEpisode) -> Any:
-        """An `openai.AsyncOpenAI` for an episode, see `address`."""
-        return self._openai.make(self.address(episode), episode)
-
-    def address(self, episode: AgentEpisode) -> EndpointAddress:
-        """Accepts calls of an episode; returns where. Starts the server before the first, and after it has failed.
+        """An `openai.AsyncOpenAI` for an episode. Starts the server before the first, and after it has failed.
 
         Raises:
             ImportError: Starlette or uvicorn is not installed.
@@ -87,46 +81,30 @@ class EndpointClients(ClientFactory):
             StalledError: the server does not start.
             EngineError: it has ended at once.
         """
+        client = await super().open(episode)
+        if self._endpoint is not None and self._endpoint.failure is not None:  # before it knew of this episode
+            raise self._endpoint.failure
+        return client
+
+    def _serve(self, codec: TextCodec) -> CallService:
         if self._endpoint is not None and self._endpoint.failure is not None:
             self._endpoint.close()
-            self._endpoint = None
+            self._endpoint = self._service = None
         if self._endpoint is None:
-            endpoint = Endpoint(self.host, port=self.port, limits=self.limits, codec=episode.codec)
+            endpoint = Endpoint(self.host, port=self.port, limits=self.limits, codec=codec)
             try:
                 endpoint.start()
             except BaseException:
                 endpoint.close()
                 raise
             self._endpoint = endpoint
-        self._endpoint.service.open(episode)
-        if self._endpoint.failure is not None:  # before it knew of this episode
-            raise self._endpoint.failure
-        return EndpointAddress(self._endpoint.base_url, api_key=episode.key, timeout=self.timeout_s)
-
-    def _is_here(self, base_url: str) -> bool:
-        return self._endpoint is not None and self._endpoint.base_url == base_url
-
-    async def respond(self, request: ApiRequest) -> ApiResponse:
-        """The answer to a request of one of its clients."""
-        return ENDED if self._endpoint is None else await self._endpoint.service.respond(request)
-
-    async def close(self, client: Any, episode: AgentEpisode) -> None:
-        if self._endpoint is not None:
-            self._endpoint.service.end(episode.key)
+            self._service = endpoint.service
+            self._base_url = endpoint.base_url
+        return self._endpoint.service
 
     async def end(self) -> None:
         endpoint = self._endpoint
         self._endpoint = None
-        await self._openai.aclose()
+        await super().end()
         if endpoint is not None:
             endpoint.close()
-
-
-class EndpointAddresses(EndpointClients):
-    """`EndpointClients` for agents that make their clients themselves, such as those in other processes."""
-
-    def prepare(self) -> None:
-        import_server()
-
-    async def open(self, episode: AgentEpisode) -> EndpointAddress:
-        return self.address(episode)

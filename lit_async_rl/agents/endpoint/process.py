@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lit_async_rl.agents.api.openai_clients import EndpointAddress, address_of
-from lit_async_rl.agents.endpoint.clients import EndpointAddresses
+from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
@@ -81,7 +81,7 @@ class ProcessAgent(RemoteProxy):
         self.original: Agent = load_agent(agent, "ProcessAgent.agent")
         self.agent = self.original
         self.processes = processes
-        self.clients = EndpointAddresses()
+        self.clients = EndpointClients()
         pickled = _pickled(self.original)
         name = agent_name(self.original)
         self._places = [_Place(name, pickled) for _ in range(processes)]
