@@ -86,7 +86,8 @@ class Endpoint:
             return listening(self.host, self.port)
         except OSError as error:
             raise OSError(
-                f"the agents' endpoint cannot listen on EndpointClients.host={self.host!r}, EndpointClients.port={self.port}: {error}"
+                f"the agents' endpoint cannot listen on EndpointClients.host={self.host!r}, "
+                f"EndpointClients.port={self.port}: {error}"
             ) from error
 
     async def _start(self, server: Any, listening: socket.socket) -> None:
