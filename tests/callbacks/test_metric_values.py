@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from flow import MODEL, fit, make_data, make_module
+from metric_page import METRICS
 from transformers import AutoTokenizer
 
 from lit_async_rl.advantages.group import GroupMean
@@ -44,7 +45,6 @@ from lit_async_rl.callbacks import (
     StalenessMonitor,
     ThroughputMonitor,
 )
-from lit_async_rl.callbacks.metric_names import METRICS
 from lit_async_rl.corrections import TokenTruncatedIS
 from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.engines.base import SamplingParams
