@@ -37,7 +37,7 @@ from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
-from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, repeated_callback
+from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet
 from lit_async_rl.callbacks.parts import own_log_dir
 from lit_async_rl.cli.config_checks import (
     check_class_paths,
@@ -47,7 +47,6 @@ from lit_async_rl.cli.config_checks import (
     check_values,
     config_files,
     files_first,
-    places_of_callback,
     stage_of,
 )
 from lit_async_rl.cli.error_report import Parser
@@ -211,19 +210,8 @@ class AsyncRLCLI(LightningCLI):
         return nullcontext() if is_placed else self.cluster.actors_connected()  # type: ignore[union-attr]
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """A Trainer with the default callbacks as configured, whose loggers write into one folder.
-
-        Raises:
-            ValueError: a callback with state is there twice; names the files that add it.
-        """
+        """A Trainer with the default callbacks as configured, whose loggers write into one folder."""
         given = sys.argv[1:] if self._args is None else self._args
-        callbacks = self.config_init["trainer"]["callbacks"] or []
-        if repeated := repeated_callback(callbacks if isinstance(callbacks, list) else [callbacks]):
-            places = places_of_callback(repeated, given)
-            raise ValueError(
-                f"trainer.callbacks has {repeated} twice ({places}), but a checkpoint stores only one state for it: "
-                "remove one"
-            )
         defaults = vars(self.config_init["defaults"]) | dict.fromkeys(self.left_out)
         self.trainer_class = partial(Trainer, defaults=defaults, adds_csv_log=False)  # type: ignore[assignment]
         trainer = super().instantiate_trainer(**kwargs)
