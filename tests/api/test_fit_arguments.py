@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 import sys
 import time
 import traceback
@@ -19,10 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lit_async_rl as rl
 from lit_async_rl.api.arguments import as_groups, as_typed
 from lit_async_rl.api.run import SETTINGS
-from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rewards.calls import check_reward
-from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.utils.checks import EXAMPLES, wanted_classes
 
 MODEL = rl.asset("small_sort_policy")
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 30)]
@@ -98,31 +94,16 @@ def test_lora_of_peft_is_taken_over_or_refused_by_name():
 # -- refused before a model loads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [PolicyModule, RolloutDataModule])
-def test_every_setting_that_is_an_object_has_an_example_of_its_class(kind):
-    wanted = wanted_classes(kind.__init__)
-    hints = inspect.get_annotations(kind.__init__, eval_str=True)
-    ours = {
-        name
-        for name, hint in hints.items()
-        if "lit_async_rl." in str(hint) and not {"Records", "list"} & set(re.findall(r"\w+", str(hint)))
-    }
-    assert wanted.keys() == ours
-    for cls, _, _ in wanted.values():
-        made = eval(f"rl.{EXAMPLES[cls.__name__]}", {"rl": rl, "held_out": ROWS})
-        assert isinstance(made, cls)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(sampling=6), "sampling must be a SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6"),
-        (dict(loss="ppoclip"), "loss must be a PolicyLoss, such as rl.PPOClip(), got 'ppoclip'"),
+        (dict(sampling=6), "sampling must be a SamplingParams, got 6"),
+        (dict(loss="ppoclip"), "loss must be a PolicyLoss, got 'ppoclip'"),
         (dict(loss=rl.PPOClip), "loss must be an instance, but rl.PPOClip is a class: write rl.PPOClip(...)"),
-        (dict(loss=rl.GroupMeanStd()), "loss must be a PolicyLoss, such as rl.PPOClip(), got a GroupMeanStd"),
+        (dict(loss=rl.GroupMeanStd()), "loss must be a PolicyLoss, got a GroupMeanStd"),
         (dict(scheduler=rl.Cosine), "scheduler must be an instance, but rl.Cosine is a class: write rl.Cosine(...)"),
-        (dict(engine="vllm"), "engine must be a RolloutEngine, such as rl."),
-        (dict(validation=3), "validation must be a Validation, such as rl.Validation(prompts=held_out), got 3"),
+        (dict(engine="vllm"), "engine must be a RolloutEngine, got 'vllm'"),
+        (dict(validation=3), "validation must be a Validation, got 3"),
         (dict(model=3), "model must be the name or folder of a model, a transformers.PreTrainedModel, or"),
         (dict(model=torch.nn.Linear(1, 1)), "rl.PolicyModule, got a Linear: "),
         (dict(model=rl.PolicyModule), "but PolicyModule is a class: write PolicyModule(...)"),
