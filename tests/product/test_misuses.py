@@ -2,8 +2,8 @@
 
 `misuses/*.yaml`: `command` begins all commands of a file, `files` are written into the working folder, and each misuse
 has its `flags` (or a `reward`, the body of a reward function), what the output `says`, and the exit `code`.
-`may_leave: true` marks those that are found when the run has begun, whose folder stays. `acceptable` says what a true
-message could say better; all others were judged good.
+`may_leave: true` marks those that are found when the run has begun, whose folder stays. `quick: true` puts one into
+`make test`. `acceptable` says what a true message could say better; all others were judged good.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def misuses() -> Iterator[Any]:
         for number, row in enumerate(table["misuses"]):
             shown = row.get("flags", row.get("reward", ""))
             known = {key: value for key, value in table.items() if key != "misuses"}
-            marks = MARKS.get(number % SAMPLED, [pytest.mark.sweep])
+            marks = [] if row.get("quick") else MARKS.get(number % SAMPLED, [pytest.mark.sweep])
             yield pytest.param(known | row, id=f"{path.stem}-{number}: {shown}"[:90], marks=marks)
 
 
