@@ -237,11 +237,9 @@ from .simulation.latency import LogNormal as LogNormal
 from .simulation.latency import Pareto as Pareto
 from .simulation.latency import Stragglers as Stragglers
 from .simulation.run import SimulatedEngine as SimulatedEngine
-from .stabilizers.alignment import CappedResidual as CappedResidual
 from .stabilizers.alignment import ExactResidual as ExactResidual
 from .stabilizers.alignment import FixedResidual as FixedResidual
 from .stabilizers.alignment import FullRemoval as FullRemoval
-from .stabilizers.alignment import LastApplied as LastApplied
 from .stabilizers.alignment import LastProjected as LastProjected
 from .stabilizers.alignment import LastRaw as LastRaw
 from .stabilizers.alignment import MovingAverage as MovingAverage

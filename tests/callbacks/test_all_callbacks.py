@@ -25,7 +25,7 @@ from lit_async_rl.callbacks import (
     GradientClipping,
     StalenessController,
 )
-from lit_async_rl.stabilizers.alignment import LastApplied
+from lit_async_rl.stabilizers.alignment import LastProjected
 from lit_async_rl.stabilizers.collapse import LowerStaleness
 
 
@@ -67,7 +67,7 @@ def quick(**settings):
 CASES = [
     Case(
         lambda: GradientAlignmentControl(low=1.0, high=1.0),
-        lambda: GradientAlignmentControl(low=0.0, high=0.98, reference=LastApplied()),
+        lambda: GradientAlignmentControl(low=0.0, high=0.98, reference=LastProjected()),
         ("gac/cosine", "gac/regime", "gac/kept", "gac/norm", "gac/low", "gac/high"),
         """{class_path: lit_async_rl.callbacks.GradientAlignmentControl, init_args: {low: 0.1,
             residual: {class_path: lit_async_rl.stabilizers.alignment.FixedResidual, init_args: {kept: 0.2}},
