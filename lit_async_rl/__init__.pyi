@@ -48,7 +48,6 @@ from .api.trainer import Trainer as Trainer
 from .assets import asset as asset
 from .baselines.optimal import OptimalBaseline as OptimalBaseline
 from .callbacks import AdaptiveStaleness as AdaptiveStaleness
-from .callbacks import AnnealBeta as AnnealBeta
 from .callbacks import BottleneckVerdict as BottleneckVerdict
 from .callbacks import CollapseAlarm as CollapseAlarm
 from .callbacks import EngineCheck as EngineCheck

@@ -124,7 +124,7 @@ def test_no_stabilizer_is_forgotten():
     not_here |= {"SaveOnSigterm", "RolloutTape", "Evaluation", "Timeline", "EngineCheck", "LinkedCheckpoint"}
     not_here |= {"LiveView", "LMEvalValidation", "ReplicaScaling"}
     not_here |= {"SaveOnFailure", "SkipNonFinite"}  # test_faults
-    not_here |= {"AnnealBeta", "ReferenceReset"}  # of the losses that they change: test_trajectory_losses
+    not_here |= {"ReferenceReset"}  # of the losses that it changes: test_trajectory_losses
     not_here |= {"EstimatorBlend"}  # of the correction that it changes: test_blended_estimators
     not_here |= {n for n in callbacks.__all__ if n.endswith("Monitor")}
     assert {repr(case) for case in CASES} == set(callbacks.__all__) - not_here

@@ -24,7 +24,7 @@ from lit_async_rl.rollouts.intake import OverlongFilter
 from lit_async_rl.tasks import SortDigits
 
 BASES = {StepMonitor}
-TRAJECTORY = {"AnnealBeta", "ReferenceReset", "ReplayMonitor"}  # need a beta, a reference, a replay buffer
+TRAJECTORY = {"ReferenceReset", "ReplayMonitor"}  # need a reference, a replay buffer
 ONCE = {"Progress", "LiveView"}  # a trainer has one progress bar, and these runs have none
 EXTRA = {"LMEvalValidation", "ReplicaScaling"}  # need a library and its tasks, or Ray; have their own tests
 
@@ -44,7 +44,6 @@ def discovered() -> dict[str, type[pl.Callback]]:
 def make(name: str, folder: Path, **changes: Any) -> pl.Callback:
     """One of each: as it is by default, or so that it acts within a few steps."""
     settings: dict[str, dict[str, Any]] = {
-        "AnnealBeta": dict(final=0.5, steps=4),
         "BottleneckVerdict": dict(every_n_steps=2),
         "Evaluation": dict(datasets={"held_out": SortDigits(8, size=4, split="held_out")}, every_n_steps=2),
         "LMEvalValidation": dict(tasks=["none"]),

@@ -232,7 +232,7 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
     names |= logged_names(tmp_path, [rl.ReplayMonitor()], make_data(replay=rl.ReplayBuffer(fresh_fraction=0.5)))
     assert not {name for name in names if not find(name)}
     used = {metric.name for name in names for metric in find(name)}
-    rare = {"SkipNonFinite", "Evaluation", "AnnealBeta", "EngineCheck", "FreshDataMonitor"}
+    rare = {"SkipNonFinite", "Evaluation", "EngineCheck", "FreshDataMonitor"}
     rare |= {"JudgeReward", "RewardModel", "LMEvalValidation", "ReplicaScaling", "SFTModule"}  # log in other runs
     rare |= {
         "AgentEngine",
