@@ -351,10 +351,6 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         return self._codec
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt."""
-        return self.codec.encode(prompt)
-
     # -- state of the run, for callbacks ------------------------------------------------------------------------------
 
     @property
