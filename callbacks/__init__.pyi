@@ -24,7 +24,6 @@ from .run.save_on_sigterm import SaveOnFailure as SaveOnFailure
 from .run.save_on_sigterm import SaveOnSigterm as SaveOnSigterm
 from .run.weight_sync import WeightSync as WeightSync
 from .stabilizers.adaptive_staleness import AdaptiveStaleness as AdaptiveStaleness
-from .stabilizers.anneal_beta import AnnealBeta as AnnealBeta
 from .stabilizers.collapse_alarm import CollapseAlarm as CollapseAlarm
 from .stabilizers.ess_learning_rate import ESSLearningRate as ESSLearningRate
 from .stabilizers.estimator_blend import EstimatorBlend as EstimatorBlend

@@ -48,7 +48,6 @@ from .api.trainer import Trainer as Trainer
 from .assets import asset as asset
 from .baselines.optimal import OptimalBaseline as OptimalBaseline
 from .callbacks import AdaptiveStaleness as AdaptiveStaleness
-from .callbacks import AnnealBeta as AnnealBeta
 from .callbacks import BottleneckVerdict as BottleneckVerdict
 from .callbacks import CollapseAlarm as CollapseAlarm
 from .callbacks import EngineCheck as EngineCheck
@@ -236,11 +235,9 @@ from .simulation.latency import Latency as Latency
 from .simulation.latency import LogNormal as LogNormal
 from .simulation.latency import Pareto as Pareto
 from .simulation.latency import Stragglers as Stragglers
-from .stabilizers.alignment import CappedResidual as CappedResidual
 from .stabilizers.alignment import ExactResidual as ExactResidual
 from .stabilizers.alignment import FixedResidual as FixedResidual
 from .stabilizers.alignment import FullRemoval as FullRemoval
-from .stabilizers.alignment import LastApplied as LastApplied
 from .stabilizers.alignment import LastProjected as LastProjected
 from .stabilizers.alignment import LastRaw as LastRaw
 from .stabilizers.alignment import MovingAverage as MovingAverage

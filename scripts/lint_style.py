@@ -5,15 +5,11 @@
 | rule | refused | write |
 |---|---|---|
 | tuple-assignment | `a, b = 1, 2` | `a = 1` and `b = 2`; swaps (`a, b = b, a`) and `a, b = f()` are fine |
-| splatted-local | `options = {"x": 1}` and then `f(**options)`, its only use | `f(x=1)` |
-| positional-arguments | `f(1, 2, 3, 4)`, where `f` is defined in the folders | `f(1, 2, 3, x=4)` |
 | docstring-opener | a docstring that begins with What, Whose or Whoever | a noun or an imperative verb |
 | event-loop | `asyncio.run(f())`, in the package outside of `runtime` | a class of `lit_async_rl.runtime.loop` |
 | runtime | a thread, process, socket or `struct.pack(...)`, likewise | a function of `lit_async_rl.runtime` |
 
-(Two statements in one line are ruff's E701 and E702.) Calls are traced to definitions through imports, base classes,
-`self`, `cls` and `super()`, without running anything; calls that cannot be traced are not examined, nor are functions
-that take `*args`. Docstrings are those of modules, classes and functions.
+(Two statements in one line are ruff's E701 and E702.) Docstrings are those of modules, classes and functions.
 """
 
 from __future__ import annotations
@@ -23,15 +19,37 @@ import ast
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from house import Documented, Function, module_names, module_of, source_of, tuple_assignments
-
-MAX_POSITIONAL = 3
 REFUSED_OPENERS = ("What", "Whose", "Whoever")
-Scope = Function | ast.Lambda
-Loop = ast.For | ast.AsyncFor | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def module_names(folders: list[Path]) -> dict[Path, str]:
+    """Python files below the folders, links followed, with the names of their modules; the longest of several."""
+    names: dict[Path, tuple[str, ...]] = {}
+    for folder in folders:
+        start = folder.resolve().parent if (folder / "__init__.py").exists() else folder.resolve()
+        for root, subfolders, files in os.walk(folder.resolve(), followlinks=True):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            for path in (Path(root, name) for name in files if name.endswith(".py")):
+                parts = path.relative_to(start).with_suffix("").parts
+                parts = parts[:-1] if parts[-1] == "__init__" else parts
+                names[path.resolve()] = max(names.get(path.resolve(), ()), parts, key=len)
+    return {path: ".".join(parts) for path, parts in names.items()}
+
+
+# -- assignments -------------------------------------------------------------------------------------------------------
+
+
+def tuple_assignments(tree: ast.AST) -> list[ast.Assign]:
+    """Assignments of several values written out to several targets, `a, b = 1, 2`; swaps are among them."""
+    displays = ast.Tuple | ast.List
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, displays) and isinstance(node.targets[0], displays)
+    ]
 
 
 def is_swap(node: ast.Assign) -> bool:
@@ -45,206 +63,6 @@ def is_swap(node: ast.Assign) -> bool:
         if any(isinstance(x, ast.expr) and ast.unparse(x) in others for x in ast.walk(value)):
             return True
     return False
-
-
-# -- splatted locals ---------------------------------------------------------------------------------------------------
-
-
-def is_argument_display(value: ast.expr | None) -> bool:
-    """True for a tuple, list or dictionary whose items could stand in a call as arguments."""
-    if isinstance(value, ast.Dict):
-        return all(isinstance(x, ast.Constant) and str(x.value).isidentifier() for x in value.keys)
-    if isinstance(value, ast.Call):
-        return ast.unparse(value.func) == "dict" and not value.args
-    return isinstance(value, ast.Tuple | ast.List)
-
-
-def splats(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Names splatted into calls, and the calls; nested functions and loops, where a call may run often, left out."""
-    if isinstance(node, ast.Call):
-        starred = [x.value for x in node.args if isinstance(x, ast.Starred)]
-        doubly = [x.value for x in node.keywords if x.arg is None]
-        yield from ((x.id, node) for x in starred + doubly if isinstance(x, ast.Name))
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, Scope | Loop):
-            yield from splats(child)
-
-
-def splatted_locals(function: Function) -> Iterator[tuple[str, ast.Call]]:
-    """Local displays whose only use is to be splatted into one call that is made whenever the display is."""
-    uses: dict[str, int] = {}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name):
-            uses[node.id] = uses.get(node.id, 0) + 1
-    for node in ast.walk(function):
-        for block in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
-            built: set[str] = set()
-            for statement in block if isinstance(block, list) else []:
-                if not isinstance(statement, Scope | Loop):
-                    yield from ((name, call) for name, call in splats(statement) if name in built and uses[name] == 2)
-                targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-                if isinstance(statement, ast.Assign | ast.AnnAssign) and is_argument_display(statement.value):
-                    built.update(x.id for x in targets if isinstance(x, ast.Name))
-
-
-# -- positional arguments ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Module:
-    """A parsed file; `names` are its functions, classes and imports at any depth outside of functions and classes."""
-
-    path: Path
-    name: str
-    tree: ast.Module
-    names: dict[str, ast.stmt]
-
-
-@dataclass
-class Definition:
-    """A function, class or module, and where it stands."""
-
-    module: Module
-    node: Function | ast.ClassDef | ast.Module
-
-
-class Definitions:
-    """Finds the definitions of what is called in the modules of some folders."""
-
-    def __init__(self, trees: dict[Path, ast.Module], names: dict[Path, str]) -> None:
-        self.paths = {name: path for path, name in names.items()}
-        self.modules: dict[Path, Module] = {}
-        for path, tree in trees.items():
-            bodies = [tree]
-            if (stub := path.with_suffix(".pyi")).exists():  # of a package that imports lazily
-                bodies.append(ast.parse(stub.read_text(encoding="utf-8")))
-            found = {name: node for body in bodies for name, node in named_statements(body)}
-            self.modules[path] = Module(path, names[path], tree, names=found)
-
-    def module(self, name: str) -> Module | None:
-        """The module of this name."""
-        found = module_of(name, self.paths)
-        is_it = found is not None and (found == name or found == name.partition(".")[2])
-        return self.modules[self.paths[found]] if found is not None and is_it else None
-
-    def named(self, module: Module, name: str, statement: ast.stmt | None = None) -> Definition | None:
-        """Definition that a name has in a module, or that `statement`, in one of its functions, gives it."""
-        node = statement or module.names.get(name)
-        if isinstance(node, Function | ast.ClassDef):
-            return Definition(module, node)
-        if isinstance(node, ast.Import):
-            full = next(x.name if x.asname else name for x in node.names if name in (x.asname, x.name.split(".")[0]))
-            other = self.module(full)
-            return other and Definition(other, other.tree)
-        if isinstance(node, ast.ImportFrom):
-            source = source_of(node, module.path, module.name)
-            original = next(x.name for x in node.names if name in (x.asname, x.name))
-            return self.member(source, original)
-        return None
-
-    def member(self, source: str, name: str) -> Definition | None:
-        """Definition that `from source import name` reads."""
-        below = self.module(f"{source}.{name}")
-        if below is not None:
-            return Definition(below, below.tree)
-        above = self.module(source)
-        return above and self.named(above, name)
-
-    def attribute(self, owner: Definition | None, name: str) -> Definition | None:
-        """Definition of an attribute of a module or, base classes included, of a class."""
-        if owner is None or isinstance(owner.node, Function):
-            return None
-        if isinstance(owner.node, ast.Module):
-            return self.member(owner.module.name, name)
-        for node in owner.node.body:
-            if isinstance(node, Function) and node.name == name:
-                return Definition(owner.module, node)
-        return self.inherited(owner, name)
-
-    def inherited(self, owner: Definition, name: str) -> Definition | None:
-        """Definition of an attribute in the base classes of a class."""
-        assert isinstance(owner.node, ast.ClassDef)
-        bases = [self.expression(owner.module, x, {}) for x in owner.node.bases]
-        return next((found for base in bases if (found := self.attribute(base, name)) is not None), None)
-
-    def expression(self, module: Module, node: ast.expr, scope: dict[str, ast.stmt | None]) -> Definition | None:
-        """Definition of a name, an attribute, or `super()`; `scope` has the names of the functions around it."""
-        if isinstance(node, ast.Subscript):  # a generic class
-            return self.expression(module, node.value, scope)
-        if isinstance(node, ast.Attribute):
-            owner = self.expression(module, node.value, scope)
-            if isinstance(node.value, ast.Call) and owner is not None:
-                return self.inherited(owner, node.attr)
-            return self.attribute(owner, node.attr)
-        if isinstance(node, ast.Call) and ast.unparse(node) == "super()":
-            return self.expression(module, ast.Name("self"), scope)
-        if not isinstance(node, ast.Name) or (node.id in scope and scope[node.id] is None):
-            return None
-        return self.named(module, node.id, scope.get(node.id))
-
-    def max_positional(self, called: Definition | None) -> int | None:
-        """Number of arguments that a call may give by position; None if anything goes."""
-        if called is not None and isinstance(called.node, ast.ClassDef):
-            made = self.attribute(called, "__init__") or self.attribute(called, "__new__")
-            heads = [*called.node.decorator_list, *called.node.bases]
-            if made is None and any(ast.unparse(x).split("(")[0].endswith(("dataclass", "NamedTuple")) for x in heads):
-                return MAX_POSITIONAL
-            called = made
-        if called is None or not isinstance(called.node, Function) or called.node.args.vararg:
-            return None
-        return max(MAX_POSITIONAL, len(called.node.args.posonlyargs))
-
-
-def named_statements(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    """Functions, classes and imports of a scope, and their names."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, Function | ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((x.asname or x.name.split(".")[0], node) for x in node.names)
-        elif not isinstance(node, ast.Lambda):
-            yield from named_statements(node)
-
-
-def scope_of(function: Scope) -> dict[str, ast.stmt | None]:
-    """Names that a function binds; None for those that are variables."""
-    arguments = function.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    names: dict[str, ast.stmt | None] = {x.arg: None for x in every if x is not None}
-    names |= {x.id: None for x in ast.walk(function) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    return names | dict(named_statements(function))
-
-
-def long_calls(
-    definitions: Definitions,
-    module: Module,
-    node: ast.AST,
-    *,
-    scope: dict[str, ast.stmt | None],
-    owner: ast.ClassDef | None = None,
-) -> Iterator[ast.Call]:
-    """Calls below `node` that give more arguments by position than they should.
-
-    Args:
-        definitions: of the folders.
-        module: the file that has the node.
-        node: where the search begins.
-        scope: names of the functions around the node.
-        owner: the class around it.
-    """
-    for child in ast.iter_child_nodes(node):
-        inner = scope
-        if isinstance(child, Scope):
-            inner = scope | scope_of(child)
-        if isinstance(child, Function) and isinstance(node, ast.ClassDef):
-            inner |= {"self": owner, "cls": owner}
-        if isinstance(child, ast.Call) and len(child.args) > MAX_POSITIONAL:
-            allowed = definitions.max_positional(definitions.expression(module, child.func, inner))
-            is_plain = not any(isinstance(x, ast.Starred) for x in child.args)
-            if allowed is not None and is_plain and len(child.args) > allowed:
-                yield child
-        within = child if isinstance(child, ast.ClassDef) else owner
-        yield from long_calls(definitions, module, child, scope=inner, owner=within)
 
 
 # -- docstrings -------------------------------------------------------------------------------------------------------
@@ -354,17 +172,12 @@ def problems(folders: list[Path]) -> list[str]:
     """One line for each place: file, line, rule, and what to write."""
     names = module_names(folders)
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in names}
-    definitions = Definitions(trees, names)
     found: list[tuple[str, int, str]] = []
     for path, tree in trees.items():
         place = os.path.relpath(path)
         for node in tuple_assignments(tree):
             if not is_swap(node):
                 found.append((place, node.lineno, "tuple-assignment: write one assignment a line"))
-        for function in (x for x in ast.walk(tree) if isinstance(x, Function)):
-            for name, call in splatted_locals(function):
-                what = f"splatted-local: write the items of {name!r} as arguments of {ast.unparse(call.func)}(...)"
-                found.append((place, call.lineno, what))
         for line, word in refused_openers(tree):
             found.append((place, line, f"docstring-opener: begin with a noun or an imperative verb, not {word!r}"))
         for call in event_loops(tree, names[path]):
@@ -372,11 +185,6 @@ def problems(folders: list[Path]) -> list[str]:
             found.append((place, call.lineno, what))
         for line, what in starts_elsewhere(tree, names[path]):
             found.append((place, line, f"runtime: {what}"))
-        for call in long_calls(definitions, definitions.modules[path], tree, scope={}):
-            what = (
-                f"{ast.unparse(call.func)}(...) has {len(call.args)} arguments by position; name those after the third"
-            )
-            found.append((place, call.lineno, f"positional-arguments: {what}"))
     return [f"{place}:{line}: {what}" for place, line, what in sorted(set(found))]
 
 

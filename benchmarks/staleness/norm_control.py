@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lit_async_rl.callbacks import GradientAlignmentControl
 from lit_async_rl.stabilizers.alignment import AlignedStep, Regime
-from lit_async_rl.stabilizers.gradients import GradSpace
 
 
 class NormControl(GradientAlignmentControl):
@@ -19,16 +18,13 @@ class NormControl(GradientAlignmentControl):
     """
 
     @torch.no_grad()
-    def _update(
-        self, space: GradSpace, gradients: list[Tensor | None], reference: list[Tensor | None], steps: list[AlignedStep]
-    ) -> None:
-        kept = [step.kept for step in steps]
-        for step in steps:
-            step.kept = 1.0  # nothing is projected, the reference is updated as ever
-        super()._update(space, gradients, reference, steps=steps)
-        for step, share in zip(steps, kept, strict=True):
-            step.kept = share
-        for gradient, group in zip(gradients, space.group_of, strict=True):
-            step = steps[group]
-            if gradient is not None and step.regime == Regime.PROJECT and step.cosine is not None:
+    def _update(self, gradients: list[Tensor | None], reference: list[Tensor | None], step: AlignedStep) -> None:
+        kept = step.kept
+        step.kept = 1.0  # nothing is projected, the reference is updated as ever
+        super()._update(gradients, reference, step)
+        step.kept = kept
+        if step.regime != Regime.PROJECT or step.cosine is None:
+            return
+        for gradient in gradients:
+            if gradient is not None:
                 gradient.mul_(math.sqrt(1 - step.cosine**2 + (step.kept * step.cosine) ** 2))

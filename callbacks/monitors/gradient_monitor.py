@@ -66,7 +66,7 @@ class GradientMonitor(pl.Callback):
         space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         gradients = space.gradients()
         copies = self.cosine and self._may_copy(trainer, space, index)
-        gg, gp, pp = self._previous.products(space, gradients, index)[0].tolist()
+        gg, gp, pp = self._previous.products(space, gradients, index).tolist()
         if not math.isfinite(gg) or is_dropped_before(trainer, self, index):
             return
         pl_module.log(f"grad/norm{suffix}", math.sqrt(gg))

@@ -125,7 +125,7 @@ class WeightDriftMonitor(SignalCallback):
         pairs = [difference(now, then) for then in (self._last, self._first, before or now)]
         # in float64: the sample is small, and `drift/path` adds the rounding of all steps
         squares = space.dots(*((pair, pair) for pair in pairs), dtype=torch.float64)
-        step, total, stale = squares.sum(-1).sqrt().tolist()
+        step, total, stale = squares.sqrt().tolist()
         self._last = now
         if not math.isfinite(total):
             return  # the weights are lost, which others say

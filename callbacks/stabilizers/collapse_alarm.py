@@ -151,7 +151,7 @@ class CollapseAlarm(SignalCallback):
             return None, None
         space = self._spaces.of(root, optimizer)
         gradients = space.gradients()
-        gg, gp, pp = self._previous.products(space, gradients)[0].tolist()
+        gg, gp, pp = self._previous.products(space, gradients).tolist()
         if self.watch.max_cosine is not None and 0 < gg < math.inf:
             self._previous.keep(space, gradients)
         return math.sqrt(gg) or None, cosine(gg, gp, pp)

@@ -21,7 +21,7 @@ from lit_async_rl.stabilizers.alignment import (
     Regime,
     Residual,
 )
-from lit_async_rl.stabilizers.gradients import GradientTreatment, GradSpace, GradSpaces
+from lit_async_rl.stabilizers.gradients import GradientTreatment, GradSpaces
 from lit_async_rl.stabilizers.step_lr import raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -74,7 +74,6 @@ class GradientAlignmentControl(GradientTreatment):
         residual: rule for a, the share of the parallel component to keep.
         reference: rule for p, the reference gradient.
         two_sided: treat strongly opposed gradients like aligned ones.
-        per_parameter_group: treat each parameter group of the optimizer separately.
         max_consecutive_skips: after this many consecutive skips a step is projected instead.
         min_remainder: a projection that leaves less than this share of the norm is a skip; one that must not be skipped
             keeps at least this share.
@@ -94,7 +93,6 @@ class GradientAlignmentControl(GradientTreatment):
         residual: Residual | None = None,
         reference: Reference | None = None,
         two_sided: bool = False,
-        per_parameter_group: bool = False,
         max_consecutive_skips: int = 1,
         min_remainder: float = 0.05,
         calibrate_steps: int = 0,
@@ -117,12 +115,12 @@ class GradientAlignmentControl(GradientTreatment):
         self.calibrate_steps = calibrate_steps
         self.calibrate_quantile = calibrate_quantile
         self.optimizer = optimizer
-        self._spaces = GradSpaces(per_parameter_group)
+        self._spaces = GradSpaces()
         self._references = ReferenceGradients()
-        self._skips: dict[int, list[int]] = {}  # optimizer index -> consecutive skips of each parameter group
+        self._skips: dict[int, int] = {}  # optimizer index -> consecutive skips
         self._cosines: list[float] = []
         self.num_dropped = 0
-        self._is_dropped: dict[int, bool] = {}  # optimizer index -> whether all of its last gradient was dropped
+        self._is_dropped: dict[int, bool] = {}  # optimizer index -> whether its last gradient was dropped
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
         """Controls the gradients between backward and step, in any loop; returns the metrics.
@@ -134,24 +132,16 @@ class GradientAlignmentControl(GradientTreatment):
         """
         space = self._spaces.of(root, raw_optimizer(optimizer))
         gradients = space.gradients()
-        products = self._references.products(space, gradients, index)
-        skips = self._skips_of(index, space.num_groups)
-        steps = [AlignedStep.of(*row) for row in products.tolist()]
-        for group, step in enumerate(steps):
-            self._decide(step, skips, group)
-        self._update(space, gradients, self._references.of(space, index), steps=steps)
-        space.drop(group for group, step in enumerate(steps) if step.regime >= Regime.SKIP)
-        self._is_dropped[index] = all(step.regime == Regime.DROP for step in steps)
-        return self._metrics(steps, skips)
+        step = AlignedStep.of(*self._references.products(space, gradients, index).tolist())
+        self._skips.setdefault(index, 0)
+        self._decide(step, index)
+        self._update(gradients, self._references.of(space, index), step)
+        if step.regime >= Regime.SKIP:
+            space.drop()
+        self._is_dropped[index] = step.regime == Regime.DROP
+        return self._metrics(step, self._skips[index])
 
-    def _skips_of(self, index: int, num_groups: int) -> list[int]:
-        """Consecutive skips of each group, resized: the number of groups may change in a resume or a second run."""
-        skips = self._skips.setdefault(index, [])
-        skips[num_groups:] = []
-        skips += [0] * (num_groups - len(skips))
-        return skips
-
-    def _decide(self, step: AlignedStep, skips: list[int], group: int) -> None:
+    def _decide(self, step: AlignedStep, index: int) -> None:
         """Sets regime and residual share of the step, and counts skips."""
         if not math.isfinite(step.norm):
             if self.num_dropped == 0:
@@ -163,7 +153,7 @@ class GradientAlignmentControl(GradientTreatment):
             step.regime = Regime.DROP
             step.kept = 0.0
         elif step.cosine is None:
-            skips[group] = 0
+            self._skips[index] = 0
         elif len(self._cosines) < self.calibrate_steps:
             self._cosines.append(step.cosine)
             if len(self._cosines) == self.calibrate_steps:
@@ -171,18 +161,15 @@ class GradientAlignmentControl(GradientTreatment):
                 self.rule = dataclasses.replace(self.rule, low=low, high=high)
                 rank_zero_info(f"GradientAlignmentControl: calibrated to low={low:.4f}, high={high:.4f}")
         else:
-            step.regime, step.kept = self.rule.decide(step.cosine, skips[group])
-            skips[group] = skips[group] + 1 if step.regime == Regime.SKIP else 0
+            step.regime, step.kept = self.rule.decide(step.cosine, self._skips[index])
+            self._skips[index] = self._skips[index] + 1 if step.regime == Regime.SKIP else 0
 
     @torch.no_grad()
-    def _update(
-        self, space: GradSpace, gradients: list[Tensor | None], reference: list[Tensor | None], steps: list[AlignedStep]
-    ) -> None:
+    def _update(self, gradients: list[Tensor | None], reference: list[Tensor | None], step: AlignedStep) -> None:
         """Projects in place and updates the reference, one parameter at a time to save memory."""
-        for n, (gradient, group) in enumerate(zip(gradients, space.group_of, strict=True)):
-            step = steps[group]
-            if step.regime == Regime.DROP or step.norm == 0:
-                continue
+        if step.regime == Regime.DROP or step.norm == 0:
+            return
+        for n, gradient in enumerate(gradients):
             previous = reference[n]
             if gradient is None:
                 if previous is None:
@@ -196,20 +183,17 @@ class GradientAlignmentControl(GradientTreatment):
                 gradient.add_(previous, alpha=-(1 - step.kept) * step.slope)
             self.reference.update(previous, raw, None if step.regime == Regime.SKIP else gradient)
 
-    def _metrics(self, steps: list[AlignedStep], skips: list[int]) -> dict[str, float]:
+    def _metrics(self, step: AlignedStep, num_skips: int) -> dict[str, float]:
         metrics = {"gac/low": self.rule.low, "gac/high": self.rule.high, "gac/num_dropped": float(self.num_dropped)}
-        for group, step in enumerate(steps):
-            suffix = f"/group{group}" if len(steps) > 1 else ""
-            values = {"regime": float(step.regime), "kept": step.kept, "consecutive_skips": float(skips[group])}
-            if step.regime != Regime.DROP:
-                values["norm"] = step.norm
-            if step.cosine is not None:
-                values["cosine"] = step.cosine
-            metrics |= {f"gac/{name}{suffix}": value for name, value in values.items()}
+        metrics |= {"gac/regime": float(step.regime), "gac/kept": step.kept, "gac/consecutive_skips": float(num_skips)}
+        if step.regime != Regime.DROP:
+            metrics["gac/norm"] = step.norm
+        if step.cosine is not None:
+            metrics["gac/cosine"] = step.cosine
         return metrics
 
     def has_dropped(self, index: int) -> bool:
-        """Whether the last update of the optimizer at position `index` was dropped, all of it, as not finite."""
+        """Whether the last update of the optimizer at position `index` was dropped as not finite."""
         return self._is_dropped.get(index, False)
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
@@ -225,13 +209,13 @@ class GradientAlignmentControl(GradientTreatment):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._references = ReferenceGradients()
-        self._spaces = GradSpaces(self._spaces.per_parameter_group)
+        self._spaces = GradSpaces()
         self._has_trained = True
 
     def state_dict(self) -> dict[str, Any]:
         """State without the reference gradient; the same on all ranks."""
         return {
-            "skips": {index: list(skips) for index, skips in self._skips.items()},
+            "skips": {index: [skips] for index, skips in self._skips.items()},  # lists, as in older checkpoints
             "cosines": list(self._cosines),
             "low": self.rule.low,
             "high": self.rule.high,
@@ -240,7 +224,7 @@ class GradientAlignmentControl(GradientTreatment):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state; thresholds only if they were calibrated."""
-        self._skips = {index: list(skips) for index, skips in state_dict["skips"].items()}
+        self._skips = {index: skips[0] for index, skips in state_dict["skips"].items()}
         self._cosines = list(state_dict["cosines"])
         self.num_dropped = state_dict["num_dropped"]
         if 0 < self.calibrate_steps <= len(self._cosines):

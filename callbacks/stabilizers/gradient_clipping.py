@@ -59,15 +59,15 @@ class GradientClipping(GradientTreatment):
         optimizer = raw_optimizer(optimizer)
         space = self._spaces.of(root, optimizer)
         gradients = space.gradients()
-        norm = space.norms(gradients)[0].item()
+        norm = space.norm(gradients)
         is_broken = self._is_gone or not math.isfinite(norm)
         self.dropped.note(is_broken and not self._finds_scale and not self._is_counted, index)
         if is_broken:
-            space.drop([0])
+            space.drop()
             return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
         # 1e-6 as in `torch.nn.utils.clip_grad_norm_`, so that results agree
         scale = self.max_norm / (norm + 1e-6) if norm > self.max_norm else 1.0
-        space.scale_(gradients, [scale])
+        space.scale_(gradients, scale)
         return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.dropped.total)}
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

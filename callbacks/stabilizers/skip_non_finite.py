@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,9 +54,9 @@ class SkipNonFinite(pl.Callback):
             is_broken = overflows(trainer, raw) and not finds_scale(trainer, raw)
         else:
             space = self._spaces.of(trainer.strategy.model or pl_module, raw)
-            is_broken = not bool(space.norms(space.gradients()).isfinite().all())
+            is_broken = not math.isfinite(space.norm(space.gradients()))
             if is_broken:
-                space.drop(range(space.num_groups))
+                space.drop()
             is_broken = is_broken or is_dropped_before(trainer, self, index)
         is_broken = is_broken and not is_dropped_before(trainer, self, index, is_counted=True)
         self.dropped.note(is_broken, index)

@@ -260,7 +260,7 @@ class StalenessController(SignalCallback):
 
     def _norm(self, root: nn.Module, optimizer: Optimizer) -> float:
         space = self._spaces.of(root, optimizer)
-        return space.norms(space.gradients())[0].item()
+        return space.norm(space.gradients())
 
     def _bound(self) -> int | None:
         """Staleness bound of the present rung; None where it is left alone."""

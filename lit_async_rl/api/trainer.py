@@ -29,7 +29,7 @@ from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, LiveView
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
-from lit_async_rl.utils.checks import check_objects, check_range, meant
+from lit_async_rl.utils.checks import check_range, meant
 from lit_async_rl.utils.object_config import with_members
 
 OF_THE_DEVICE = ("accelerator", "devices", "precision", "strategy", "num_nodes", "plugins")
@@ -87,7 +87,8 @@ class Trainer(pl.Trainer):
         settings |= gpu_precision(settings)
         own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
         for callback in own:
-            check_objects("trainer", callbacks=callback)
+            if not isinstance(callback, Callback):
+                raise ValueError(f"trainer.callbacks must hold callbacks, got {callback!r:.100}")
         if isinstance(logger, str | type):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import inspect
 import json
-import logging
-import os
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +18,7 @@ from jsonargparse import Namespace
 
 from lit_async_rl.prompts.sources import FILE_SOURCES, source_class
 from lit_async_rl.utils.checks import NO_VALUE, meant, with_home
-from lit_async_rl.utils.config_files import BASE, with_bases
-
-log = logging.getLogger(__name__)
+from lit_async_rl.utils.config_files import with_bases
 
 # -- Configuration files on a command line, and its other words -------------------------------------------------------
 
@@ -199,11 +195,11 @@ def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
     return [Path(file).expanduser() for file in files], flags
 
 
-# -- Before parsing: files that are there, are YAML, and stand in the right order -------------------------------------
+# -- Before parsing: files that are there, and are YAML ----------------------------------------------------------------
 
 
 def check_config_files(args: Sequence[str]) -> None:
-    """Refuses files that are not there, are no YAML, or expand beyond limits, and warns of overlays before their base.
+    """Refuses files that are not there, are no YAML, or expand beyond limits.
 
     Args:
         args: of the command line.
@@ -222,7 +218,6 @@ def check_config_files(args: Sequence[str]) -> None:
         if not file.is_file():
             raise ValueError(f"config={str(file)!r}: there is no such file{_suggested_file(file)}")
         with_bases(file)
-    _warn_of_early_overlays(config_files(args))
 
 
 def _suggested_file(file: Path) -> str:
@@ -232,59 +227,6 @@ def _suggested_file(file: Path) -> str:
     if shipped:
         return f"; did you mean {shipped[0]}?"
     return meant(str(file), [str(one) for one in file.parent.glob("*.yaml")])
-
-
-def _warn_of_early_overlays(files: Sequence[Path]) -> None:
-    """Warns of settings overridden by a later file that names the model: an overlay before its base."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    found = [(file, dict(leaf for _, tree in trees_of([file]) for leaf in _leaves(tree))) for file in files]
-    for number, (file, own) in enumerate(found):
-        for later, others in found[number + 1 :]:
-            lost = [name for name, value in own.items() if others.get(name, value) != value and name != BASE]
-            if "model.model" in others and "model.model" not in own and lost:
-                some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-                log.warning(
-                    "the configuration file %s comes after the file %s and overrides its settings %s: swap the "
-                    "two files if the earlier one should override the later one",
-                    later,
-                    file,
-                    some,
-                )
-
-
-def places_of_callback(name: str, args: Sequence[str]) -> str:
-    """Configuration files, and options of the command line, that add a callback to `trainer.callbacks`.
-
-    Args:
-        name: of its class.
-        args: of the command line.
-    """
-    is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
-    places = []
-    for file, tree in trees_of(config_files(args)):
-        trainer = tree.get("trainer") or {}
-        for key in ("callbacks", "callbacks+"):
-            places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
-    for option, value in zip(args, [*args[1:], ""], strict=True):
-        if option.startswith("--trainer.callbacks") and is_named(option if "=" in option else value):
-            places.append(f"by {option.partition('=')[0]}")
-    return " and ".join(places)
-
-
-def _class_names(callbacks: Any) -> list[str]:
-    """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
-    entries = callbacks if isinstance(callbacks, list) else [callbacks]
-    return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full names and values of the settings of a file; a class with its arguments is one value."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and "class_path" not in value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 # -- After parsing: classes that are classes, and values where there must be one --------------------------------------
@@ -376,21 +318,15 @@ def _check_arguments(path: str, given: Any, setting: str) -> None:
 
 
 def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
-    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
-
-    jsonargparse checks neither in configuration files.
+    """Refuses an empty value (`max_staleness:`) where there must be one; jsonargparse does not in configuration files.
 
     Args:
         config: as parsed.
-        actions: of the parser: one for each setting, and one for each group of them.
+        actions: of the parser: one for each setting.
 
     Raises:
         ValueError: names the setting.
     """
-    actions = list(actions)
-    for group in _sections(actions):
-        if not isinstance(value := config.get(group), Namespace):
-            raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
     for action in actions:
         kind = getattr(action, "_typehint", None)
         if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import logging
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,8 +26,6 @@ from lit_async_rl.utils.device_memory import is_out_of_memory
 
 CLOSE_S = 10.0  # limit of `close` for an engine that failed
 STOP_S = 30.0  # limit of `close` for an engine that works, at the end of a run
-RESTARTS_TO_WARN = 3  # restarts, with fewer than STEPS_BETWEEN steps between them, that a warning names together
-STEPS_BETWEEN = 10
 MAX_ERROR_CHARS = 200
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -62,8 +59,6 @@ class ReplaceableEngine:
         self._timeout_s = limits.rollout_timeout_s
         self._should_stop = should_stop
         self._restarts_in_a_row = 0
-        self._recent_restarts: deque[int] = deque(maxlen=RESTARTS_TO_WARN)  # number of steps before each
-        self._num_steps = 0
 
     @property
     def calls(self) -> EngineCalls:
@@ -107,7 +102,6 @@ class ReplaceableEngine:
         """
         if has_delivered:
             self._restarts_in_a_row = 0
-        self._num_steps += 1
 
     def restart(self, producer: Producer, error: Exception, weights: Weights) -> None:
         """Replaces the engine after an error; its groups that lack completions are sampled again.
@@ -117,7 +111,6 @@ class ReplaceableEngine:
         self._restarts_in_a_row += 1
         self.num_restarts += 1
         self.last_error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_CHARS]
-        self._warn_if_frequent()
         needs_less = is_out_of_memory(error)
         self._discard(error)
         try:
@@ -152,21 +145,6 @@ class ReplaceableEngine:
             type(error).__name__,
             error,
         )
-
-    def _warn_if_frequent(self) -> None:
-        """Warns of a run that restarts its engine every few steps, which `max_restarts` does not end."""
-        self._recent_restarts.append(self._num_steps)
-        num_steps = self._num_steps - self._recent_restarts[0]
-        if len(self._recent_restarts) == RESTARTS_TO_WARN and num_steps <= RESTARTS_TO_WARN * STEPS_BETWEEN:
-            log.warning(
-                "the engine was restarted %d times within %d steps, and %d times in this run so far. After each "
-                "restart, training waits while unfinished groups are sampled again. The last error: %s",
-                RESTARTS_TO_WARN,
-                num_steps,
-                self.num_restarts,
-                self.last_error,
-            )
-            self._recent_restarts.clear()
 
     def _discard(self, error: Exception) -> None:
         """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""

@@ -49,7 +49,6 @@ from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, identities_of
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
 from lit_async_rl.rollouts.totals import ProducerStats
-from lit_async_rl.runtime.ending import watch_end
 from lit_async_rl.runtime.files import begin_here, return_to_begin
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
@@ -350,10 +349,6 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         return self._codec
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt."""
-        return self.codec.encode(prompt)
-
     # -- state of the run, for callbacks ------------------------------------------------------------------------------
 
     @property
@@ -483,7 +478,6 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
-        watch_end()
         rules.refuse(rules.of_tuner(self._trainer.callbacks))
         if not self._is_kept_open:
             self._begin()

@@ -110,7 +110,7 @@ class TrajectoryBalance(PolicyLoss):
     the same weight (`FixedLength(1)` is the paper's mean of squares).
 
     Args:
-        beta: strength of the KL penalty; `AnnealBeta` lowers it over time, as the paper does.
+        beta: strength of the KL penalty; the paper lowers it over time, and here it is constant.
 
     Raises:
         ValueError: beta is not positive.

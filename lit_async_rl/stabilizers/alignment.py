@@ -50,10 +50,10 @@ class ReferenceGradients:
             known = self._known[index] = (space, [None] * len(space.params))
         return known[1]
 
-    def products(self, space: GradSpace, gradients: Pieces, index: int = 0) -> Float64[Tensor, "G 3"]:
-        """Global <g, g>, <g, p> and <p, p> of each parameter group. One collective: all ranks call."""
+    def products(self, space: GradSpace, gradients: Pieces, index: int = 0) -> Float64[Tensor, "3"]:
+        """Global <g, g>, <g, p> and <p, p>. One collective: all ranks call."""
         p = self.of(space, index)
-        return space.dots((gradients, gradients), (gradients, p), (p, p)).T
+        return space.dots((gradients, gradients), (gradients, p), (p, p))
 
     def keep(self, space: GradSpace, gradients: Pieces, index: int = 0) -> None:
         """Makes a copy of `gradients` the reference."""
@@ -71,7 +71,7 @@ class Regime(IntEnum):
 
 @dataclass
 class AlignedStep:
-    """Measurements and treatment of one parameter group in one step.
+    """Measurements and treatment of one step.
 
     Attributes:
         norm: |g|.
@@ -110,14 +110,6 @@ class FullRemoval(Residual):
     def share(self, cosine: float, low: float) -> float:
         """Returns 0."""
         return 0.0
-
-
-@dataclass(frozen=True)
-class CappedResidual(Residual):
-    """a = low / c: shortens the parallel component to low * |g|; not from the paper."""
-
-    def share(self, cosine: float, low: float) -> float:
-        return low / cosine
 
 
 @dataclass(frozen=True)
@@ -170,16 +162,6 @@ class LastRaw(Reference):
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
         """Copies the raw gradient."""
         reference.copy_(raw)
-
-
-@dataclass(frozen=True)
-class LastApplied(Reference):
-    """Gradient before projection of the last step that was not skipped."""
-
-    def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
-        """Copies the raw gradient, unless the step is skipped."""
-        if applied is not None:
-            reference.copy_(raw)
 
 
 @dataclass(frozen=True)

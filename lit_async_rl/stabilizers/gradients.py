@@ -109,21 +109,18 @@ DOT_CHUNK = 2**18
 
 
 class GradSpace:
-    """Vector space of the gradients of some parameters, divided into groups (such as parameter groups).
+    """Vector space of the gradients of some parameters.
 
     Built from parameters, not from `.grad`: a rank with an empty shard has no gradient and still takes part in every
     collective. A vector is a list with this rank's piece of each parameter; None counts as zero.
 
     Args:
         root: outermost module (`trainer.strategy.model`), which holds the process groups of FSDP1.
-        parameter_groups: parameters of each group.
+        parameters: the parameters, in the optimizer's order.
     """
 
-    def __init__(self, root: nn.Module, parameter_groups: Sequence[Iterable[nn.Parameter]]) -> None:
-        groups = [list(group) for group in parameter_groups]
-        self.params = [p for group in groups for p in group]
-        self.group_of = [index for index, group in enumerate(groups) for _ in group]
-        self.num_groups = len(groups)
+    def __init__(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        self.params = list(parameters)
         if not self.params:
             raise ValueError("GradSpace needs at least one parameter")
         fsdp1 = _fsdp1_process_groups(root)
@@ -142,7 +139,7 @@ class GradSpace:
         return [_local(p.detach()) for p in self.params]
 
     def joined(self, vector: Pieces) -> list[Tensor | None]:
-        """The same vector for inner products over all groups, with one piece for all that share their collectives."""
+        """The same vector for inner products, with one piece for all that share their collectives."""
         found: list[Tensor | None] = [None] * len(self.params)
         for members in self._buckets.values():
             pieces = [piece.reshape(-1) for i in members if (piece := vector[i]) is not None]
@@ -151,8 +148,8 @@ class GradSpace:
         return found
 
     @torch.no_grad()
-    def dots(self, *pairs: tuple[Pieces, Pieces], dtype: torch.dtype = torch.float32) -> Float64[Tensor, "P G"]:
-        """Global inner products <a, b> of P pairs in each of G groups, on the CPU. A collective: all ranks call.
+    def dots(self, *pairs: tuple[Pieces, Pieces], dtype: torch.dtype = torch.float32) -> Float64[Tensor, " P"]:
+        """Global inner products <a, b> of P pairs, on the CPU. A collective: all ranks call.
 
         Products of a quarter of a million entries are summed in `dtype`; in float32 the fifth digit depends on the
         processor's order of summation.
@@ -162,9 +159,9 @@ class GradSpace:
             sums = self._dots(pairs, torch.float64)
         return sums
 
-    def norms(self, vector: Pieces) -> Float64[Tensor, " G"]:
-        """Global Euclidean norm in each group. A collective: all ranks call."""
-        return self.dots((vector, vector))[0].sqrt()
+    def norm(self, vector: Pieces) -> float:
+        """Global Euclidean norm. A collective: all ranks call."""
+        return self.dots((vector, vector))[0].sqrt().item()
 
     def sketches(self, vector: Pieces) -> list[Tensor]:
         """Random projections of the vector (see `Sketch`), one for each set of process groups."""
@@ -188,35 +185,34 @@ class GradSpace:
         return total
 
     @torch.no_grad()
-    def scale_(self, vector: Pieces, factors: Sequence[float]) -> None:
-        """Multiplies in place, with one factor for each group; a factor of 1 touches nothing."""
-        for mine, group in zip(vector, self.group_of, strict=True):
-            if mine is not None and factors[group] != 1:
-                mine.mul_(factors[group])
+    def scale_(self, vector: Pieces, factor: float) -> None:
+        """Multiplies in place; a factor of 1 touches nothing."""
+        if factor == 1:
+            return
+        for mine in vector:
+            if mine is not None:
+                mine.mul_(factor)
 
-    def drop(self, groups: Iterable[int]) -> None:
-        """Sets the gradients of these groups to None, so that no optimizer touches weights, moments or decay."""
-        dropped = set(groups)
-        for param, group in zip(self.params, self.group_of, strict=True):
-            if group in dropped:
-                param.grad = None
+    def drop(self) -> None:
+        """Sets the gradients to None, so that no optimizer touches weights, moments or decay."""
+        for param in self.params:
+            param.grad = None
 
     def _dots(self, pairs: Sequence[tuple[Pieces, Pieces]], dtype: torch.dtype) -> Tensor:
         device = _local(self.params[0]).device
         wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        total = torch.zeros(len(pairs), self.num_groups, dtype=wide, device=device)
+        total = torch.zeros(len(pairs), dtype=wide, device=device)
         for process_groups, members in self._buckets.items():
             part = torch.zeros_like(total)
             for row, (a, b) in enumerate(pairs):
-                terms: list[list[Tensor]] = [[] for _ in range(self.num_groups)]
+                terms: list[Tensor] = []
                 for index in members:
                     x = a[index]
                     y = b[index]
                     if x is not None and y is not None and x.numel():
-                        terms[self.group_of[index]] += _partial_dots(x, y, min(dtype, wide, key=lambda d: d.itemsize))
-                for group, values in enumerate(terms):
-                    if values:
-                        part[row, group] = torch.stack(values).to(wide).sum()
+                        terms += _partial_dots(x, y, min(dtype, wide, key=lambda d: d.itemsize))
+                if terms:
+                    part[row] = torch.stack(terms).to(wide).sum()
             # every rank takes part, also one without a gradient here, or the others would wait for it for ever;
             # replicas are not in these groups, so that each entry counts once
             for process_group in process_groups:
@@ -226,27 +222,21 @@ class GradSpace:
 
 
 class GradSpaces:
-    """Cache of one `GradSpace` per optimizer, rebuilt when its parameters change (by unfreezing, for example).
+    """Cache of one `GradSpace` per optimizer, rebuilt when its parameters change (by unfreezing, for example)."""
 
-    Args:
-        per_parameter_group: one group per parameter group of the optimizer, instead of one for all parameters.
-    """
-
-    def __init__(self, per_parameter_group: bool = False) -> None:
-        self.per_parameter_group = per_parameter_group
+    def __init__(self) -> None:
         # weak keys, not ids: Python reuses the id of an optimizer that is gone
         self._known: WeakKeyDictionary[Optimizer, GradSpace] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[GradSpaces], tuple[bool]]:
-        return GradSpaces, (self.per_parameter_group,)  # process groups cannot be pickled: a copy starts empty
+    def __reduce__(self) -> tuple[type[GradSpaces], tuple[()]]:
+        return GradSpaces, ()  # process groups cannot be pickled: a copy starts empty
 
     def of(self, root: nn.Module, optimizer: Optimizer) -> GradSpace:
         """Gradient space of the optimizer's parameters."""
         known = self._known.get(optimizer)
-        groups = [list(group["params"]) for group in optimizer.param_groups]
-        params = [p for group in groups for p in group]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         if known is None or len(known.params) != len(params) or any(map(is_not, known.params, params)):
-            known = self._known[optimizer] = GradSpace(root, groups if self.per_parameter_group else [params])
+            known = self._known[optimizer] = GradSpace(root, params)
         return known
 
 

@@ -428,13 +428,6 @@ class PolicyModule(pl.LightningModule):
                 check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))
 
     def on_train_start(self) -> None:
-        if self.objective.kl_coefficient > 0 and self.objective.kl_estimator == "token" and self.trainer.is_global_zero:
-            log.warning(
-                "model.kl_coefficient=%g: the penalty's gradient is the gradient of KL(policy || reference), with "
-                "importance weights for stale tokens. Earlier versions of lit-async-rl used the gradient of "
-                "KL(reference || policy) without importance weights; model.kl_estimator: k3 restores that gradient",
-                self.objective.kl_coefficient,
-            )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers and self.trainer.ckpt_path:
             adopt_settings(self.trainer.optimizers[0], self._settings, self.scheduler)
         for optimizer in self.trainer.optimizers:

@@ -160,56 +160,17 @@ def find_other_kind(values: Mapping[str, Any], kinds: Mapping[str, type]) -> str
     return f"{wrong} is {values.get(wrong)!r:.100}" if wrong else ""
 
 
-def check_objects(owner: str, **settings: object) -> None:
-    """Refuses a name, a class or a mapping of settings in place of an object, which the YAML parser would have built.
-
-    Example: `check_objects("data", engine="vllm")` raises `data.engine must be an object, got 'vllm'`.
-
-    Args:
-        owner: path in the YAML of the class with the settings.
-        settings: values by name of the setting; None passes.
-
-    Raises:
-        ValueError: names setting and value.
-    """
-    for name, value in settings.items():
-        if isinstance(value, type):
-            kind = value.__name__
-            raise ValueError(f"{owner}.{name} must be an instance, but {kind} is a class: write {kind}(...)")
-        if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
-            raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
-
-
-EXAMPLES = {  # of objects that a setting may be, by the class that is wanted
-    "PolicyLoss": "PPOClip()",
-    "Proximal": "CurrentProximal()",
-    "Correction": "SequenceTruncatedIS(cap=8.0)",
-    "OptimalBaseline": "OptimalBaseline()",
-    "RateSchedule": "Cosine(warmup=0.1)",
-    "LoRA": "LoRA(rank=16)",
-    "Distillation": "Distillation(teacher='my/teacher')",
-    "Sharding": "Sharding()",
-    "PrefixTreePacking": "PrefixTreePacking()",
-    "RolloutEngine": "EmbeddedEngine()",
-    "AdmissionPolicy": "FixedLag()",
-    "SamplingParams": "SamplingParams(max_tokens=6)",
-    "AdvantageEstimator": "GroupMeanStd()",
-    "Aggregation": "TokenMean()",
-    "Scoring": "Scoring(workers=4)",
-    "Validation": "Validation(prompts=held_out)",
-    "Curriculum": "Learnability()",
-    "ReplayBuffer": "ReplayBuffer()",
-    "Limits": "Limits(rollout_timeout_s=600.0)",
-}
-
-
 @functools.cache
 def wanted_classes(init: Callable[..., Any]) -> dict[str, tuple[type, bool, bool]]:
-    """Settings of a constructor that are objects of this package: (class, whether None, whether functions will do)."""
+    """Settings of a constructor that are objects of this package: (class, whether None, whether functions will do).
+
+    Protocols, such as `Records`, are left out: they take lists, too.
+    """
     found = {}
     for name, hint in typing.get_type_hints(init).items():
         parts = typing.get_args(hint) or (hint,)
-        classes = [part for part in parts if getattr(part, "__name__", "") in EXAMPLES]
+        ours = [part for part in parts if getattr(part, "__module__", "").startswith("lit_async_rl.")]
+        classes = [part for part in ours if isinstance(part, type) and not getattr(part, "_is_protocol", False)]
         if classes:
             found[name] = (classes[0], type(None) in parts, any("Callable" in str(part) for part in parts))
     return found
@@ -218,7 +179,7 @@ def wanted_classes(init: Callable[..., Any]) -> dict[str, tuple[type, bool, bool
 def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object]) -> None:
     """Refuses objects of another class than a constructor's annotations want, before anything is made of them.
 
-    Example: `data.sampling must be an rl.SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6`.
+    Example: `data.sampling must be a SamplingParams, got 6`.
 
     Args:
         owner: path in the YAML of the class that has the settings.
@@ -234,22 +195,12 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
         will_do = isinstance(value, kind) or (value is None and may_be_none) or (may_be_function and callable(value))
         if will_do and own_class is None:
             continue
-        wanted = EXAMPLES[kind.__name__]
         if own_class is not None:
             named = f"rl.{own_class.__name__}"
             raise ValueError(f"{owner}.{name} must be an instance, but {named} is a class: write {named}(...)")
-        if isinstance(value, str) and (meant_class := closest(value, _names_below(kind))):
-            wanted = f"{meant_class}()"
         article = "an" if kind.__name__[0] in "AEIO" else "a"
         shown = repr(value) if isinstance(value, str | int | float) or value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, such as rl.{wanted}, got {shown[:100]}")
-
-
-def _names_below(kind: type) -> list[str]:
-    """Public classes that extend one; those that were imported."""
-    classes: list[type] = kind.__subclasses__()
-    below = [name for one in classes for name in (one.__name__, *_names_below(one))]
-    return [name for name in below if not name.startswith("_")]
+        raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, got {shown[:100]}")
 
 
 def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import mmap
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.utils.huge_pages import HUGE_PAGE_BYTES, mapped_memory
-
+HUGE_PAGE_BYTES = 2**21
 ALIGNMENT = 512  # bytes; that of torch's own allocations
 BUFFER_BYTES = 2**26  # of a staging buffer: 64 MiB take 3 ms of PCIe 4, much longer than it takes to start a copy
 FULL_MEMORY = re.compile(
@@ -26,10 +26,6 @@ FULL_MEMORY = re.compile(
     # a GPU that other processes fill has no room for a library's handle or workspace either
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR|NOT_SUPPORTED\.)"
 )
-# unspecific errors of libraries; on a full GPU the cause is memory, such as that of a kernel's code, which is loaded at
-# its first call (seen on an H100 shared by 21 processes)
-LIBRARY_FAILED = re.compile(r"CU(BLAS|DNN)_STATUS_EXECUTION_FAILED|mha_graph.{1,2}execute")
-FULL_SHARE = 0.02  # free share of a GPU's memory below which it is full
 log = logging.getLogger(__name__)
 
 
@@ -39,19 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error)):
         return True
-    if isinstance(error, RuntimeError) and LIBRARY_FAILED.search(str(error)) and _is_gpu_full():
-        return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
-
-
-def _is_gpu_full() -> bool:
-    if not torch.cuda.is_available():
-        return False
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # after an error that no later call survives
-        return False
-    return free < FULL_SHARE * total
 
 
 def has_streams(device: torch.device) -> bool:
@@ -79,6 +63,17 @@ def to_device(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Context in which this thread queues its work in a separate stream, concurrent with other threads."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if has_streams(device) else contextlib.nullcontext()
+
+
+# -- CPU memory in huge pages, which is fast to fill and returned to the system when freed ----------------------------
+
+
+def mapped_memory(num_bytes: int) -> Tensor:
+    """New memory, as bytes, outside of the allocator; unmapped with the last tensor in it."""
+    memory = mmap.mmap(-1, num_bytes)  # referenced by the tensor
+    with contextlib.suppress(AttributeError, OSError):  # no huge pages on this system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 # -- Many tensors in one mapping of pinned memory ---------------------------------------------------------------------

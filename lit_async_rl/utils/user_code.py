@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
-import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -65,12 +64,6 @@ def running_line(innermost: FrameType | None) -> str:
     """As `user_line`, for a thread that runs; its innermost line of any code if it runs none of the user's."""
     frame = _users_frame(innermost) or innermost
     return "" if frame is None else _shown(frame, frame.f_lineno)
-
-
-def running_lines() -> list[str]:
-    """The lines of the user's code that threads run now, each once; `running_line` without those that run none."""
-    frames = [_users_frame(frame) for frame in sys._current_frames().values()]
-    return list(dict.fromkeys(_shown(frame, frame.f_lineno) for frame in frames if frame is not None))
 
 
 def _users_frame(innermost: FrameType | None) -> FrameType | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 import sys
 import time
 import traceback
@@ -19,10 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lit_async_rl as rl
 from lit_async_rl.api.arguments import as_groups, as_typed
 from lit_async_rl.api.run import SETTINGS
-from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rewards.calls import check_reward
-from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.utils.checks import EXAMPLES, wanted_classes
 
 MODEL = rl.asset("small_sort_policy")
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 30)]
@@ -98,46 +94,11 @@ def test_lora_of_peft_is_taken_over_or_refused_by_name():
 # -- refused before a model loads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [PolicyModule, RolloutDataModule])
-def test_every_setting_that_is_an_object_has_an_example_of_its_class(kind):
-    wanted = wanted_classes(kind.__init__)
-    hints = inspect.get_annotations(kind.__init__, eval_str=True)
-    ours = {
-        name
-        for name, hint in hints.items()
-        if "lit_async_rl." in str(hint) and not {"Records", "list"} & set(re.findall(r"\w+", str(hint)))
-    }
-    assert wanted.keys() == ours
-    for cls, _, _ in wanted.values():
-        made = eval(f"rl.{EXAMPLES[cls.__name__]}", {"rl": rl, "held_out": ROWS})
-        assert isinstance(made, cls)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(sampling=6), "sampling must be a SamplingParams, such as rl.SamplingParams(max_tokens=6), got 6"),
-        (dict(loss="ppoclip"), "loss must be a PolicyLoss, such as rl.PPOClip(), got 'ppoclip'"),
-        (dict(loss=rl.PPOClip), "loss must be an instance, but rl.PPOClip is a class: write rl.PPOClip(...)"),
-        (dict(loss=rl.GroupMeanStd()), "loss must be a PolicyLoss, such as rl.PPOClip(), got a GroupMeanStd"),
-        (dict(scheduler=rl.Cosine), "scheduler must be an instance, but rl.Cosine is a class: write rl.Cosine(...)"),
-        (dict(engine="vllm"), "engine must be a RolloutEngine, such as rl."),
-        (dict(validation=3), "validation must be a Validation, such as rl.Validation(prompts=held_out), got 3"),
-        (dict(model=3), "model must be the name or folder of a model, a transformers.PreTrainedModel, or"),
-        (dict(model=torch.nn.Linear(1, 1)), "rl.PolicyModule, got a Linear: "),
-        (dict(model=rl.PolicyModule), "but PolicyModule is a class: write PolicyModule(...)"),
-        (dict(tokenizer="gpt2"), "tokenizer must be a transformers tokenizer, got str"),
-        (dict(max_staleness=-1), "max_staleness must be >= 0, got -1"),
-        (dict(prompts="nowhere.jsonl"), "prompts: path='nowhere.jsonl' is not a file"),
-    ],
-)
-def test_a_wrong_object_is_refused_with_the_class_that_is_wanted(changes, message, monkeypatch, tmp_path):
+@pytest.mark.parametrize("changes", [dict(max_staleness=-1), dict(prompts="nowhere.jsonl")])
+def test_a_wrong_setting_is_refused_before_a_model_loads(changes, monkeypatch, tmp_path):
     monkeypatch.setattr("lit_async_rl.training.module.load_policies", lambda *_, **__: pytest.fail("a model loads"))
-    with pytest.raises(Exception) as raised:  # noqa: PT011  the type checker of these tests refuses some first
+    with pytest.raises((FileNotFoundError, ValueError), match=rf"^{next(iter(changes))}"):
         fit(**changes)
-    if type(raised.value).__name__ != "TypeCheckError":
-        assert message in str(raised.value)
-        assert not str(raised.value).startswith(("data.", "model.", "trainer."))
     assert not os.listdir(tmp_path)
 
 

@@ -222,34 +222,6 @@ def test_a_mismatch_is_refused_by_name(changes, settings, message):
         rl.Trainer(max_steps=1, logger=False, **settings, **CPU).fit(rl.PolicyModule(MODEL), data(**changes))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: rl.Trainer(max_step=3), TypeError, "Trainer has no setting 'max_step'; did you mean max_steps?"),
-        (lambda: rl.Trainer(defaults={"sample": None}), ValueError, "no 'sample'; did you mean samples?"),
-        (lambda: rl.Trainer(accelerator="gpux"), ValueError, r"trainer \(accelerator='gpux'"),
-        (lambda: rl.Trainer(val_check_interval=0), ValueError, "trainer.val_check_interval must be positive, got 0"),
-        (lambda: rl.Trainer(min_steps=3, max_steps=2), ValueError, "trainer.min_steps=3 is more than .*max_steps=2"),
-        (lambda: rl.Trainer(check_val_every_n_epoch=0), ValueError, "trainer.check_val_every_n_epoch must be >= 1"),
-        (lambda: rl.Trainer(gradient_clip_algorithm="value"), ValueError, "=value clips nothing without"),
-        (lambda: rl.Trainer(max_time={"hour": 1}), ValueError, "trainer.max_time must be DD:HH:MM:SS"),
-        (lambda: rl.Trainer(limit_val_batches=-1.0), ValueError, "trainer.limit_val_batches=-1.0: You have passed"),
-        (lambda: rl.fit(MODEL, ROWS, reward, max_steps=1, max_stalenes=1), TypeError, "mean max_staleness"),
-        (lambda: rl.fit(MODEL, ROWS, max_steps=1, **CPU), ValueError, "reward"),
-        (lambda: data(prompts=None), ValueError, "data.prompts is not set"),
-        (lambda: data(prompts=["a", 1]), ValueError, r"data.prompts\[1\] must be a string"),
-    ],
-)
-def test_a_mistake_is_named(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_settings_of_a_module_that_is_there_are_refused():
-    with pytest.raises(TypeError, match="'learning_rate' is a setting of PolicyModule"):
-        rl.fit(rl.PolicyModule(MODEL), ROWS, reward, max_steps=1, learning_rate=1.0)
-
-
 def test_without_weight_sync_the_model_is_missing_by_name():
     trainer = pl.Trainer(max_steps=1, logger=False, enable_checkpointing=False, **CPU)
     with pytest.raises(Exception, match="WeightSync"):

@@ -8,7 +8,6 @@ from typing import Any
 import jsonargparse
 import lightning.pytorch as pl
 import pytest
-import pytorch_lightning
 import torch
 import yaml
 from foreign_modules import ROWS, Probe, Regression, Rows, fit, weights
@@ -25,7 +24,7 @@ from lit_async_rl.callbacks import (
     GradientClipping,
     StalenessController,
 )
-from lit_async_rl.stabilizers.alignment import LastApplied
+from lit_async_rl.stabilizers.alignment import LastProjected
 from lit_async_rl.stabilizers.collapse import LowerStaleness
 
 
@@ -67,7 +66,7 @@ def quick(**settings):
 CASES = [
     Case(
         lambda: GradientAlignmentControl(low=1.0, high=1.0),
-        lambda: GradientAlignmentControl(low=0.0, high=0.98, reference=LastApplied()),
+        lambda: GradientAlignmentControl(low=0.0, high=0.98, reference=LastProjected()),
         ("gac/cosine", "gac/regime", "gac/kept", "gac/norm", "gac/low", "gac/high"),
         """{class_path: lit_async_rl.callbacks.GradientAlignmentControl, init_args: {low: 0.1,
             residual: {class_path: lit_async_rl.stabilizers.alignment.FixedResidual, init_args: {kept: 0.2}},
@@ -124,7 +123,7 @@ def test_no_stabilizer_is_forgotten():
     not_here |= {"SaveOnSigterm", "RolloutTape", "Evaluation", "Timeline", "EngineCheck", "LinkedCheckpoint"}
     not_here |= {"LiveView", "LMEvalValidation", "ReplicaScaling"}
     not_here |= {"SaveOnFailure", "SkipNonFinite"}  # test_faults
-    not_here |= {"AnnealBeta", "ReferenceReset"}  # of the losses that they change: test_trajectory_losses
+    not_here |= {"ReferenceReset"}  # of the losses that it changes: test_trajectory_losses
     not_here |= {"EstimatorBlend"}  # of the correction that it changes: test_blended_estimators
     not_here |= {n for n in callbacks.__all__ if n.endswith("Monitor")}
     assert {repr(case) for case in CASES} == set(callbacks.__all__) - not_here
@@ -195,15 +194,6 @@ def test_broken_log_ratios_leave_weights_and_metrics_finite(case, value):
     assert all(math.isfinite(v) for metrics in probe.metrics for v in metrics.values())
 
 
-@each
-def test_an_all_masked_run_leaves_weights_and_metrics_finite(case):
-    rows = Rows(200)
-    rows.mask[:] = False
-    result, _, probe = train(case.active(), data=BoundedRows(rows))
-    assert result.isfinite().all()
-    assert all(math.isfinite(v) for metrics in probe.metrics for v in metrics.values())
-
-
 @pytest.mark.parametrize("first", range(len(CASES)))
 def test_they_commute_except_for_clipping_after_alignment(first):
     """Projection and clipping do not: a clipped gradient projected is shorter than a projected one clipped."""
@@ -216,32 +206,6 @@ def test_they_commute_except_for_clipping_after_alignment(first):
             continue  # two owners of one bound: who comes last in a step has the last word
         else:
             torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
-
-
-@each
-def test_it_works_in_both_lightnings(case):
-    class OtherRegression(pytorch_lightning.LightningModule):
-        loss, signals = Regression.loss, Regression.signals
-        training_step, configure_optimizers = Regression.training_step, Regression.configure_optimizers
-
-        def __init__(self):
-            super().__init__()
-            original = module()
-            self.net, self.make_optimizer = original.net, original.make_optimizer
-            self.make_scheduler, self.stabilizer_signals = original.make_scheduler, {}
-
-    class OtherData(pytorch_lightning.LightningDataModule):
-        set_max_staleness, train_dataloader = BoundedRows.set_max_staleness, BoundedRows.train_dataloader
-
-        def __init__(self):
-            super().__init__()
-            self.rows, self.max_staleness = Rows(200, scale=0.5), 8
-
-    expected = train(case.active())
-    other, data = OtherRegression(), OtherData()
-    fit(other, case.active(), data=data, trainer_class=pytorch_lightning.Trainer, max_epochs=9)
-    assert torch.equal(weights(other), expected[0])
-    assert data.max_staleness == expected[1]
 
 
 def test_all_together_work_and_each_has_its_say():

@@ -11,7 +11,7 @@ from foreign_modules import Regression, fit, weights
 from test_all_callbacks import BoundedRows
 from torch import nn
 
-from lit_async_rl.callbacks import CollapseAlarm, GradientAlignmentControl
+from lit_async_rl.callbacks import CollapseAlarm
 from lit_async_rl.distributed.ranks import data_parallel, num_copies
 from lit_async_rl.stabilizers.collapse import LowerStaleness
 from lit_async_rl.stabilizers.gradients import GradSpaces
@@ -48,18 +48,6 @@ def test_parameters_that_took_the_place_of_others_make_another_space():
     spaces.of(nn.Module(), optimizer)
     optimizer.param_groups[0]["params"][0] = new
     assert spaces.of(nn.Module(), optimizer).params[0] is new
-
-
-def test_a_group_may_be_added_while_each_is_aligned_by_itself():
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    gac, optimizer = GradientAlignmentControl(low=0.0, high=0.0, per_parameter_group=True), optimizer_of(first)
-    gradient([first], 1.0)
-    gac.apply(nn.Module(), optimizer)
-    optimizer.add_param_group({"params": [second]})
-    for regime in (0.0, 2.0):
-        gradient([first, second], 1.0)
-        seen = gac.apply(nn.Module(), optimizer)
-        assert {seen["gac/regime/group0"], seen["gac/regime/group1"]} == {regime}
 
 
 class Unfreezing(Regression):

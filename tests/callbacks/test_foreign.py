@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 from torch.utils.data import DataLoader
 
 from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
-from lit_async_rl.stabilizers.alignment import CappedResidual, Regime
+from lit_async_rl.stabilizers.alignment import Regime
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def stabilizers(optimizer=None):
     return [
-        GradientAlignmentControl(low=0.1, high=0.95, residual=CappedResidual(), optimizer=optimizer),
+        GradientAlignmentControl(low=0.1, high=0.95, optimizer=optimizer),
         ESSLearningRate(optimizer=optimizer),
         GradientClipping(0.3, optimizer=optimizer),
     ]

@@ -11,11 +11,9 @@ from torch.utils.data import DataLoader
 
 from lit_async_rl.callbacks import GradientAlignmentControl
 from lit_async_rl.stabilizers.alignment import (
-    CappedResidual,
     ExactResidual,
     FixedResidual,
     FullRemoval,
-    LastApplied,
     LastProjected,
     LastRaw,
     MovingAverage,
@@ -24,8 +22,8 @@ from lit_async_rl.stabilizers.alignment import (
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
 
-RESIDUALS = [FullRemoval(), CappedResidual(), ExactResidual(), FixedResidual(0.3)]
-REFERENCES = [LastRaw(), LastApplied(), LastProjected(), MovingAverage(0.5)]
+RESIDUALS = [FullRemoval(), ExactResidual(), FixedResidual(0.3)]
+REFERENCES = [LastRaw(), LastProjected(), MovingAverage(0.5)]
 
 
 def step(gac, optimizer, *grads):
@@ -51,7 +49,7 @@ def test_matches_a_slow_copy_written_with_flat_vectors(reference):
     low, drift, p, skips = 0.2, torch.randn(5), None, 0
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
     optimizer = torch.optim.SGD(params, lr=1.0)
-    gac = GradientAlignmentControl(low=low, high=0.8, residual=CappedResidual(), reference=reference)
+    gac = GradientAlignmentControl(low=low, high=0.8, residual=FixedResidual(0.3), reference=reference)
     expected = torch.zeros(5)
     for _ in range(40):
         g = drift + torch.randn(5)
@@ -63,7 +61,7 @@ def test_matches_a_slow_copy_written_with_flat_vectors(reference):
                 if c > 0.8 and skips < 1:
                     applied, skips = None, skips + 1
                 else:
-                    applied, skips = g - (1 - low / c) * (g @ p) / (p @ p) * p, 0
+                    applied, skips = g - (1 - 0.3) * (g @ p) / (p @ p) * p, 0
             else:
                 skips = 0
         if applied is not None:
@@ -72,7 +70,7 @@ def test_matches_a_slow_copy_written_with_flat_vectors(reference):
             p = g
         elif applied is not None:
             old = torch.zeros(5) if p is None else p
-            p = {LastApplied: g, LastProjected: applied}.get(type(reference), 0.5 * old + 0.5 * g)
+            p = applied if isinstance(reference, LastProjected) else 0.5 * old + 0.5 * g
         torch.testing.assert_close(torch.cat([q.detach() for q in params]), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -114,17 +112,6 @@ def test_with_a_high_of_one_a_constant_direction_is_never_skipped(low):
     seen = [step(gac, torch.optim.SGD([param], lr=1.0), vector(3.0, 4.0))["gac/regime"] for _ in range(4)]
     assert Regime.SKIP not in seen
     assert param.norm() > 5.0
-
-
-def test_groups_are_judged_by_themselves():
-    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
-    gac = GradientAlignmentControl(low=0.1, high=0.5, per_parameter_group=True)
-    step(gac, optimizer, vector(1.0, 0.0), vector(1.0, 0.0))
-    seen = step(gac, optimizer, vector(1.0, 0.0), vector(0.0, 1.0))
-    assert (seen["gac/regime/group0"], seen["gac/regime/group1"]) == (Regime.SKIP, Regime.APPLY)
-    assert first.tolist() == [-1.0, 0.0]
-    assert second.tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 import torch
 from flow import MODEL, fit, make_data, make_module
+from metric_page import METRICS
 from transformers import AutoTokenizer
 
 from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.callbacks import (
     AdaptiveStaleness,
-    AnnealBeta,
     CollapseAlarm,
     EngineCheck,
     ESSLearningRate,
@@ -44,7 +44,6 @@ from lit_async_rl.callbacks import (
     StalenessMonitor,
     ThroughputMonitor,
 )
-from lit_async_rl.callbacks.metric_names import METRICS
 from lit_async_rl.corrections import TokenTruncatedIS
 from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.engines.base import SamplingParams
@@ -63,7 +62,7 @@ BASE = 1000.0  # rewards far from 0 show what is computed as a difference of lar
 SUCCESS = BASE + 0.3
 KL, ENTROPY, CAP, MAX_NORM, BASE_ESS = 0.1, 0.01, 1.02, 0.05, 0.9
 LOW, HIGH = 0.02, 0.6
-BETA, FINAL_BETA, ANNEAL_STEPS = 0.5, 0.1, 3
+BETA = 0.5
 CAPACITY, MAX_AGE, FRESH_GROUPS = 12, 1, 2
 
 
@@ -294,7 +293,6 @@ def reinforce_loss(run: Run, k: int, lm: Any) -> torch.Tensor:
 def balance_loss(run: Run, k: int, lm: Any) -> torch.Tensor:
     """Trajectory balance: the mean of squared residuals, with log Z without gradient."""
     step = run.steps[k]
-    beta = beta_of(k)
     with torch.no_grad():
         reference = [log_p.sum() for log_p, _ in step.logprobs(run.reference)]
     gaps = [log_p.sum() - ref for (log_p, _), ref in zip(step.logprobs(lm), reference, strict=True)]
@@ -303,7 +301,7 @@ def balance_loss(run: Run, k: int, lm: Any) -> torch.Tensor:
     for group in step.groups:
         own = [next(rest) for _ in group.rollouts]
         mean = sum(gap.detach() for gap, _ in own) / len(own)
-        residuals += [(gap - mean - advantage / beta) ** 2 for gap, advantage in own]
+        residuals += [(gap - mean - advantage / BETA) ** 2 for gap, advantage in own]
     return torch.stack(residuals).mean()
 
 
@@ -349,7 +347,7 @@ def record(name: str) -> Run:
         buffer = ReplayBuffer(fresh_fraction=0.5, capacity=CAPACITY, max_staleness=MAX_AGE, seed=2)
         data |= dict(replay=buffer, advantage=GroupMean(), aggregation=FixedLength(1))
         module |= dict(loss=TrajectoryBalance(beta=BETA), learning_rate=1e-4)
-        callbacks = [*monitors, ReplayMonitor(), AnnealBeta(final=FINAL_BETA, steps=ANNEAL_STEPS)]
+        callbacks = [*monitors, ReplayMonitor()]
     else:
         align = GradientAlignmentControl(low=LOW, high=HIGH)
         callbacks = [*monitors, Poison(3), align, Poison(2), SkipNonFinite()]
@@ -421,10 +419,6 @@ def reference_kl(run: Run, k: int) -> float:
         reference = torch.cat([log_p for log_p, _ in step.logprobs(run.reference)]).numpy()
     gap = np.concatenate([log_p.numpy() for log_p, _ in step.stats]) - reference
     return mean(np.exp(step.tokens) * (np.exp(-gap) - 1 + gap))
-
-
-def beta_of(k: int) -> float:
-    return BETA + min(1.0, k / ANNEAL_STEPS) * (FINAL_BETA - BETA)
 
 
 def rate_of(k: int) -> float:
@@ -758,7 +752,6 @@ OWN: dict[str, tuple[str, Own]] = {
         lambda run, k: smoothed([ess(sequences(step)) for step in run.steps[: k + 1]]),
     ),
     "staleness/smoothed_kl": ("fresh", lambda run, k: smoothed([k3(step.tokens) for step in run.steps[: k + 1]])),
-    "loss/beta": ("replay", lambda run, k: beta_of(k)),
 }
 NOT_HERE = {
     "lm_eval/<task>/<metric>": "lm-eval's own numbers; tests/lab/test_lm_eval_validation.py",

@@ -142,6 +142,6 @@ def test_no_entry_is_spent_on_frozen_weights():
     net = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1))
     net[0].requires_grad_(False)
     monitor = rl.WeightDriftMonitor(num_entries=500)
-    monitor._sample(GradSpace(net, [list(net.parameters())]))
+    monitor._sample(GradSpace(net, net.parameters()))
     assert [len(places) for places in monitor._places] == [0, 0, 500, 1]
     assert monitor._factors[2] == pytest.approx(math.sqrt(2))

@@ -104,23 +104,16 @@ VCPO, ESS = "configs/stabilizers/vcpo.yaml", "configs/stabilizers/ess_learning_r
 
 
 @pytest.mark.parametrize(
-    ("flags", "places"),
+    "flags",
     [
-        (["--config", VCPO, "--config", ESS], f"by callbacks+ in {VCPO} and by callbacks+ in {ESS}"),
-        (
-            ["--config", ESS, "--trainer.callbacks+=ESSLearningRate"],
-            f"by callbacks+ in {ESS} and by --trainer.callbacks+",
-        ),
-        (
-            ["--trainer.callbacks+=ESSLearningRate", "--trainer.callbacks+", "lit_async_rl.ESSLearningRate"],
-            "by --trainer.callbacks+ and by --trainer.callbacks+",
-        ),
+        ["--config", VCPO, "--config", ESS],
+        ["--config", ESS, "--trainer.callbacks+=ESSLearningRate"],
+        ["--trainer.callbacks+=ESSLearningRate", "--trainer.callbacks+", "lit_async_rl.ESSLearningRate"],
     ],
 )
-def test_two_overlays_that_add_one_callback_are_refused_by_their_names(flags, places):
-    with pytest.raises(ValueError, match=r"trainer\.callbacks has ESSLearningRate twice \(by ") as error:
+def test_two_overlays_that_add_one_callback_are_refused(flags):
+    with pytest.raises(ValueError, match=r"trainer\.callbacks has ESSLearningRate twice, but a checkpoint"):
         kinds(*flags)
-    assert f"({places})" in str(error.value)
 
 
 def test_python_refuses_a_callback_with_state_that_is_there_twice():

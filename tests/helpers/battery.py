@@ -15,6 +15,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
 from lit_async_rl import callbacks
 from lit_async_rl.advantages.group import GroupMean, Raw
+from lit_async_rl.callbacks import StalenessController
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import TrajectoryBalance
@@ -24,7 +25,7 @@ from lit_async_rl.rollouts.intake import OverlongFilter
 from lit_async_rl.tasks import SortDigits
 
 BASES = {StepMonitor}
-TRAJECTORY = {"AnnealBeta", "ReferenceReset", "ReplayMonitor"}  # need a beta, a reference, a replay buffer
+TRAJECTORY = {"ReferenceReset", "ReplayMonitor"}  # need a reference, a replay buffer
 ONCE = {"Progress", "LiveView"}  # a trainer has one progress bar, and these runs have none
 EXTRA = {"LMEvalValidation", "ReplicaScaling"}  # need a library and its tasks, or Ray; have their own tests
 
@@ -44,15 +45,22 @@ def discovered() -> dict[str, type[pl.Callback]]:
 def make(name: str, folder: Path, **changes: Any) -> pl.Callback:
     """One of each: as it is by default, or so that it acts within a few steps."""
     settings: dict[str, dict[str, Any]] = {
-        "AnnealBeta": dict(final=0.5, steps=4),
+        "AdaptiveStaleness": dict(target_ess_ratio=0.99, band=0.0),
         "BottleneckVerdict": dict(every_n_steps=2),
+        "CollapseAlarm": dict(min_ess_ratio=0.99, patience=1, cooldown_steps=0),
         "Evaluation": dict(datasets={"held_out": SortDigits(8, size=4, split="held_out")}, every_n_steps=2),
+        "GradientAlignmentControl": dict(low=0.0, high=0.98),
+        "GradientClipping": dict(max_norm=0.05),
         "LMEvalValidation": dict(tasks=["none"]),
         "ReferenceReset": dict(every_n_steps=2),
         "RolloutTape": dict(folder=str(folder / "tape")),
         "SampleLogger": dict(every_n_steps=1),
+        "StalenessController": dict(limit=-1e9, max_halvings=1, cooldown_steps=1),
     }
-    return discovered()[name](**(settings.get(name, {}) | changes))
+    made = discovered()[name](**(settings.get(name, {}) | changes))
+    if isinstance(made, StalenessController):
+        made.forecast.MIN_STEPS = 2  # these runs are short
+    return made
 
 
 class Notes(Logger):

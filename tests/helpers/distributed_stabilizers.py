@@ -32,7 +32,7 @@ from lit_async_rl.callbacks import (
 )
 from lit_async_rl.models.sharding import FSDPStrategy
 from lit_async_rl.models.weights import is_wrapped
-from lit_async_rl.stabilizers.alignment import CappedResidual
+from lit_async_rl.stabilizers.alignment import FixedResidual
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import SignalCollector
 
@@ -88,7 +88,7 @@ def full_weights(module: nn.Module, root: nn.Module) -> Tensor:
 
 def run(module: Regression, accumulate: int, data_ranks: int, **kwargs: Any) -> dict[str, Any]:
     probe = Probe()
-    gac = GradientAlignmentControl(low=0.1, high=0.97, residual=CappedResidual(), max_consecutive_skips=1)
+    gac = GradientAlignmentControl(low=0.1, high=0.97, residual=FixedResidual(), max_consecutive_skips=1)
     ess = ESSLearningRate()
     clipping = GradientClipping(0.5)
     drift = WeightDriftMonitor()

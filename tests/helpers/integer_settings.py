@@ -22,7 +22,6 @@ PROMPTS = rl.SortDigits(4, size=8)
 SHOWN = [{"prompt": "21=", "completion": "12"}]
 NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made without
     "AgentEngine": dict(engine=rl.EmbeddedEngine(), agent=print),
-    "AnnealBeta": dict(final=0.1, steps=3),
     "JudgeReward": dict(model="judge", base_url="http://127.0.0.1:1/v1"),
     "Distillation": dict(teacher=MODEL),
     "ServerTeacher": dict(base_url="http://127.0.0.1:1/v1", model="teacher"),

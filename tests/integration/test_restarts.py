@@ -241,12 +241,10 @@ def test_restarts_with_steps_between_them_do_not_add_up(caplog):
     assert len(said(caplog, "(restarts in a row: 1; limit: data.limits.engine_restarts=1)")) == 3
 
 
-def test_a_run_that_restarts_its_engine_every_few_steps_says_so_and_its_summary_counts_them(caplog):
+def test_the_summary_of_a_run_counts_its_restarts():
     data = make_data(engine=failing("step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     summary = RunSummary()
     trainer = fit(make_module(), data, 20, [summary])
-    (line,) = said(caplog, "the engine was restarted 3 times within")
-    assert "and 3 times in this run so far" in line
     shown = Console(width=200, file=io.StringIO())
     shown.print(summary.table(trainer))
     assert "engine restarts" in shown.file.getvalue()

@@ -45,7 +45,7 @@ TRAINERS_THREAD = """
 OTHER_THREADS = """
     engines/embedded: cuda_stream engine forward kv_cache queue sampling settings slots
     rewards: calls forms functions references scorer success
-    runtime: ending retries
+    runtime: retries
     utils: device_memory
 """  # of the engine, the producer and the rewards
 MAX_FRAMES = 3  # from the one that Lightning's `next(feed)` calls to the one that calls Admission.take

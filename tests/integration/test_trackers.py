@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import sqlite3
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,11 +12,11 @@ import torch
 import wandb
 from flow import fit, make_data, make_module
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from metric_page import METRICS, find
 from test_configs import BASE, ROOT, TINY
 from wandb_files import records_of
 
 import lit_async_rl as rl
-from lit_async_rl.callbacks.metric_names import METRICS, find
 from lit_async_rl.cli.app import main
 from lit_async_rl.training.trackers import CSVLog
 
@@ -233,7 +232,7 @@ def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
     names |= logged_names(tmp_path, [rl.ReplayMonitor()], make_data(replay=rl.ReplayBuffer(fresh_fraction=0.5)))
     assert not {name for name in names if not find(name)}
     used = {metric.name for name in names for metric in find(name)}
-    rare = {"SkipNonFinite", "Evaluation", "AnnealBeta", "EngineCheck", "FreshDataMonitor"}
+    rare = {"SkipNonFinite", "Evaluation", "EngineCheck", "FreshDataMonitor"}
     rare |= {"JudgeReward", "RewardModel", "LMEvalValidation", "ReplicaScaling", "SFTModule"}  # log in other runs
     rare |= {
         "AgentEngine",
@@ -257,13 +256,3 @@ def test_each_source_is_a_public_class_and_each_name_is_listed_by_it_once():
         for metric in metrics:
             assert metric.unit
             assert metric.meaning
-
-
-def test_the_page_has_the_list():
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import metric_table
-    finally:
-        sys.path.pop(0)
-    page = metric_table.PAGE.read_text()
-    assert metric_table.filled(page) == page, "run python docs/metric_table.py"

@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 from flow import MODEL, fit, make_data, make_module
+from metric_page import find
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lit_async_rl as rl
-from lit_async_rl.callbacks.metric_names import find
 from lit_async_rl.training.trackers import CSVLog
 
 pytest.importorskip("lm_eval")

@@ -1,6 +1,5 @@
 """Trajectory balance and OAPL: the papers' own formulas, their closed-form gradients, and what moves around them."""
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.advantages.group import GroupMean, LogMeanExp
-from lit_async_rl.callbacks import AnnealBeta, CollapseAlarm, ReferenceReset
-from lit_async_rl.losses import OAPL, LossInputs, PPOClip, TrajectoryBalance, TrajectoryBalancePrime
+from lit_async_rl.callbacks import CollapseAlarm, ReferenceReset
+from lit_async_rl.losses import OAPL, LossInputs, TrajectoryBalance, TrajectoryBalancePrime
 from lit_async_rl.losses.aggregation import FixedLength, SequenceMean
 from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 
@@ -115,37 +114,6 @@ def test_in_a_run_the_gradient_does_not_depend_on_micro_batches(micro_batches):
     assert "ref_log_ratio" in modules[0].stabilizer_signals
 
 
-def test_beta_falls_in_a_line_and_stays():
-    betas = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            betas.append(pl_module.objective.loss.beta)
-
-    fit(make_module(loss=TrajectoryBalance(0.5)), regression_data(), 6, [AnnealBeta(0.1, 4), Watch()])
-    assert betas == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1])
-    with pytest.raises(ValueError, match=r"PPOClip has no beta"):
-        fit(make_module(loss=PPOClip()), make_data(), 1, [AnnealBeta(0.1, 4)])
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_another_fit_of_a_module_anneals_its_own_beta(breaks):
-    betas = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            betas.append(pl_module.objective.loss.beta)
-            if breaks and len(betas) == 3:
-                raise OSError("no more")
-
-    module = make_module(loss=TrajectoryBalance(0.5))
-    with pytest.raises(OSError, match="no more") if breaks else contextlib.nullcontext():
-        fit(module, regression_data(), 3, [AnnealBeta(0.1, 4), Watch()])
-    fit(module, regression_data(), 3, [AnnealBeta(0.1, 4), Watch()])
-    assert betas == pytest.approx([0.5, 0.4, 0.3] * 2)
-    assert module.objective.loss.beta == 0.5
-
-
 def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
     module = make_module(loss=TrajectoryBalance(0.1))
     trainer = fit(module, regression_data(), 3, [ReferenceReset(2)])
@@ -205,7 +173,6 @@ def test_what_the_formula_does_not_stand_for_is_refused(loss, changes, message):
         fit(make_module(loss=loss), regression_data(**changes), 1)
 
 
-@pytest.mark.parametrize("make", [lambda: AnnealBeta(0.0, 1), lambda: AnnealBeta(1.0, 0), lambda: ReferenceReset(0)])
-def test_bad_settings_are_named(make):
-    with pytest.raises(ValueError, match=r"(AnnealBeta|ReferenceReset)\.\w+ must be"):
-        make()
+def test_a_bad_setting_is_named():
+    with pytest.raises(ValueError, match=r"ReferenceReset\.every_n_steps must be"):
+        ReferenceReset(0)

@@ -82,14 +82,14 @@ def test_a_run_that_is_resumed_days_later_goes_on_with_its_prompts(model, later,
 
 def test_prompts_do_not_change_at_midnight(model, later):
     data = data_of(model, max_staleness=0)
-    early = data.encode(data.prompts[0])
+    early = data.codec.encode(data.prompts[0])
     later(days=1)
-    assert data.encode(data.prompts[0]) == early
+    assert data.codec.encode(data.prompts[0]) == early
     assert len(trained(model, data, 3) | {early}) == 1
     renderer = ChatRenderer(data.codec)
     (shown,) = renderer.segments(MESSAGES)
     assert renderer.encode(shown) == early, "agents are told the same date"
-    assert data_of(model).encode(data.prompts[0]) != early
+    assert data_of(model).codec.encode(data.prompts[0]) != early
 
 
 def test_a_template_without_a_date_gets_no_clock():

@@ -2,8 +2,8 @@
 
 `misuses/*.yaml`: `command` begins all commands of a file, `files` are written into the working folder, and each misuse
 has its `flags` (or a `reward`, the body of a reward function), what the output `says`, and the exit `code`.
-`may_leave: true` marks those that are found when the run has begun, whose folder stays. `acceptable` says what a true
-message could say better; all others were judged good.
+`may_leave: true` marks those that are found when the run has begun, whose folder stays. `quick: true` puts one into
+`make test`. `acceptable` says what a true message could say better; all others were judged good.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def misuses() -> Iterator[Any]:
         for number, row in enumerate(table["misuses"]):
             shown = row.get("flags", row.get("reward", ""))
             known = {key: value for key, value in table.items() if key != "misuses"}
-            marks = MARKS.get(number % SAMPLED, [pytest.mark.sweep])
+            marks = [] if row.get("quick") else MARKS.get(number % SAMPLED, [pytest.mark.sweep])
             yield pytest.param(known | row, id=f"{path.stem}-{number}: {shown}"[:90], marks=marks)
 
 
@@ -172,19 +172,3 @@ def test_a_process_of_its_own_says_the_same(misuse, process, folder):
     said = process.run(words, folder).said
     assert done.stdout.removeprefix("loading torch, lightning and transformers ...\n") == said
     assert not (folder / "runs").exists()
-
-
-OVERLAY = dict(files={"mine.yaml": "model: {model: lit_async_rl/assets/small_sort_policy, loss: PPOClip}\n"})
-
-
-def test_an_overlay_before_its_base_is_said(process, folder):
-    first = "train --config configs/stabilizers/vcpo.yaml --config configs/quickstart.yaml"
-    done = process.run(words_of(OVERLAY | dict(command=first, flags="--model.learning_rate 0"), folder), folder)
-    assert done.said.splitlines()[0] == (
-        "the configuration file configs/quickstart.yaml comes after the file configs/stabilizers/vcpo.yaml and "
-        "overrides its settings model.baseline, model.packing: swap the two files if the earlier one should "
-        "override the later one"
-    )
-    last = "train --config configs/quickstart.yaml --config mine.yaml"
-    done = process.run(words_of(OVERLAY | dict(command=last, flags="--model.learning_rate 0"), folder), folder)
-    assert "overrides" not in done.said

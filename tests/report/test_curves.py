@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 from made_runs import write_metrics
+from metric_page import find
 
 import lit_async_rl.report
-from lit_async_rl.callbacks.metric_names import find
 from lit_async_rl.report.run_data import Curves, RunData, thinned
 
 

@@ -1,14 +1,12 @@
 """A pool gives its callers results, errors and cancellations; a process ends whatever its threads do."""
 
 import asyncio
-import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, wait
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -102,10 +100,6 @@ class Stuck:
 async def stuck(prompt, completion):
     return await asyncio.to_thread(time.sleep, 1e6)
 
-def own_threads(prompt, completion):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return sum(pool.map(time.sleep, [1e6]))
-
 def make(prompt=None):
     return Stuck()
 
@@ -113,7 +107,6 @@ environment = rl.EpisodeEngine(rl.EmbeddedEngine(), GymnasiumEnvironment(make), 
 settings = {
     "environment": dict(prompts=GymnasiumPrompts(make, size=50), engine=environment),
     "reward": dict(prompts=rl.Addition(3, size=50), reward=stuck, scoring=rl.Scoring(timeout_s=1.0)),
-    "own": dict(prompts=rl.Addition(3, size=50), reward=own_threads, scoring=rl.Scoring(timeout_s=1.0)),
 }[sys.argv[1]]
 rl.fit(rl.asset("calculator_policy"), max_steps=1, groups_per_step=2, group_size=4, accelerator="cpu", **settings)
 """
@@ -129,18 +122,6 @@ def test_a_run_ends_though_a_call_of_the_user_never_returns(tmp_path, kind, sett
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
     assert setting in done.stderr.strip().splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_threads_of_the_users_own_that_keep_the_process_are_named(tmp_path):
-    (tmp_path / "script.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{BLOCKED}")
-    command = [sys.executable, "script.py", "own"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        said = list(takewhile(lambda line: "Python waits for threads of your code" not in line, process.stderr))
-        assert "data.scoring.timeout_s=1" in said[-1]
-        assert "script.py" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
 
 
 FINISHED = """

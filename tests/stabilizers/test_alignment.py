@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from lit_async_rl.callbacks import GradientAlignmentControl
 from lit_async_rl.stabilizers.alignment import (
     AlignmentRule,
-    CappedResidual,
     ExactResidual,
     FixedResidual,
     FullRemoval,
     Regime,
 )
 
-RESIDUALS = [FullRemoval(), CappedResidual(), ExactResidual(), FixedResidual(0.3)]
+RESIDUALS = [FullRemoval(), ExactResidual(), FixedResidual(0.3)]
 
 
 def rule(**changes):
@@ -41,7 +40,6 @@ def test_exact_residual_leaves_a_cosine_of_exactly_low(low, cosine):
     kept = ExactResidual().share(cosine, low)
     parallel, orthogonal = kept * cosine, math.sqrt(1 - cosine**2)
     assert parallel / math.hypot(parallel, orthogonal) == pytest.approx(low, rel=1e-9)
-    assert CappedResidual().share(cosine, low) * cosine == pytest.approx(low)
 
 
 @given(st.floats(-1, 1))

@@ -1,5 +1,7 @@
 """Inner products of gradients are those of the concatenated vectors."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,81 +13,66 @@ from lit_async_rl.stabilizers.gradients import DOT_CHUNK, GradSpace, GradSpaces
 shapes = st.lists(st.sampled_from([(), (1,), (3,), (2, 3), (0,), (4, 1, 2)]), min_size=1, max_size=5)
 
 
-def space_and_grads(shapes, split, seed, none_every=None):
+def space_of(shapes, seed, none_every=None):
     torch.manual_seed(seed)
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for n, p in enumerate(params):
         if none_every is None or n % none_every:
             p.grad = torch.randn_like(p)
-    groups = [params[:split], params[split:]] if 0 < split < len(params) else [params]
-    return GradSpace(nn.Module(), groups), groups
+    return GradSpace(nn.Module(), params)
 
 
-def flat(group):
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in group]).double()
-
-
-@given(shapes, st.integers(0, 5), st.integers(0, 99), st.sampled_from([None, 1, 2, 3]))
-def test_dots_are_those_of_concatenated_vectors_missing_gradients_are_zero(shapes, split, seed, none_every):
-    space, groups = space_and_grads(shapes, split, seed, none_every)
+@given(shapes, st.integers(0, 99), st.sampled_from([None, 1, 2, 3]))
+def test_dots_are_those_of_concatenated_vectors_missing_gradients_are_zero(shapes, seed, none_every):
+    space = space_of(shapes, seed, none_every)
     other = [torch.randn_like(p) for p in space.params]
     dots = space.dots((space.gradients(), space.gradients()), (space.gradients(), other))
-    for k, group in enumerate(groups):
-        offset = sum(len(g) for g in groups[:k])
-        flat_other = torch.cat([t.reshape(-1) for t in other[offset : offset + len(group)]]).double()
-        expected = torch.stack([flat(group) @ flat(group), flat(group) @ flat_other])
-        torch.testing.assert_close(dots[:, k], expected, rtol=1e-5, atol=1e-6)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in space.params]
+    flat = torch.cat([grad.reshape(-1) for grad in grads]).double()
+    flat_other = torch.cat([t.reshape(-1) for t in other]).double()
+    torch.testing.assert_close(dots, torch.stack([flat @ flat, flat @ flat_other]), rtol=1e-5, atol=1e-6)
 
 
 def test_squares_beyond_float32_do_not_overflow():
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3e34, 4e34])
-    space = GradSpace(nn.Module(), [[p]])
-    assert space.norms(space.gradients()).item() == pytest.approx(5e34, rel=1e-6)
+    space = GradSpace(nn.Module(), [p])
+    assert space.norm(space.gradients()) == pytest.approx(5e34, rel=1e-6)
 
 
-def test_one_group_beyond_float32_spoils_neither_its_own_norm_nor_another_groups():
+def test_one_parameter_beyond_float32_spoils_not_the_norm_of_all():
     small, large = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     small.grad, large.grad = torch.tensor([3.0, 4.0]), torch.tensor([3e20, 4e20])
-    space = GradSpace(nn.Module(), [[small], [large]])
-    assert space.norms(space.gradients()).tolist() == pytest.approx([5.0, 5e20], rel=1e-6)
+    space = GradSpace(nn.Module(), [small, large])
+    assert space.norm(space.gradients()) == pytest.approx(5e20, rel=1e-6)
 
 
 def test_long_vectors_keep_their_digits():
     p = nn.Parameter(torch.zeros(4 * DOT_CHUNK + 3))
     p.grad = torch.rand_like(p) + 1
-    space = GradSpace(nn.Module(), [[p]])
-    assert space.norms(space.gradients()).item() == pytest.approx(p.grad.double().norm().item(), rel=1e-6)
+    space = GradSpace(nn.Module(), [p])
+    assert space.norm(space.gradients()) == pytest.approx(p.grad.double().norm().item(), rel=1e-6)
 
 
 def test_nan_is_seen_and_not_hidden():
-    space, groups = space_and_grads([(3,), (3,)], 1, 0)
-    groups[1][0].grad[0] = torch.nan
-    norms = space.norms(space.gradients())
-    assert norms[0].isfinite()
-    assert not norms[1].isfinite()
-
-
-def test_dropping_a_group_leaves_the_other():
-    space, groups = space_and_grads([(3,), (3,)], 1, 0)
-    space.drop([1])
-    assert groups[0][0].grad is not None
-    assert groups[1][0].grad is None
+    space = space_of([(3,), (3,)], 0)
+    space.params[1].grad[0] = torch.nan
+    assert math.isnan(space.norm(space.gradients()))
 
 
 def test_a_factor_of_one_touches_no_bit():
-    space, groups = space_and_grads([(3,), (3,)], 1, 0)
+    space = space_of([(3,), (3,)], 0)
     before = [p.grad.clone() for p in space.params]
-    space.scale_(space.gradients(), [1.0, 2.0])
-    assert torch.equal(groups[0][0].grad, before[0])
-    assert torch.equal(groups[1][0].grad, 2 * before[1])
+    for factor in (1.0, 2.0):
+        space.scale_(space.gradients(), factor)
+        assert all(torch.equal(p.grad, factor * grad) for p, grad in zip(space.params, before, strict=True))
 
 
 def test_sparse_gradients_are_refused_by_name():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="sparse"):
-        GradSpace(nn.Module(), [embedding.parameters()]).gradients()
+        GradSpace(nn.Module(), embedding.parameters()).gradients()
 
 
 def test_parameters_added_later_join_the_space():
@@ -106,24 +93,22 @@ def test_a_parameter_in_anothers_place_joins_the_space_and_one_that_is_gone_leav
     optimizer = torch.optim.SGD([first, second], lr=0.1)
     spaces = GradSpaces()
     before = spaces.of(nn.Module(), optimizer)
-    assert before.norms(before.gradients()).item() == pytest.approx((2 * 1 + 2 * 4) ** 0.5)
+    assert before.norm(before.gradients()) == pytest.approx((2 * 1 + 2 * 4) ** 0.5)
     (group,) = optimizer.param_groups
     group["params"] = [first, third]
     space = spaces.of(nn.Module(), optimizer)
     assert [id(parameter) for parameter in space.params] == [id(first), id(third)]
-    assert space.norms(space.gradients()).item() == pytest.approx((2 * 1 + 2 * 9) ** 0.5)
+    assert space.norm(space.gradients()) == pytest.approx((2 * 1 + 2 * 9) ** 0.5)
     assert spaces.of(nn.Module(), optimizer) is space, "nothing has changed since"
     group["params"] = [first]
     space = spaces.of(nn.Module(), optimizer)
-    assert space.norms(space.gradients()).item() == pytest.approx(2**0.5)
+    assert space.norm(space.gradients()) == pytest.approx(2**0.5)
 
 
-def test_each_optimizer_has_its_own_space_and_groups_of_it_where_they_are_asked_for():
+def test_each_optimizer_has_its_own_space():
     first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
     one = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
     other = torch.optim.SGD([third], lr=0.1)
-    for is_split, expected in ((False, 1), (True, 2)):
-        spaces = GradSpaces(per_parameter_group=is_split)
-        assert spaces.of(nn.Module(), one).num_groups == expected
-        assert spaces.of(nn.Module(), other).params[0] is third
-        assert len(spaces.of(nn.Module(), one).params) == 2
+    spaces = GradSpaces()
+    assert spaces.of(nn.Module(), other).params[0] is third
+    assert len(spaces.of(nn.Module(), one).params) == 2

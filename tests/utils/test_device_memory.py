@@ -1,4 +1,4 @@
-"""Pinned memory as one mapping, and copies from a GPU through two buffers.
+"""Pinned memory as one mapping, copies from a GPU through two buffers, and copies of tensors in memory of their own.
 
 There is no GPU: streams, events and the calls that pin memory are stand-ins that record, and `has_streams` is forced.
 """
@@ -6,6 +6,8 @@ There is no GPU: streams, events and the calls that pin memory are stand-ins tha
 from __future__ import annotations
 
 import contextlib
+import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from lit_async_rl.training import checkpoint_io
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils import device_memory
-from lit_async_rl.utils.device_memory import PinnedArena, StagedCopies, host_copy, is_out_of_memory
+from lit_async_rl.utils.device_memory import HUGE_PAGE_BYTES, PinnedArena, StagedCopies, host_copy, is_out_of_memory
 
 
 class Cuda:
@@ -159,25 +161,49 @@ def test_the_cause_of_an_error_counts():
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb, m, n, k, &falpha)`",
-        "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got false.",
-    ],
-)
-def test_what_libraries_say_of_any_failure_speaks_of_memory_on_a_full_gpu_alone(message, monkeypatch):
-    """Seen on an H100 with 0.7 % of its memory free, which 21 processes shared."""
-    error = RuntimeError(message)
-    assert not is_out_of_memory(error), "no GPU"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (566 * 2**20, 81559 * 2**20))
-    assert is_out_of_memory(error)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 81559 * 2**20))
-    assert not is_out_of_memory(error)
+# -- Copies in memory of their own ------------------------------------------------------------------------------------
 
-    def lost():
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
-    assert not is_out_of_memory(error)
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1025, 2048), (2, 1024, 1031)])
+def test_a_copy_is_equal_and_of_its_own(shape, dtype):
+    source = torch.randint(0, 2, shape).to(dtype)
+    copied = host_copy(source)
+    assert copied.shape == source.shape
+    assert copied.dtype == dtype
+    assert torch.equal(copied, source)
+    before = source.clone()
+    copied.fill_(1)
+    copied.zero_()
+    assert torch.equal(source, before)
+
+
+def test_layouts_stay_and_gradients_do_not():
+    for source in (torch.randn(1024, 1024).t(), torch.randn(3, 2048, 1024)[1:], torch.randn(2048, 1024)[:, ::2]):
+        copied = host_copy(source)
+        assert torch.equal(copied, source)
+    assert host_copy(torch.randn(1024, 1024).t()).stride() == (1, 1024)
+    assert not host_copy(torch.nn.Parameter(torch.randn(1024, 1024))).requires_grad
+
+
+def test_a_copy_can_be_saved_and_holds_no_more_than_itself(tmp_path):
+    source = torch.randn(4, 1024, 1024)
+    torch.save(host_copy(source[1]), tmp_path / "a.pt")
+    assert torch.equal(torch.load(tmp_path / "a.pt"), source[1])
+    assert (tmp_path / "a.pt").stat().st_size < source[1].nbytes + 10_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_freed_copies_leave_the_process():
+    sources = [torch.ones(HUGE_PAGE_BYTES) for _ in range(16)]  # 128 MB in pieces that the allocator would keep
+    before = resident_bytes()
+    copies = [host_copy(source) for source in sources]
+    held = resident_bytes() - before
+    assert held > 100e6
+    del copies
+    gc.collect()
+    assert resident_bytes() - before < 20e6
