@@ -30,6 +30,8 @@ from lit_async_rl.agents.rendering import (
     checked_call_messages,
     checked_tools,
     kind_of,
+    length_of,
+    message_key,
 )
 from lit_async_rl.agents.reply_rules import MAX_TRIES
 from lit_async_rl.agents.rows import completion_of
@@ -94,6 +96,7 @@ class _Call:
     tools: Messages = ()
     parses_tools: bool = True
     # set before it is sampled
+    keys: list[str] = field(default_factory=list)  # of the messages
     match: Match | None = None
     parent: SampledTurn | None = None
     given_ids: tuple[int, ...] = ()
@@ -403,9 +406,11 @@ class AgentEpisode(PlayedSample):
     def _continue_chat(self, call: _Call, options: Mapping[str, Any]) -> None:
         """Finds the turn that the messages of a call continue, and what is new in them."""
         kind = kind_of(call.tools, options)
-        self._check_length(kind)  # also for a template that leaves tools out: kinds are remembered
+        # also of what the template leaves out: the graph keeps it
+        self._check_length(max(len(kind), sum(map(length_of, call.messages))))
+        call.keys = [message_key(message) for message in call.messages]
         with self._lock:
-            match = self.graph.match(kind, call.messages)
+            match = self.graph.match(kind, call.messages, call.keys)
         call.match = match
         renderer = self._rules.renderer
         drift = self.graph.drift
@@ -415,12 +420,12 @@ class AgentEpisode(PlayedSample):
         if parent is not None and text is not None:
             drift.healed += match.num_healed
             call.parent = parent
-            self._check_length(text)
+            self._check_length(len(text))
             call.given_ids = renderer.encode_after(parent.completion.token_ids, text)
         else:
             drift.template += parent is not None
             (text,) = renderer.segments(call.messages, call.tools, options)
-            self._check_length(text)
+            self._check_length(len(text))
             call.given_ids = renderer.encode(text)
         call.given_text = text
 
@@ -446,8 +451,8 @@ class AgentEpisode(PlayedSample):
     def _continue_text(self, call: _Call, prompt: str | Sequence[int]) -> None:
         """Finds the turn that a text or token ids continue, and what is new in them."""
         codec = self._rules.renderer.codec
-        self._check_length(prompt)
         if isinstance(prompt, str):
+            self._check_length(len(prompt))
             call.given_text = prompt
             call.parent, rest = self._continued_text(prompt)
             if call.parent is None:
@@ -455,15 +460,18 @@ class AgentEpisode(PlayedSample):
             else:
                 call.given_ids = codec.encode_continuation(rest)
         else:
+            self._check_num_tokens(len(prompt))
             call.parent, call.given_ids = self._continued_ids(_checked_ids(prompt, codec.vocab_size))
 
-    def _check_length(self, given: str | Sequence[int]) -> None:
-        """Refuses a text or tokens that cannot fit into the context, before seconds are spent on some MB of them.
+    def _check_length(self, num_chars: int) -> None:
+        """Refuses a text that cannot fit into the context, before seconds are spent on some MB of it.
 
         Raises:
-            AgentCallError: they are longer than the context, whatever the tokens of the text are.
+            AgentCallError: it is longer than the context, whatever its tokens are.
         """
-        least = -(-len(given) // self._rules.renderer.longest_token) if isinstance(given, str) else len(given)
+        self._check_num_tokens(-(-num_chars // self._rules.renderer.longest_token))
+
+    def _check_num_tokens(self, least: int) -> None:
         if least > self.max_model_len:
             raise AgentCallError(
                 f"the model's context is {self.max_model_len} tokens, and the call has at least {least}",
@@ -583,7 +591,7 @@ class AgentEpisode(PlayedSample):
         else:
             message = self._rules.parser.parse(text, call.tools if call.parses_tools else (), self._new_tool_id)
             (recorded,) = checked_call_messages([message.as_message()])
-            self.graph.add(call.match, call.messages, recorded, turn)
+            self.graph.add(call.match, call.messages, call.keys, reply=recorded, turn=turn)
         reason: ReplyReason = "length" if completion.finish_reason == "length" else "stop"
         return Reply(
             text=text,

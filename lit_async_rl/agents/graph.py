@@ -74,14 +74,14 @@ class MessageNode:
     turn: SampledTurn | None = None
     children: dict[str, list[MessageNode]] = field(default_factory=dict)
 
-    def same(self, message: Message) -> list[MessageNode]:
+    def same(self, key: str, message: Message) -> list[MessageNode]:
         """The children that say the same as a message: turns of the policy, and messages that are equal to it."""
-        known = self.children.get(message_key(message), ())
+        known = self.children.get(key, ())
         return [child for child in known if child.turn is not None or child.message == message]
 
-    def child(self, message: Message, turn: SampledTurn | None = None) -> MessageNode:
+    def child(self, key: str, message: Message, turn: SampledTurn | None = None) -> MessageNode:
         """The child with this message; a new one if there is none yet, or if the policy sampled it."""
-        known = self.children.setdefault(message_key(message), [])
+        known = self.children.setdefault(key, [])
         equal = [child for child in known if child.turn is None and child.message == message]
         if turn is None and equal:
             return equal[0]
@@ -163,12 +163,18 @@ class MessageGraph:
         self.drift = DriftCounts()
         self._roots: dict[str, MessageNode] = {}
 
-    def match(self, kind: str, messages: Sequence[Message]) -> Match:
-        """Follows messages from the root of their `kind`: tools and template arguments."""
+    def match(self, kind: str, messages: Sequence[Message], keys: Sequence[str]) -> Match:
+        """Follows messages from the root of their `kind`: tools and template arguments.
+
+        Args:
+            kind: see `kind_of`.
+            messages: of a call.
+            keys: see `message_key`; made once for a call, without a lock: a message may have megabytes.
+        """
         reached = [self._roots.setdefault(kind, MessageNode())]
         is_edited = False
-        for message in messages:
-            further = [child for node in reached for child in node.same(message)]
+        for key, message in zip(keys, messages, strict=True):
+            further = [child for node in reached for child in node.same(key, message)]
             if not further:
                 is_edited = message["role"] == "assistant" and any(node.has_turns for node in reached)
                 break
@@ -184,12 +190,14 @@ class MessageGraph:
             found.num_healed = sum(not _is_same(nodes[n].message, messages[n]) for n, _ in found.turns)
         return found
 
-    def add(self, match: Match, messages: Sequence[Message], reply: Message, turn: SampledTurn) -> None:
+    def add(
+        self, match: Match, messages: Sequence[Message], keys: Sequence[str], *, reply: Message, turn: SampledTurn
+    ) -> None:
         """Adds a turn that follows these messages, of which `match` was found when they came."""
         node = match.node
-        for message in messages[match.length :]:
-            node = node.child(message)
-        node.child(reply, turn)
+        for key, message in zip(keys[match.length :], messages[match.length :], strict=True):
+            node = node.child(key, message)
+        node.child(message_key(reply), reply, turn)
         self.turns.append(turn)
 
     def discard(self, turns: Collection[SampledTurn]) -> None:

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from lit_async_rl.agents.held import Held
-from lit_async_rl.agents.strict_json import MAX_DEPTH, checked_json, depth_of, read_object
+from lit_async_rl.agents.strict_json import MAX_DEPTH, checked_json, is_too_deep, read_object
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.forms import as_reward_function
@@ -149,7 +149,7 @@ class McpTools:
             checked_json(given, default=str)
         except ValueError as error:
             return f"error: the arguments must be a JSON object: {error}"
-        if depth_of(given) > MAX_DEPTH:  # beyond 200, mcp's client cannot write them and its server cannot read them
+        if is_too_deep(given):  # beyond 200, mcp's client cannot write them and its server cannot read them
             return f"error: the arguments are nested more than {MAX_DEPTH} deep"
         try:
             result = await self._client.call_tool(name, given)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from lit_async_rl.agents.calls import REASONING_KEYS, AgentCallError
-from lit_async_rl.agents.strict_json import MAX_DEPTH, depth_of
+from lit_async_rl.agents.strict_json import MAX_DEPTH, checked_json, is_too_deep
 from lit_async_rl.models.run_clock import clock_options
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import ROLES
@@ -101,7 +101,7 @@ def text_of(content: Any, where: str, param: str = "messages") -> str:
 
 def _text_of_part(part: Any) -> Any:
     is_text = isinstance(part, Mapping) and part.get("type", "text") in TEXT_PARTS
-    return part.get("text", part.get("refusal")) if is_text else None
+    return part.get("refusal" if part.get("type") == "refusal" else "text") if is_text else None
 
 
 def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
@@ -110,13 +110,24 @@ def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
         raise _invalid(f"messages[{number}] has a tool call without a function's name: {str(call)[:80]!r}")
     if not isinstance(call.get("id"), str | int | None):
         raise _invalid(f"messages[{number}] has a tool call whose id is no text: {type(call['id']).__name__}")
-    arguments = function.get("arguments", {})
-    if not isinstance(arguments, str) and depth_of(arguments) > MAX_DEPTH:
-        raise _invalid(f"messages[{number}] has a tool call whose arguments are nested more than {MAX_DEPTH} deep")
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # else the template gets the text
-            arguments = json.loads(arguments)
+        arguments = _parsed(arguments)
+    elif is_too_deep(arguments):
+        raise _invalid(f"messages[{number}] has a tool call whose arguments are nested more than {MAX_DEPTH} deep")
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _parsed(arguments: str) -> Any:
+    """The value that the JSON of arguments has; the text itself where it has none that can be written again."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(arguments)
+        if not is_too_deep(value):
+            checked_json(value)
+            return value
+    return arguments
 
 
 def checked_tools(tools: Any) -> Messages:
@@ -158,9 +169,25 @@ def message_key(message: Message) -> str:
     return json.dumps(["assistant", words, calls], ensure_ascii=False)
 
 
+def length_of(message: Message) -> int:
+    """Characters of a message that the graph keeps, without those that tell its parts apart."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [message["content"], message.get("name", ""), message.get("tool_call_id", "")]
+    texts += [call["name"] for call in calls]
+    texts += [json.dumps(call["arguments"], default=str, ensure_ascii=False) for call in calls]
+    return sum(len(str(text)) for text in texts)
+
+
 def kind_of(tools: Messages, options: Mapping[str, Any]) -> str:
-    """Tools and arguments of the template as JSON, equal for calls that may continue each other."""
-    return json.dumps([list(tools), dict(options)], default=str, sort_keys=True)
+    """Tools and arguments of the template as JSON, equal for calls that may continue each other.
+
+    Raises:
+        AgentCallError: they are nested too deeply.
+    """
+    for param, given in (("tools", tools), ("chat_template_kwargs", options)):
+        if is_too_deep([given]):
+            raise AgentCallError(f"{param}: more than {MAX_DEPTH} levels", "invalid_value", param=param)
+    return json.dumps([list(tools), dict(options)], default=str, sort_keys=True, ensure_ascii=False)
 
 
 # -- messages of the checks ------------------------------------------------------------------------------------------

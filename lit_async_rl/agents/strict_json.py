@@ -9,15 +9,13 @@ from typing import Any
 MAX_DEPTH = 100  # of values that come as they are: Python writes and reads no more than some hundred levels
 
 
-def depth_of(value: Any) -> int:
-    """Levels of lists and objects in JSON, counted without recursion, which deep JSON would exhaust."""
-    depth = -1
+def is_too_deep(value: Any) -> bool:
+    """Whether JSON has more than `MAX_DEPTH` levels, found without recursion, which deep JSON would exhaust."""
     level = [value]
-    while level:
-        depth += 1
+    for _ in range(MAX_DEPTH + 1):
         inner = [one for one in level if isinstance(one, (dict, list, tuple))]
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return depth
+    return bool(level)
 
 
 def refuse_constant(name: str) -> Any:

@@ -1,8 +1,10 @@
 """Answers from replies, and which requests are one call: for any reply, and any order of requests."""
 
+import dataclasses
 import json
 
 import pytest
+import torch
 from agent_endpoints import TOOLS
 from chat_models import byte_fallback, chat_model
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from lit_async_rl.agents.api.answers import DONE, Answer
 from lit_async_rl.agents.api.bodies import Call
 from lit_async_rl.agents.api.retries import CallBook, digest_of
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.sampler_records import SamplerHead
 
 MESSAGES = ({"role": "user", "content": "a"},)
 
@@ -42,6 +45,17 @@ def reply_of(codec, ids, calls=(), reasoning=None, content=None) -> Reply:
         prompt_token_count=7,
         token_texts=tuple(codec.token_texts(ids)),
     )
+
+
+def test_of_parts_of_characters_the_likeliest_has_its_probability(codec):
+    """They all have the same text."""
+    parts = [n for n in range(len(codec.tokenizer)) if codec.token_texts([n]) == ["\ufffd"]][:3]
+    assert len(parts) == 3
+    head = SamplerHead(torch.zeros(1), torch.tensor([parts]), torch.tensor([[-0.1, -2.0, -3.0]]))
+    reply = dataclasses.replace(reply_of(codec, parts[:1]), head=head)
+    call = Call(model="m", prompts=("a",), logprobs=True, top_logprobs=3)
+    (choice,) = json.loads(Answer(call, [reply], codec, number="1", created=0).whole)["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": pytest.approx(-0.1)}]
 
 
 def chunks_of(events: bytes) -> list[ChatCompletionChunk]:

@@ -13,6 +13,7 @@ import pytest
 from agent_endpoints import TOOL, WAIT_S, held, wait_for
 
 from lit_async_rl.agents import AgentCallError
+from lit_async_rl.agents import episode as episode_file
 from lit_async_rl.agents.api.bodies import CallLimits, chat_call, parse_body, text_call
 from lit_async_rl.agents.api.retries import digest_of
 from lit_async_rl.agents.endpoint import app
@@ -244,6 +245,11 @@ def test_each_broken_body_gets_the_error_of_the_api(pair, data):
     well(bad)
 
 
+def calling(arguments: str) -> dict:
+    """A message that calls a tool, which the template of these tests does not write."""
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": arguments}}]}
+
+
 def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
     """Tokenising them takes tens of seconds, in which no episode would get an answer."""
     episodes, good, bad = pair
@@ -252,6 +258,8 @@ def test_texts_of_megabytes_are_refused_before_they_are_tokenised(pair):
         ("/chat/completions", {"messages": [USER | {"content": long}]}, "messages"),
         ("/chat/completions", {"messages": [USER | {"content": long[:1000]}] * 1500}, "messages"),
         ("/chat/completions", tool(description=long), "messages"),
+        ("/chat/completions", {"messages": [USER, calling(long), USER]}, "messages"),
+        ("/chat/completions", {"messages": [USER | {"name": long}]}, "messages"),
         ("/completions", {"prompt": long}, "prompt"),
         ("/completions", {"prompt": [[5] * 1_000_000]}, "prompt"),
     ):
@@ -397,6 +405,19 @@ def test_an_agent_that_asks_too_much_gets_429_and_the_other_goes_on(tmp_path):
         assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
         assert answers[-1].headers["x-should-retry"] == "false"
         well(good)
+
+
+def test_a_message_is_written_once_however_many_replies_it_may_follow(tmp_path, monkeypatch):
+    """Written for each of a thousand equal replies, some MB would keep the engine's lock for minutes."""
+    with held(tmp_path) as (_, (given,)):
+        written = []
+        message_key = episode_file.message_key
+        monkeypatch.setattr(episode_file, "message_key", lambda one: (written.append(one), message_key(one))[1])
+        reply = send(given, json.dumps(ASK | {"n": 40, "max_tokens": 1, "seed": 1})).json()["choices"][0]["message"]
+        written.clear()
+        sent = [USER, reply, {"role": "user", "content": "8" * 1000}]
+        send(given, json.dumps(ASK | {"messages": sent}))
+        assert [one["content"] for one in written] == [one["content"] for one in sent]
 
 
 def test_clients_that_go_at_once_leave_nothing_behind(tmp_path):

@@ -11,7 +11,7 @@ from chat_families import ANSWER, FAMILIES, QUESTION, SECOND, write
 
 from lit_async_rl.agents.calls import AgentCallError
 from lit_async_rl.agents.parsing import TaggedParser, TextParser
-from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages, checked_tools, message_key
+from lit_async_rl.agents.rendering import ChatRenderer, checked_call_messages, checked_tools, kind_of, message_key
 from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
@@ -212,11 +212,45 @@ def test_malformed_tools_are_refused(tools, problem):
 
 
 def test_texts_of_parts_and_refusals_are_read():
-    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}, {"text": "c"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "text": None, "refusal": "b"}, {"text": "c"}]
     said, refused, empty = checked_call_messages(
         [user(parts), {"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant"}]
     )
     assert (said["content"], refused["content"], empty["content"]) == ("abc", "no", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": ' * 960 + "1" + "}" * 960, r'{"a": "\ud800"}', '{"a": 1e999}', "no JSON"],
+    ids=lambda one: one[:12],
+)
+def test_arguments_that_cannot_be_written_again_stay_text(arguments):
+    call = {"id": "1", "function": {"name": "add", "arguments": arguments}}
+    (checked,) = checked_call_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert checked["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_call_without_arguments_has_none_and_one_that_holds_itself_is_refused():
+    (checked,) = checked_call_messages(
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}]
+    )
+    assert checked["tool_calls"][0]["function"]["arguments"] == {}
+    endless = {}
+    endless["self"] = endless
+    with pytest.raises(AgentCallError, match="more than 100 deep"):
+        checked_call_messages(
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": endless}}]}]
+        )
+
+
+def test_tools_and_arguments_of_the_template_that_are_nested_deeply_are_refused():
+    for tools, options, param in (
+        ([{"name": "f", "parameters": {"a": DEEP}}], {}, "tools"),
+        ([], {"a": DEEP}, "chat_"),
+    ):
+        with pytest.raises(AgentCallError, match="more than 100 levels") as raised:
+            kind_of(tools, options)
+        assert raised.value.param.startswith(param)
 
 
 def test_messages_that_say_the_same_are_equal():

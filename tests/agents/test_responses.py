@@ -240,6 +240,10 @@ def test_the_events_of_a_stream_build_its_response_for_any_reply(codec, data):
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input"),
+        ({"input": [{"role": None, "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [user("a"), {"type": "function_call", "call_id": "1", "name": "add"}]}, "input[1].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
         ({"instructions": ["a"]}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL]}, "tools"),
@@ -288,10 +292,15 @@ def test_options_of_codex_are_taken_when_they_are_ignored(codec):
         with pytest.raises(openai.BadRequestError, match="context is 4000 tokens") as error:
             await client.responses.create(model="m", input="1" * 50_000)
         assert error.value.param == "input"
-        for item in ({"role": "robot", "content": "a"}, user(5), user([{"type": "input_image", "image_url": "x"}])):
+        image = user([{"type": "input_image", "image_url": "x"}])
+        for item, param in (
+            ({"role": "robot", "content": "a"}, "input"),
+            (user(5), "input[0].content"),
+            (image, "input[0].content"),
+        ):
             with pytest.raises(openai.BadRequestError) as error:
                 await client.responses.create(model="m", input=[item])
-            assert error.value.param == "input"
+            assert error.value.param == param
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve("resp_1")
         return 1.0

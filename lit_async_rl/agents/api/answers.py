@@ -101,7 +101,8 @@ class Answer:
             content = [entry | {"top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
             return {"content": content, "refusal": None}
         *offsets, _ = itertools.accumulate(map(len, reply.token_texts), initial=0)
-        named = [{entry["token"]: entry["logprob"] for entry in top} for top in tops]
+        # parts of characters have the same text: the likeliest of them counts
+        named = [{entry["token"]: entry["logprob"] for entry in reversed(top)} for top in tops]
         return {
             "tokens": list(reply.token_texts),
             "token_logprobs": [entry["logprob"] for entry in entries],

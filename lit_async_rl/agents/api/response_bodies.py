@@ -100,6 +100,12 @@ def _content(text: TextOptions, ignored: frozenset[str]) -> ContentCheck | None:
     )
 
 
+def _check_texts(item: Mapping[str, Any], where: str, *names: str) -> None:
+    for name in names:
+        if not isinstance(item.get(name), str):
+            raise invalid(f"{where}.{name}", f"{where}.{name} must be text, got {quoted(item.get(name))}")
+
+
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Chat messages of items. A turn of the policy is one message: its reasoning, its text and its calls in a row."""
     messages: list[dict[str, Any]] = []
@@ -112,16 +118,21 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             reasoning = text_of(item.get("content") or "", f"{where}.content", param="input")
             is_open = False
         elif kind == "message":
-            is_open = item.get("role") == "assistant"
-            messages.append({"role": item.get("role"), "content": item.get("content")})
+            _check_texts(item, where, "role")
+            content = text_of(item.get("content"), f"{where}.content", param=f"{where}.content")
+            is_open = item["role"] == "assistant"
+            messages.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             if not is_open:
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+            _check_texts(item, where, "call_id", "name", "arguments")
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            messages[-1].setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
             is_open = True
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            _check_texts(item, where, "call_id")
+            output = text_of(item.get("output"), f"{where}.output", param=f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
             is_open = False
         else:
             raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join(ITEM_TYPES)}, got {quoted(kind)}")

@@ -1,6 +1,6 @@
 """Which requests of an episode are the same call, repeated by a client that got no answer.
 
-The official client repeats a request after a time-out, a broken connection or a status of 408, 409, 429 or 5xx: the
+The official client repeats a request after a time-out, a broken connection or a status of 408, 409 or 5xx: the
 same body, with a larger `x-stainless-retry-count`. Clients of other makers do so without saying it. A repeated request
 gets the answer of the call that it repeats, and nothing is sampled twice:
 
