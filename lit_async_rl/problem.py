@@ -83,7 +83,6 @@ class Prompt:
         metadata: passed to the reward unchanged.
         other_answers: accepted besides `answer`. The rewards of this library count the one that fits best.
         answer_value: what the record has for the answer, such as a number or a list, for rewards in TRL's form.
-        answer_field: name of the answer in the record, by which rewards in TRL's form get it, too.
 
     Raises:
         ValueError: neither text nor messages are given, or both; or a message is malformed.
@@ -95,7 +94,6 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     other_answers: Sequence[str] = ()
     answer_value: Any = field(default=None, compare=False, repr=False)
-    answer_field: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.messages is not None:

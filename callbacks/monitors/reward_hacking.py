@@ -18,6 +18,7 @@ from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import check_reward
+from lit_async_rl.rewards.combined import name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.hacking import HackingWatch, Seen, repetition
 from lit_async_rl.rewards.references import references_of
@@ -112,7 +113,7 @@ class RewardHackingMonitor(pl.Callback):
         return self.watch.found
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        rollout_data(trainer, "RewardHackingMonitor")
+        data = rollout_data(trainer, "RewardHackingMonitor")
         self._step = trainer.global_step
         if not trainer.ckpt_path:
             self.watch.reset()
@@ -120,7 +121,9 @@ class RewardHackingMonitor(pl.Callback):
         self._verdicts.clear()
         self._num_waiting = 0
         if self.check is not None and trainer.is_global_zero:
-            self._scorer = Scorer(as_reward_function(self.check), records_spans=False, policy=CHECK_POLICY)
+            check = as_reward_function(self.check)
+            name_answers(check, getattr(data.prompts, "answer_field", None))
+            self._scorer = Scorer(check, records_spans=False, policy=CHECK_POLICY)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

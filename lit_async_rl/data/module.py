@@ -42,7 +42,7 @@ from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import TAPE, NoEngine, Replay
 from lit_async_rl.rewards import hooks
 from lit_async_rl.rewards.calls import Reward, check_reward
-from lit_async_rl.rewards.combined import CombinedReward
+from lit_async_rl.rewards.combined import CombinedReward, name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.reference_check import ReferenceCheck, sample_prompts
 from lit_async_rl.rollouts.intake import GroupFilter, Intake
@@ -171,6 +171,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
+        for owner in (reward, getattr(engine, "environment", None), getattr(engine, "agent", None)):
+            name_answers(owner, getattr(self.prompts, "answer_field", None))
         self.reward = reward
         self.groups_per_step = groups_per_step
         self.group_size = group_size

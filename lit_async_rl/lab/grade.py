@@ -198,9 +198,11 @@ def grade(
     """
     from lit_async_rl.problem import Prompt
     from lit_async_rl.prompts.records import NUMBERS, answer_fields, field_text
+    from lit_async_rl.rewards.combined import name_answers
     from lit_async_rl.rewards.references import references_of
     from lit_async_rl.utils.plain import is_missing
 
+    name_answers(reward, reference)
     references = references_of(reward)
     if completion is None and references is None:
         raise ValueError(
@@ -216,7 +218,7 @@ def grade(
             is_empty_cell = isinstance(value, str) and not value.strip()
             answers = {} if is_missing(value) or is_empty_cell else answer_fields(value)
             others = {name: one for name, one in record.items() if name not in (reference, completion, "prompt")}
-            prompt = Prompt(text=str(record.get("prompt") or ""), answer_field=reference, metadata=others, **answers)
+            prompt = Prompt(text=str(record.get("prompt") or ""), metadata=others, **answers)
             if completion is not None:
                 given = "" if is_missing(record.get(completion)) else record[completion]
                 answer = field_text(given) if isinstance(given, NUMBERS) else str(given)

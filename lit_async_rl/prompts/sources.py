@@ -152,8 +152,7 @@ class RecordPrompts(PromptSource):
         """
         if isinstance(content, str) and self.as_chat:
             content = [{"role": "user", "content": content}]
-        metadata = with_template_kwargs(others, self.chat_template_kwargs)
-        given: dict[str, Any] = {**answers, "answer_field": self.answer_field, "metadata": metadata}
+        given: dict[str, Any] = {**answers, "metadata": with_template_kwargs(others, self.chat_template_kwargs)}
         if isinstance(content, str):
             return Prompt(text=content, **given)
         try:

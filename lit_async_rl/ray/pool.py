@@ -528,7 +528,6 @@ def pack_prompt(prompt: Prompt) -> dict[str, Any]:
         "metadata": dict(prompt.metadata),
         "other_answers": list(prompt.other_answers),
         "answer_value": prompt.answer_value,
-        "answer_field": prompt.answer_field,
     }
 
 

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 from lit_async_rl.errors import RewardError
 from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.rewards.calls import NamedErrors, is_async, reward_name
-from lit_async_rl.rewards.forms import as_reward_function, wanted, wants
+from lit_async_rl.rewards.forms import TakesAnswerField, as_reward_function, wanted, wants
 from lit_async_rl.rewards.scorer import MAX_QUEUED
 from lit_async_rl.utils.checks import as_reward, check_choice, check_range
+from lit_async_rl.utils.elsewhere import Rebuildable
 
 Part = Callable[..., float | Awaitable[float | None] | None]
 
@@ -226,3 +227,22 @@ def named_parts(reward: Any) -> list[tuple[str, Any]]:
     if isinstance(reward, CombinedReward):
         return [(f"{reward_name(part)} (part {name})", part) for name, part in reward.rewards.items()]
     return [(getattr(reward, "name", None) or reward_name(reward), reward)]
+
+
+def name_answers(owner: Any, answer_field: str | None) -> None:
+    """Sets the answer's column for rewards in TRL's form, unless it is set already.
+
+    Args:
+        owner: reward, or an environment or agent with a `reward`; a judge may have one as its `fallback`.
+        answer_field: of the prompts.
+    """
+    found = [owner]
+    for one in found:  # which grows
+        held = [getattr(one, "__dict__", {}).get(name) for name in ("reward", "fallback")]
+        inner = [*one.rewards.values()] if isinstance(one, CombinedReward) else held
+        found += [part for part in inner if part is not None and not any(part is known for known in found)]
+        if isinstance(one, TakesAnswerField) and one.answer_field is None:
+            one.answer_field = answer_field
+        if isinstance(one, Rebuildable) and one._once_made is None and answer_field is not None:
+            # a copy in another process makes the parts within it anew
+            one._once_made = partial(name_answers, answer_field=answer_field)

@@ -179,7 +179,17 @@ class BatchedReward:
         return self.reward(prompts, completions)
 
 
-class TRLReward(BatchedReward):
+class TakesAnswerField:
+    """A reward that is told the name of the reference answer, see `name_answers`.
+
+    Attributes:
+        answer_field: second name of the answer among the columns of a reward in TRL's form.
+    """
+
+    answer_field: str | None = None
+
+
+class TRLReward(BatchedReward, TakesAnswerField):
     """A reward function in the form of TRL's `GRPOTrainer`: `reward(completions, **columns) -> list`.
 
     It is called with keyword arguments, each a list with one entry per completion, if it has parameters of these names
@@ -189,7 +199,7 @@ class TRLReward(BatchedReward):
 
     Args:
         reward: reward function.
-        answer_field: name of the reference answer among the arguments, besides `answer` and `Prompt.answer_field`.
+        answer_field: second name of the reference answer among the arguments, besides `answer`.
         max_batch_size: see `BatchedReward`.
     """
 
@@ -214,8 +224,8 @@ class TRLReward(BatchedReward):
         for name in sorted({name for prompt in prompts for name in prompt.metadata}):
             columns[str(name)] = [prompt.metadata.get(name) for prompt in prompts]
         columns["answer"] = [one.answer if one.answer_value is None else one.answer_value for one in prompts]
-        for answer_field in {self.answer_field, *(prompt.answer_field for prompt in prompts)} - {None}:
-            columns[str(answer_field)] = columns["answer"]
+        if self.answer_field is not None:
+            columns[self.answer_field] = columns["answer"]
         columns["prompts"] = [_messages(prompt) if is_chat else prompt.text for prompt in prompts]
         columns["completions"] = [[{"role": "assistant", "content": text}] if is_chat else text for text in completions]
         if missing := sorted(self._required - set(columns)):

@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.answers import SCALE, bare_formula, read_answer
-from lit_async_rl.rewards.forms import as_reward_function, wanted
+from lit_async_rl.rewards.forms import TakesAnswerField, as_reward_function, wanted
 from lit_async_rl.rewards.references import References, any_accepted, explained, grades, references_of
 from lit_async_rl.runtime.isolation import IsolatedFunction
 from lit_async_rl.runtime.loop import run_once
@@ -50,21 +50,26 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
 def load_reward(path: str) -> Callable[..., Any]:
     """Imports the reward function `package.module.name`, and makes a function that checks its return values.
 
-    Without a completion, the function returns the completion with the prompt's reference answer. Without a prompt, it
-    returns full marks and whether there is partial credit. Both are None for a reward that is not a grader. An `async`
-    reward is awaited.
+    Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function
+    returns the completion with the prompt's reference answer. Without a prompt, it returns full marks and whether there
+    is partial credit. Both are None for a reward that is not a grader. An `async` reward is awaited.
     """
+    from lit_async_rl.rewards.combined import name_answers  # in the child only
+
     module, _, name = path.rpartition(".")
     reward = as_reward_function(getattr(importlib.import_module(module), name))
     references = references_of(reward)
 
-    def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
+    def call(
+        prompt: Any, completion: str | None, token_ids: tuple[int, ...] = (), answer_field: str | None = None
+    ) -> Any:
         if prompt is None or completion is None:
             if references is None:
                 return None
             if prompt is None:
                 return references.full_marks, references.partial_credit
             return references.completion(prompt)
+        name_answers(reward, answer_field)
         value = reward(prompt, completion, **wanted(reward, token_ids=token_ids))
         if inspect.iscoroutine(value):  # no other call waits for this process
             value = run_once(value)
@@ -204,7 +209,7 @@ class MathVerify:
         return float(is_right), extracted, why
 
 
-class IsolatedReward:
+class IsolatedReward(TakesAnswerField):
     """Runs a reward function in a separate process, which is killed when a call times out.
 
     `data.scoring.timeout_s` alone cannot end a call: its thread keeps using a core, or holds the GIL and blocks the
@@ -217,6 +222,9 @@ class IsolatedReward:
         timeout_s: time limit per completion in seconds; must be less than `data.scoring.timeout_s`.
         max_memory_gb: memory in GB (address space, on Linux) for calls, in addition to the imports; a call that exceeds
             it fails with MemoryError. None is no limit.
+
+    Attributes:
+        answer_field: of a function in TRL's form; the run sets it, and the reward's identity is without it.
 
     Raises:
         ValueError: a limit is not positive, or the path has no dot.
@@ -241,7 +249,7 @@ class IsolatedReward:
             IsolatedCallError: the function raised, or did not return a number.
             RuntimeError: the process exited, or sent an invalid reply.
         """
-        value = self._call(prompt, completion, tuple(token_ids))
+        value = self._call(prompt, completion, tuple(token_ids), self.answer_field)
         if not isinstance(value, int | float):
             raise RuntimeError(
                 f"the process of reward {self.reward} sent a value of type {type(value).__name__}, which is not a "

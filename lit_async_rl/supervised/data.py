@@ -35,6 +35,7 @@ from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.calls import Reward, check_reward
+from lit_async_rl.rewards.combined import name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rollouts.resume import START_ANEW
 from lit_async_rl.runtime.waiting import announced
@@ -271,6 +272,7 @@ class SFTDataModule(pl.LightningDataModule):
         if reward is not None:
             check_reward(reward)
             reward = as_reward_function(reward)
+            name_answers(reward, getattr(validation.source, "answer_field", None))
         self.reward = reward
         make_scorer = partial(scoring.make_scorer, reward, records_spans=False)
         self.held_out = HeldOut(validation, self.val_sampling, make_scorer, grader=reward)

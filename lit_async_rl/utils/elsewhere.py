@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -27,6 +28,7 @@ class Rebuildable:
     """Object with locks, threads or processes, pickled as its class and constructor arguments."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    _once_made: Callable[[Any], None] | None = None  # called with the copy: what was set after construction
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Records the constructor arguments."""
@@ -35,8 +37,13 @@ class Rebuildable:
         return made
 
     def __reduce__(self) -> Any:
-        return _remake, (type(self), *self._arguments)
+        return _remake, (type(self), *self._arguments, self._once_made)
 
 
-def _remake(kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    return kind(*args, **settings)
+def _remake(
+    kind: type, args: tuple[Any, ...], settings: dict[str, Any], once_made: Callable[[Any], None] | None
+) -> Any:
+    made = kind(*args, **settings)
+    if once_made is not None:
+        once_made(made)
+    return made

@@ -154,7 +154,7 @@ def _settings(value: Any, unknown: list[str]) -> tuple[dict[str, Any], Mapping[s
         return _arguments(value), {}
     if isinstance(value, Rebuildable):
         args, kwargs = value._arguments
-        held = {name: part for name, part in vars(value).items() if name != "_arguments"}
+        held = {name: part for name, part in vars(value).items() if name not in ("_arguments", "_once_made")}
         try:
             bound = inspect.signature(kind).bind(*args, **kwargs)
         except (TypeError, ValueError):

@@ -19,9 +19,9 @@ import lit_async_rl as rl
 from lit_async_rl.cli.config_checks import files_first, write_out_rewards
 from lit_async_rl.errors import RewardError
 from lit_async_rl.problem import Prompt, Score
-from lit_async_rl.ray.pool import pack_prompt, unpack_prompt
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.calls import reward_name, score
+from lit_async_rl.rewards.combined import name_answers
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.rewards.success import Success
@@ -549,12 +549,14 @@ def against_solutions(completions, solution):
 
 
 def test_rewards_that_an_environment_or_judge_calls_know_the_answers_column_in_another_process_too():
-    """Pools send both as the arguments of their constructors, and prompts as plain data."""
-    prompt = unpack_prompt(pack_prompt(Prompt(text="?", answer="5", answer_field="solution")))
+    """Pools send both as the arguments of their constructors."""
+    prompt = Prompt(text="?", answer="5", metadata={})
     endpoint = dict(model="m", base_url="http://localhost:1/v1", on_failure="fallback")
     judge = rl.JudgeReward(**endpoint, fallback=against_solutions)
     tool = rl.PythonTool(reward=against_solutions, allow_unsandboxed=True)
     judged = rl.PythonTool(reward=judge, allow_unsandboxed=True)
+    name_answers(tool, "solution")
+    name_answers(judged, "solution")
     sent = [pickle.loads(pickle.dumps(one)) for one in (tool, judged, judge)]
     here = [tool.reward, judge.fallback]
     for reward in (*here, sent[0].reward, sent[1].reward.fallback, sent[2].fallback):
