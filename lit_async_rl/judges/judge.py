@@ -29,8 +29,8 @@ from typing import Any, Literal
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardError, RewardSetupError
-from lit_async_rl.judges.judge_engines import POLICY, LocalModel, NoPolicyError, PolicyModel
-from lit_async_rl.judges.judge_models import Answer, ConcurrencyLimiter, Endpoint, JudgeLimits, Permit
+from lit_async_rl.judges.judge_models import Answer, ConcurrencyLimiter, Endpoint, JudgeLimits, LocalModel, Permit
+from lit_async_rl.judges.judge_policy import POLICY, NoPolicyError, PolicyModel, questions_of
 from lit_async_rl.judges.judge_questions import PAIRWISE, REFERENCE, RUBRIC, Question
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward
@@ -428,8 +428,12 @@ class JudgeReward(Rebuildable):
 
     def use_policy(self, producer: Producer | None) -> None:
         """Asks the policy on the engine of this producer from now on; None ends that, at the end of a fit."""
-        if isinstance(self._asked, PolicyModel):
-            self._asked.use(producer)
+        if not isinstance(self._asked, PolicyModel):
+            return
+        before = self._asked.policy
+        self._asked.policy = None if producer is None else questions_of(producer)
+        if before is not None:
+            before.close()
 
     def metrics(self) -> dict[str, float]:
         """Totals so far and recent latencies, for loggers."""

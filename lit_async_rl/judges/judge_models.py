@@ -1,27 +1,38 @@
-"""A judge behind an HTTP address: `Endpoint`.
+"""Backends of a judge: a model behind an HTTP address (`Endpoint`), or in this process (`LocalModel`).
 
-Everything runs in the judge's event loop. Retries happen only here: a request that fails after its last try raises
-`FinalRewardError`, which `data.scoring.tries` does not retry.
+Everything but the thread of `LocalModel` runs in the judge's event loop. Retries happen only here: a request that fails
+after its last try raises `FinalRewardError`, which `data.scoring.tries` does not retry.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import heapq
 import itertools
 import json
 import os
+import queue
 import random
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import FinalRewardError, RewardSetupError, describe
+from lit_async_rl.models.architecture import stored_buffers
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.problem import Prompt
+from lit_async_rl.runtime.spans import unrecorded
+from lit_async_rl.runtime.threads import start_thread
+from lit_async_rl.types import GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.secrets import check_address, key_of_variable
 
@@ -31,8 +42,11 @@ MAX_PAUSE_S = 60.0  # between two tries, unless the endpoint asks for a longer o
 MAX_SHOWN_CHARS = 300  # of an answer, in a message
 TRANSIENT = (408, 409, 425, 429)
 REFUSED = (401, 403, 404)
+JOIN_S = 10.0
+POLL_S = 0.1
 CONNECTIONS_PER_POOL = 4
 LIMITED = 429
+MAX_TAG_TOKENS = 16  # of the opening tag of reasoning with the whitespace behind it
 MAX_REFUSALS = 4  # consecutive 429s from which the endpoint refuses everything, and not one request in ten
 
 
@@ -85,6 +99,9 @@ class Answer:
     completion_tokens: int | None
     is_cut: bool = False
     latency_s: float = 0.0
+
+
+Asked = tuple[GenerationRequest, concurrent.futures.Future[Answer]]
 
 
 # -- Concurrent requests ----------------------------------------------------------------------------------------------
@@ -411,3 +428,204 @@ def _read_answer(content: bytes) -> Answer:
 def _number(value: Any) -> int | None:
     """A token count; None for an invalid one: a negative count would refund budget."""
     return value if isinstance(value, int) and value >= 0 else None
+
+
+def decoded_answer(codec: TextCodec, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Answer:
+    """The answer in a completion. An opening reasoning tag at the end of the prompt belongs to it."""
+    end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
+    opening = re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)
+    text = ("" if opening is None else opening[0]) + codec.decode(completion_ids)
+    return Answer(text=text, prompt_tokens=len(prompt_ids), completion_tokens=len(completion_ids))
+
+
+# -- A model on an engine ---------------------------------------------------------------------------------------------
+
+
+def request_of(
+    messages: Sequence[Mapping[str, str]],
+    *,
+    codec: TextCodec,
+    sampling: SamplingParams,
+    max_model_len: int,
+    number: int,
+    who: str,
+    priority: int = 0,
+) -> GenerationRequest:
+    """The request for the answer to a conversation.
+
+    Args:
+        messages: the conversation.
+        codec: of the model.
+        sampling: parameters for the answer, which ends at the latest where the context does.
+        max_model_len: of the engine.
+        number: of the request.
+        who: name of the judge, for messages.
+        priority: of the request.
+
+    Raises:
+        FinalRewardError: the conversation has no encoding, or is too long.
+    """
+    try:
+        ids = codec.encode(Prompt(messages=messages))
+    except ValueError as error:
+        raise FinalRewardError(f"{who} cannot be asked: {error}") from error
+    if (room := max_model_len - len(ids)) < 1:
+        raise FinalRewardError(
+            f"a question to the judge has {len(ids)} tokens, which is more than the engine's "
+            f"max_model_len={max_model_len}"
+        )
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    return GenerationRequest(id=number, prompt_ids=ids, num_samples=1, sampling=sampling, priority=priority)
+
+
+async def answer_of(future: concurrent.futures.Future[Answer], deadline: float, *, began: float, who: str) -> Answer:
+    """The answer to a request.
+
+    Args:
+        future: of the answer.
+        deadline: time by the loop's clock.
+        began: when the request was made, by `time.monotonic`.
+        who: name of the judge, for messages.
+
+    Raises:
+        FinalRewardError: there is none by the deadline.
+    """
+    left_s = deadline - asyncio.get_running_loop().time()
+    try:
+        answer = await asyncio.wait_for(asyncio.wrap_future(future), max(0.001, left_s))
+    except (TimeoutError, asyncio.TimeoutError):
+        raise FinalRewardError(f"{who} did not answer within JudgeLimits.timeout_s") from None
+    return replace(answer, latency_s=time.monotonic() - began)
+
+
+class LocalModel:
+    """A model on its own engine, in a thread; concurrent requests are decoded in one batch.
+
+    The policy's engine would not do: it belongs to the producer, changes its weights within completions, and is
+    replaced when it fails, together with everything it was sampling.
+
+    Args:
+        model: Hugging Face name or folder.
+        engine: template; each run sets up a fresh engine with the same settings.
+        sampling: parameters for the answers.
+        on_request: see `Endpoint`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine: RolloutEngine,
+        *,
+        sampling: SamplingParams,
+        on_request: Callable[[bool], None],
+    ) -> None:
+        self._model = model
+        self._given = engine
+        self._sampling = sampling
+        self._on_request = on_request
+        self._who = f"the judge {model!r}"
+        self._numbers = itertools.count()  # of requests
+        self._thread: threading.Thread | None = None
+        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._loaded: concurrent.futures.Future[tuple[RolloutEngine, TextCodec]] = concurrent.futures.Future()
+        self._problem: RewardSetupError | None = None  # why the thread ended
+        self.special_tokens: tuple[str, ...] = ()
+
+    async def open(self) -> None:
+        """Loads the model, unless it is loaded, and waits until it is.
+
+        Raises:
+            RewardSetupError: the model cannot be loaded.
+        """
+        if self._thread is None:
+            self._loaded = concurrent.futures.Future()
+            self._inbox = queue.SimpleQueue()
+            self._numbers = itertools.count()
+            self._problem = None
+            self._thread = start_thread(self._work, self._inbox, self._loaded, name="judge-model")
+        await asyncio.shield(asyncio.wrap_future(self._loaded))
+
+    async def close(self) -> None:
+        """Closes the engine and ends the thread."""
+        thread = self._thread
+        self._thread = None
+        if thread is not None:
+            self._inbox.put(None)
+            await asyncio.get_running_loop().run_in_executor(None, thread.join, JOIN_S)
+
+    async def ask(self, messages: Sequence[Mapping[str, str]], permit: Permit, deadline: float) -> Answer:
+        """Answers a conversation; see `Endpoint.ask`."""
+        self._on_request(True)
+        began = time.monotonic()
+        if self._problem is not None:
+            raise self._problem
+        engine, codec = self._loaded.result()  # since `open`
+        request = request_of(
+            messages,
+            codec=codec,
+            sampling=self._sampling,
+            max_model_len=engine.max_model_len,
+            number=next(self._numbers),
+            who=self._who,
+        )
+        future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+        self._inbox.put((request, future))
+        return await answer_of(future, deadline, began=began, who=self._who)
+
+    def _work(
+        self,
+        inbox: queue.SimpleQueue[Asked | None],
+        loaded: concurrent.futures.Future[tuple[RolloutEngine, TextCodec]],
+    ) -> None:
+        waiting: dict[int, Asked] = {}
+        engine = self._given.fresh()
+        problem = FinalRewardError(f"{self._who} was closed")
+        try:
+            # The end-of-turn token behind a verdict must not become part of its line.
+            codec = TextCodec(self._model, "tags")
+            self.special_tokens = tuple(map(str, codec.tokenizer.all_special_tokens))
+            with unrecorded():
+                engine.setup(self._model)
+                engine.load_weights(0, _weights(self._model))
+            loaded.set_result((engine, codec))
+            while True:
+                for asked in _taken(inbox, wait=not waiting):
+                    if asked is None:
+                        return
+                    waiting[asked[0].id] = asked
+                    engine.submit([asked[0]])
+                for completion in engine.poll(POLL_S) if waiting else ():
+                    request, future = waiting.pop(completion.request_id)
+                    resolve(future, decoded_answer(codec, request.prompt_ids, completion.token_ids))
+        except Exception as error:
+            reason = describe(error).replace("model.model", "JudgeReward.model")
+            problem = self._problem = RewardSetupError(f"{self._who} failed: {reason}")
+            if not loaded.done():
+                loaded.set_exception(problem)
+        finally:
+            engine.close()
+            for _, future in (*waiting.values(), *filter(None, _taken(inbox, wait=False))):
+                resolve(future, problem)
+
+
+def _taken(inbox: queue.SimpleQueue[Asked | None], wait: bool) -> list[Asked | None]:
+    """Drains a queue; with `wait`, blocks for the first item."""
+    found = [inbox.get()] if wait else []
+    while not inbox.empty():
+        found.append(inbox.get())
+    return found
+
+
+def resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
+    """Sets the answer of a question, or its error."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller gave up
+        if isinstance(outcome, Answer):
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)
+
+
+def _weights(model: str) -> Iterator[tuple[str, Any]]:
+    lm = load_policy(model)
+    yield from lm.named_parameters()
+    yield from stored_buffers(lm)

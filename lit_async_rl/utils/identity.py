@@ -32,7 +32,7 @@ OWN_PACKAGE = __name__.partition(".")[0]
 MOVED = {  # modules by the names that they had when the first identities were saved
     "agents.calculator_agent": "tasks.calculator_agent",
     "agents.results": "agents.calls",
-    **{f"judges.{name}": f"rewards.{name}" for name in ("judge", "judge_models", "judge_engines", "model")},
+    **{f"judges.{name}": f"rewards.{name}" for name in ("judge", "judge_models", "judge_policy", "model")},
     "problem": "types",
     "prompts.records": "prompts.sources",
     "rewards.calls": "rewards.scorer",

@@ -513,7 +513,7 @@ def test_a_model_on_an_engine_of_this_package_judges(tmp_path):
     for _ in range(2):  # a second run loads it again
         assert scores(reward, [f"{n}<|im_end|>" for n in range(6)]) == [0.5] * 6, "a random model states no verdict"
         reward.close()
-        assert not [thread for thread in threading.enumerate() if thread.name in ("judge", "producer")]
+        assert not [thread for thread in threading.enumerate() if thread.name in ("judge", "judge-model")]
     assert reward.metrics()["judge/num_calls"] == 12
     assert 0 < reward.metrics()["judge/num_output_tokens"] <= 12 * 8
     assert reward.metrics()["judge/num_input_tokens"] > 12 * 100

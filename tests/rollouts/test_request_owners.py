@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.judges.judge_engines import FIRST_QUESTION_ID
+from lit_async_rl.judges.judge_policy import FIRST_QUESTION_ID
 from lit_async_rl.rollouts.evaluation import FIRST_ID
 from lit_async_rl.rollouts.request_owners import RequestOwner, RequestOwners
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
