@@ -17,6 +17,7 @@ from lit_async_rl.runtime.waiting import announced
 
 ROUNDING = 1e-9
 PAUSE_S = 0.2  # between two looks at the nodes
+ASK_AGAIN_S = 5.0  # for nodes: there is one request for a cluster, which another run may replace by its own
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     from ray.autoscaler.sdk import request_resources
 
     began = time.monotonic()
+    asked_at: float | None = None
     lack = ""
     with ExitStack() as stack:
         stack.enter_context(announced(lambda: f"room on the Ray cluster: {lack}"))
@@ -154,7 +156,6 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
             nodes = nodes_of(ray)
             has_gpus = uses_gpus and any(node.left.get("GPU", 0.0) > 0 for node in nodes)
             roles = roles_of(cluster, has_gpus=has_gpus, at_least=True)
-            lack_before = lack
             lack = find_lack(roles, nodes)
             if not lack:
                 return
@@ -164,9 +165,11 @@ def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
                 raise SetupError(
                     f"{lack}{waited}. Reduce the number of processes or the resources of each, or add nodes"
                 )
-            if not lack_before:
-                request_resources(bundles=[dict(role.needs) for role in roles for _ in range(role.number)])
+            if asked_at is None:
                 stack.callback(request_resources, bundles=[])  # else its nodes would stay after the run
+            if asked_at is None or time.monotonic() - asked_at >= ASK_AGAIN_S:
+                request_resources(bundles=[dict(role.needs) for role in roles for _ in range(role.number)])
+                asked_at = time.monotonic()
             time.sleep(PAUSE_S)
 
 

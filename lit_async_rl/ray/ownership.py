@@ -12,9 +12,11 @@ number, with process and weights.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import uuid
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,6 @@ from lit_async_rl.ray.actors import Resources, kill_actor
 from lit_async_rl.ray.process import make_actor, stop_actors
 from lit_async_rl.ray.runtime import NAMESPACE
 from lit_async_rl.ray.supervise import ANSWER_S, RUN_ID
-from lit_async_rl.utils.identity import reward_identity
 
 _in_use: set[str] = set()  # prefixes of this process: a judge may have the same engine as the policy
 _lock = threading.Lock()
@@ -51,8 +52,7 @@ class ReplicaActors:
         self._options = resources.restarting
         run = os.environ.get(RUN_ID)
         self._coordinator = None if run is None else ray.get_actor(run, namespace=NAMESPACE)
-        described = reward_identity(self._recipe), model, vars(resources)
-        digest = hashlib.sha256(repr(described).encode()).hexdigest()[:12]
+        digest = digest_of(engine, {"name": model, "needs": vars(resources)})
         with _lock:
             number = next(n for n in range(1, len(_in_use) + 2) if f"{digest}.{n}." not in _in_use)
             self._prefix = f"{digest}.{number}."
@@ -100,3 +100,29 @@ class ReplicaActors:
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_S)
+
+
+def digest_of(engine: RolloutEngine, model: Mapping[str, Any]) -> str:
+    """Of an engine's class and settings, and of its model."""
+    from lit_async_rl.ray.replica import Recipe
+
+    described = json.dumps([_as_plain(Recipe.of(engine)), _as_plain(model)], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:12]
+
+
+def _as_plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _as_plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_as_plain(part) for part in (value if isinstance(value, list | tuple) else sorted(value, key=str))]
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    fields = {name: _as_plain(part) for name, part in getattr(value, "__dict__", {}).items() if _is_plain(part)}
+    return [_as_plain(type(value)), fields]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a field of a setting says what it is; locks and open files do not."""
+    return value is None or isinstance(value, bool | int | float | str | list | tuple | dict | set | frozenset | type)

@@ -240,14 +240,14 @@ class Lane:
         """Adds a span; spans with different keys are never merged.
 
         Spans are merged later, when the events are taken: between two steps of a model, code and data of merging would
-        have to be loaded into the processor's cache again.
+        have to be loaded into the processor's cache again. Who adds more than that merges them.
         """
         if not self._recorder.is_on:
             return
-        if len(self._added) < MAX_PENDING:
-            self._added.append((name, began, seconds, key, args))
-        else:
-            self._recorder.num_lost += 1
+        self._added.append((name, began, seconds, key, args))
+        if len(self._added) >= MAX_PENDING:
+            with self._lock:
+                self._merge_added()
 
     def _merge_added(self) -> None:
         while self._added:

@@ -1,5 +1,6 @@
 """Settings of RayEngine, names of its replicas, and a package that never needs Ray for anything else."""
 
+import json
 import subprocess
 import sys
 
@@ -47,32 +48,27 @@ def test_the_recipe_of_an_engine_makes_the_same_again_with_other_random_numbers(
     assert Recipe.of(halved).make(0).num_slots == 1
 
 
-def name_of_replicas(engine, model="m", **needs):
-    from lit_async_rl.ray.actors import Resources
-    from lit_async_rl.ray.ownership import ReplicaActors
-
-    found = ReplicaActors(None, engine, model=model, resources=Resources({"CPU": 2.0} | needs))
-    found.leave()
-    return found._name(0)
+MODEL = {"name": "m", "needs": {"num_cpus": 2.0}}
 
 
-def test_the_name_of_replicas_is_the_same_in_another_process_and_another_for_other_settings():
+def test_the_digest_of_an_engine_is_the_same_in_another_process_and_another_for_other_settings():
     pytest.importorskip("ray")
-    code = "import lit_async_rl as rl; from lit_async_rl.ray.actors import Resources; "
-    code += "from lit_async_rl.ray.ownership import ReplicaActors; "
-    code += "engine = rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1); "
-    code += "print(ReplicaActors(None, engine, model='m', resources=Resources({'CPU': 2.0}))._name(0))"
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170, check=True)
-    assert there.stdout.strip() == name_of_replicas(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1))
+    from lit_async_rl.ray.ownership import digest_of
+
+    code = "import sys, json; from lit_async_rl.ray.ownership import digest_of; import lit_async_rl as rl; "
+    code += "print(digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), json.loads(sys.argv[1])))"
+    there = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(MODEL)], capture_output=True, text=True, timeout=170, check=True
+    )
+    assert there.stdout.strip() == digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), MODEL)
     engine = EmbeddedEngine(num_slots=3)
-    names = [
-        name_of_replicas(engine),
-        name_of_replicas(EmbeddedEngine(num_slots=4)),
-        name_of_replicas(engine, model="n"),
-        name_of_replicas(engine, CPU=1.0),
+    others = [
+        (EmbeddedEngine(num_slots=4), MODEL),
+        (engine, MODEL | {"name": "n"}),
+        (engine, MODEL | {"needs": {"num_cpus": 1.0}}),
     ]
-    assert name_of_replicas(EmbeddedEngine(num_slots=3)) == names[0]
-    assert len(set(names)) == 4
+    assert digest_of(engine, MODEL) == digest_of(EmbeddedEngine(num_slots=3), MODEL)
+    assert len({digest_of(*one) for one in others} | {digest_of(engine, MODEL)}) == 4
 
 
 def test_two_engines_of_one_process_never_share_replicas_and_a_name_is_free_after_its_engine(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.scorer import MAX_LANES, Scorer, score_all
-from lit_async_rl.runtime.spans import start_recording, stop_recording
+from lit_async_rl.runtime.spans import MAX_PENDING, reward_lane, start_recording, stop_recording
 
 PROMPT = Prompt(text="1+1=", answer="2")
 
@@ -47,6 +47,16 @@ def test_completions_that_wait_share_a_span(spans):
     assert events[0]["args"]["group"] == 0
     assert [event["args"]["ok"] for event in events].count(False) == 1
     assert len(events) < 100
+
+
+def test_of_a_reward_that_takes_no_time_no_completion_is_lost(spans):
+    lane = spans.lane(reward_lane(0))
+    for n in range(3 * MAX_PENDING):
+        lane.add("score", 1e-6 * n, 1e-6, group=n, ok=True, completions=1)
+    events = drawn(spans)
+    assert sum(event["args"]["completions"] for event in events) == 3 * MAX_PENDING
+    assert len(events) < 10
+    assert spans.num_lost == 0
 
 
 def test_a_slow_reward_is_drawn_when_it_happens(spans):
