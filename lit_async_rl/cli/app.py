@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import yaml
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -48,6 +49,7 @@ from lit_async_rl.cli.config_checks import (
     config_files,
     files_first,
     stage_of,
+    trees_of,
 )
 from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.model_card import push, write_card
@@ -236,7 +238,7 @@ class AsyncRLCLI(LightningCLI):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
-                if not logger._wandb_init["name"]:
+                if not _has_wandb_name(args):
                     identify_wandb_run(logger, name=name)
                 settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
                 settings = concealed(settings)
@@ -291,6 +293,36 @@ def run_name(args: Sequence[str]) -> str:
 def _names(args: Sequence[str]) -> list[str]:
     """Names of the configuration files, without overlays of loggers."""
     return list(dict.fromkeys(file.stem for file in config_files(args) if file.parent.name != "loggers"))
+
+
+def _has_wandb_name(args: Sequence[str]) -> bool:
+    """Whether files or flags name W&B's run. jsonargparse keeps the name of a replaced logger."""
+    if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
+        return True
+    kind = ""  # class that settings without `class_path` belong to
+    for chosen in _chosen_loggers(args):
+        kind = str(chosen.get("class_path", kind))
+        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
+            return True
+    return False
+
+
+def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
+    files = [tree.get("trainer") or {} for _, tree in trees_of(config_files(args))]
+    for trainer in [*files, *_flags(args)]:
+        for given in (trainer.get("logger"), trainer.get("logger+")):
+            for entry in given if isinstance(given, list) else [given]:
+                if isinstance(entry, (dict, str)):
+                    yield entry if isinstance(entry, dict) else {"class_path": entry}
+
+
+def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The values of `--trainer.logger VALUE` and the like, as in a file."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in ("--trainer.logger", "--trainer.logger+"):
+            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
 
 
 # -- Commands that read a configuration: train, evaluate, export ------------------------------------------------------

@@ -256,21 +256,50 @@ def test_a_name_of_the_configuration_files():
 
 
 WANDB = "configs/loggers/wandb.yaml"
+CHOSEN = "{class_path: WandbLogger, init_args: {name: chosen}}"
+OTHER = "{class_path: CSVLog, init_args: {name: other}}"
+NAMED = {  # files behind quickstart.yaml, whose CSV log has a name, too
+    "settings of its own overlay": ([WANDB, "{init_args: {name: chosen}}"], True),
+    "settings without init_args": ([WANDB, "{name: chosen}"], True),
+    "class": ([CHOSEN], True),
+    "class by its name alone": (["WandbLogger", "{init_args: {name: chosen}}"], True),
+    "list": ([f"[{OTHER}, {CHOSEN}]"], True),
+    "none": ([WANDB], False),
+    "that of another logger": ([OTHER, WANDB], False),
+    "settings of another logger": (["{init_args: {name: other}}", WANDB], False),
+    "that of another logger in a list": ([f"[{OTHER}, WandbLogger]"], False),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_chosen", [True, False])
-def test_a_name_that_a_file_chooses_for_wandb_stays(is_chosen, tmp_path, monkeypatch):
-    """The CSV log of quickstart.yaml, which W&B's logger replaces, has a name, too."""
+@pytest.mark.parametrize("case", NAMED)
+def test_a_name_that_a_file_chooses_for_wandb_stays(case, tmp_path, monkeypatch):
     for link in ("configs", "lit_async_rl"):
         (tmp_path / link).symlink_to(ROOT / link)
     monkeypatch.chdir(tmp_path)
-    args = ["--config", "configs/quickstart.yaml", "--config", WANDB]
-    if is_chosen:
-        Path("name.yaml").write_text("trainer: {logger: {init_args: {name: chosen}}}\n")
-        args += ["--config", "name.yaml"]
+    loggers, is_chosen = NAMED[case]
+    args = ["--config", "configs/quickstart.yaml"]
+    for number, logger in enumerate(loggers):
+        path = Path(f"{number}.yaml")
+        path.write_text(f"trainer: {{logger: {logger}}}\n")
+        args += ["--config", logger if logger == WANDB else str(path)]
     (found,) = (logger for logger in AsyncRLCLI(args).trainer.loggers if isinstance(logger, WandbLogger))
-    assert found._name == found._wandb_init["name"] == ("chosen" if is_chosen else "quickstart, seed 0")
+    name = "chosen" if is_chosen else f"{run_name(args)}, seed 0"
+    assert found._name == found._wandb_init["name"] == name
+
+
+AS_JSON = '{"class_path": "WandbLogger", "init_args": {"name": "chosen"}}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [["--trainer.logger", AS_JSON], [f"--trainer.logger=[{OTHER}, {AS_JSON}]"]])
+def test_a_name_that_a_flag_chooses_for_wandb_stays(flag, tmp_path, monkeypatch):
+    for link in ("configs", "lit_async_rl"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    monkeypatch.chdir(tmp_path)
+    cli = AsyncRLCLI(["--config", "configs/quickstart.yaml", *flag])
+    (found,) = (logger for logger in cli.trainer.loggers if isinstance(logger, WandbLogger))
+    assert found._name == found._wandb_init["name"] == "chosen"
 
 
 @pytest.mark.slow
