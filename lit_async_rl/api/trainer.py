@@ -88,7 +88,8 @@ class Trainer(pl.Trainer):
         own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
         for callback in own:
             if not isinstance(callback, Callback):
-                raise ValueError(f"trainer.callbacks must hold callbacks, got {callback!r:.100}")
+                hint = f": write {callback.__name__}(...)" if isinstance(callback, type) else ""
+                raise ValueError(f"trainer.callbacks must hold callbacks, got {callback!r:.100}{hint}")
         if isinstance(logger, str | type):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"

@@ -318,7 +318,9 @@ def _check_arguments(path: str, given: Any, setting: str) -> None:
 
 
 def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
-    """Refuses an empty value (`max_staleness:`) where there must be one; jsonargparse does not in configuration files.
+    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
+
+    jsonargparse checks neither in configuration files.
 
     Args:
         config: as parsed.
@@ -327,6 +329,10 @@ def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
     Raises:
         ValueError: names the setting.
     """
+    actions = list(actions)
+    for group in _sections(actions):
+        if not isinstance(value := config.get(group), Namespace):
+            raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
     for action in actions:
         kind = getattr(action, "_typehint", None)
         if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
