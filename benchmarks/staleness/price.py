@@ -26,15 +26,18 @@ def price_of(name: str) -> str:
 
 
 def price_table(steps: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """A row for each method, lag and rate, against the best synchronous method; only seeds that both have count.
+    """A row for each method, lag and rate with as many seeds as the best synchronous method, which it is set against.
 
     Args:
         steps: of the runs of one regime, with `accuracy` where they were evaluated.
         runs: one row for each, see `per_cell`.
     """
     reference = _reference(runs)
+    num_seeds = len(_runs_of(runs, reference))
     rows = []
     for key, group in runs.groupby(SETTING):
+        if len(group) < num_seeds:
+            continue  # not all of its runs have ended
         method, lag, scale = key
         paired, same = _paired(runs, key)
         share, half = gain_share(paired["final"], float(paired["start"].mean()), same["final"])
@@ -68,8 +71,9 @@ def kept_beside(runs: pd.DataFrame, method: str, lag: int, scale: float) -> str:
 
 
 def _reference(runs: pd.DataFrame) -> tuple[object, ...]:
-    """The best synchronous method, and its rate."""
-    best: tuple[object, ...] = runs[runs["lag"] == 0].groupby(SETTING)["final"].mean().idxmax()
+    """The best synchronous method, and its rate, of those with the most seeds."""
+    finals = runs[runs["lag"] == 0].groupby(SETTING)["final"]
+    best: tuple[object, ...] = finals.mean()[finals.count() == finals.count().max()].idxmax()
     return best
 
 
