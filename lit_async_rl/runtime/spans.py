@@ -228,7 +228,7 @@ class Lane:
         self.kind = kind
         self.is_named = False
         self._recorder = recorder
-        self._lock = threading.Lock()  # of merging only: `add` must not wait for the writing thread
+        self._lock = threading.Lock()  # of merging only: nobody who adds waits for the disk
         self._added: deque[tuple[str, float, float, Any, dict[str, Any]]] = deque()
         self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # by name: seconds (one item) and arguments
         self._key: Any = None
