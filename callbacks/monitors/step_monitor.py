@@ -521,8 +521,8 @@ class LengthBiasMonitor(StepMonitor):
                 rank_zero_warn(
                     f"LengthBiasMonitor: completions of groups that were dropped (reason: `{fate}`) are {times:.2f} "
                     "times as long as completions of groups that were trained on, so training is biased towards short "
-                    "completions. To drop fewer groups, raise data.max_staleness, or set data.admission=null, with "
-                    "which no group expires."
+                    "completions. To drop fewer groups, raise data.max_staleness, or set data.admission=null, so "
+                    "that no group expires."
                 )
 
 

@@ -326,7 +326,7 @@ class AgentEpisode(PlayedSample):
                     found[place] = pair
         fault = next(fault for fault in faults if fault is not None)
         raise AgentCallError(
-            f"the policy gave no valid reply in {MAX_TRIES} attempts; the last fault: {fault}",
+            f"the policy gave no valid reply in {MAX_TRIES} attempts; the last error: {fault}",
             "no_valid_reply",
             status=422,
         )

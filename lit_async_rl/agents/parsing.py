@@ -106,7 +106,7 @@ def read_call(name: Any, arguments: Any, new_id: NewId) -> ToolCall:
     """
     written = arguments if isinstance(arguments, str) else checked_json(arguments)
     if not isinstance(name, str):
-        raise ValueError(f"the name of a tool call is no text: {str(name)[:100]}")
+        raise ValueError(f"the name of a tool call is not text: {str(name)[:100]}")
     checked_json(name)
     try:
         read_object(written)

@@ -107,9 +107,9 @@ def _text_of_part(part: Any) -> Any:
 def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _invalid(f"messages[{number}] has a tool call without a function's name: {str(call)[:80]!r}")
+        raise _invalid(f"messages[{number}] has a tool call without a function name: {str(call)[:80]!r}")
     if not isinstance(call.get("id"), str | int | None):
-        raise _invalid(f"messages[{number}] has a tool call whose id is no text: {type(call['id']).__name__}")
+        raise _invalid(f"messages[{number}] has a tool call whose id is not text: {type(call['id']).__name__}")
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}

@@ -38,7 +38,7 @@ def checked_json(value: Any, default: Callable[[Any], str] | None = None) -> str
         written = json.dumps(value, ensure_ascii=False, allow_nan=False, default=default)
         written.encode()
     except UnicodeEncodeError:
-        raise ValueError("it has half a surrogate pair, which is no text") from None
+        raise ValueError("it has half a surrogate pair, which is not text") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return written
@@ -55,6 +55,6 @@ def read_object(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     checked_json(value)  # `1e999` is infinite, and an escape may be half a surrogate pair
     return value

@@ -124,7 +124,7 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
     calls = [read_call(function["name"], function["arguments"], new_id) for function in functions]
     content = found.get("content") or ""
     if not isinstance(content, str):
-        raise TypeError(f"the content is no text: {str(content)[:100]}")
+        raise TypeError(f"the content is not text: {str(content)[:100]}")
     reasoning = next((str(found[name]) for name in REASONING_KEYS if found.get(name)), None)
     checked_json([content, reasoning])  # a template may read them from JSON, with its escapes
     return ReplyMessage(content=content, tool_calls=tuple(calls), reasoning=reasoning)

@@ -218,7 +218,7 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerBase, part: Path, *, folder
     source = model_folder(name)
     if folder.resolve() in (source.resolve(), Path(base_of(name)).resolve()):
         raise ValueError(
-            f"model={os.fspath(model)!r}: its files are in {str(folder)!r}, where this run would write the model with "
+            f"model={os.fspath(model)!r}: its files are in {str(folder)!r}, where this run would write the model and "
             "the tokenizer: leave tokenizer out"
         )
     for file in source.iterdir():

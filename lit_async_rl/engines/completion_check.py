@@ -207,7 +207,7 @@ def _bad_head(completion: Completion, width: int | None, vocab_size: int | None)
     if (len(head), head.width) != (len(completion.token_ids), width):
         return f"has a head of {len(head)} x {head.width} for {len(completion.token_ids)} token_ids and {width=}"
     if head.logprobs.isnan().any() or (head.logprobs > MAX_LOGPROB).any():
-        return "has a head with values that are no log-probabilities"
+        return "has a head with values that are not log-probabilities"
     limit = math.inf if vocab_size is None else vocab_size
     if head.ids.numel() and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < limit:
         return f"has a head with token ids outside of the vocabulary of {limit} tokens"

@@ -213,7 +213,7 @@ def grade(
     for number, record in records.items():
         try:
             if completion is not None and completion not in record:
-                raise ValueError(f"there is no field {completion} here, as there is in other records")
+                raise ValueError(f"there is no field {completion} here, unlike in other records")
             value = None if reference is None else record.get(reference)
             is_empty_cell = isinstance(value, str) and not value.strip()
             answers = {} if is_missing(value) or is_empty_cell else answer_fields(value)

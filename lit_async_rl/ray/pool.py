@@ -422,7 +422,7 @@ class ActorPool(ABC):
         self._num_given_up += 1
         self._why = f"{where}: {cause}"
         log.warning(
-            "%s: an actor could not be started, and no further start is tried: %s", self.settings.name, self._why
+            "%s: an actor could not be started, and no further attempt is made: %s", self.settings.name, self._why
         )
         kill_actor(self._ray, actor, is_for_good=True)
         return None

@@ -327,7 +327,7 @@ class Replica:
         with self._changed:
             if not self._wait(lambda: self._submitted >= after):
                 raise StalledError(
-                    f"the weights of version {version} cannot be loaded: requests submitted before did not reach the "
+                    f"the weights of version {version} cannot be loaded: earlier requests did not reach the "
                     f"engine within {self._limit_s:g} s"
                 )
             self._merged = {p.name.removesuffix(LORA_A) + ".weight" for p in places if p.name.endswith(LORA_A)}

@@ -99,7 +99,7 @@ def _asks_once_there(address: str) -> bool | None:
                 limit_s = BUSY_S if isinstance(error, _Busy) else RETRY_S
                 if time.monotonic() - began >= limit_s:
                     raise SetupError(
-                        f"no head of a Ray cluster answers at {address}: {error}. Is this the address that `ray start "
+                        f"no Ray head node answers at {address}: {error}. Is this the address that `ray start "
                         "--head` printed, and is Ray running there?"
                     ) from None
             time.sleep(RETRY_S)

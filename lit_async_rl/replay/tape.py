@@ -443,7 +443,7 @@ class Tape:
         if self._max_staleness is not None and step.staleness > self._max_staleness:
             log.warning(
                 "data.max_staleness=%d is not the bound of tape %s: its step %d was trained on tokens %d versions old, "
-                "and so is this run",
+                "as this run will be",
                 self._max_staleness,
                 self.folder,
                 step.step,

@@ -57,7 +57,7 @@ def last_json(completion: str, like: Any = _MISSING) -> Any:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def shares(reference: Any, given: Any) -> tuple[int, int]:

@@ -426,8 +426,8 @@ class Scorer:
         number += 0 if self._calls is None else self._calls.num_blocked
         if number >= MAX_ABANDONED:
             raise RewardError(
-                f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and still run, "
-                "each in a thread that cannot be stopped. Use IsolatedReward, whose process is killed at its time "
+                f"{number} calls of reward {self._name} have not returned within {self.policy.limit} and are still "
+                "running in threads that cannot be stopped. Use IsolatedReward, whose process is killed at its time "
                 "limit"
             )
 

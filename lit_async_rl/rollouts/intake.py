@@ -80,7 +80,7 @@ class DynamicSampling(GroupFilter):
             self._has_warned = True
             log.warning(
                 "DynamicSampling: %d groups in a row (max_in_a_row) were dropped for equal rewards; from now on, "
-                "groups with equal rewards are kept, until a group has different rewards",
+                "groups with equal rewards are kept, until a group's rewards differ",
                 self.max_in_a_row,
             )
         return group

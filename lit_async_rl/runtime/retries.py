@@ -137,7 +137,7 @@ class Retries:
             return True
         if keeps_prompt:
             self._log.warning(
-                "a completion of a prompt is left out, because its episode failed in all tries (%s=%s): %s",
+                "a completion of a prompt is left out, because its episode failed on every try (%s=%s): %s",
                 setting,
                 tries,
                 error,

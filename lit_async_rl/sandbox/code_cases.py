@@ -374,9 +374,9 @@ class _Tests:
             elif isinstance(one, ast.ClassDef):
                 bases = self._bases(one)
                 if name.startswith("Test") and not bases and _tests_of(one):
-                    yield f"the class {name} is no unittest.TestCase, and pytest is not used"
+                    yield f"the class {name} is not a unittest.TestCase, and pytest is not used"
                 if bases == ["TestCase"] and any(isinstance(part, ast.AsyncFunctionDef) for part in _tests_of(one)):
-                    yield f"the class {name} has async tests, and is no unittest.IsolatedAsyncioTestCase"
+                    yield f"the class {name} has async tests, and is not a unittest.IsolatedAsyncioTestCase"
             elif name.startswith("test") and (missing := _required(one)):
                 yield f"{name} needs {', '.join(missing)}, and pytest, which gives arguments to tests, is not used"
             elif (name.startswith("test") or name == "check") and _is_generator(one):

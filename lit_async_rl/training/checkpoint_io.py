@@ -332,7 +332,7 @@ def _copy_unchanged(
     copied = _copy_all(states, known, staged)
     if any(tensor._version != version for tensor, version in before):
         raise RuntimeError(
-            "the checkpoint was not written, because optimizer states changed outside of an optimizer's step while "
+            "the checkpoint was not written, because optimizer states changed outside an optimizer step while "
             "they were being copied. Use trainer.plugins=[AtomicCheckpointIO], which saves the states before training "
             "continues"
         )

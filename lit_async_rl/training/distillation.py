@@ -398,8 +398,7 @@ class _OpenSourceTeachers(OpenTeacher):
         """Each teacher that has rows, their numbers, and the batch of them; collective ones with a row that is none."""
         if batch.source is None:
             raise SetupError(
-                "the batch does not name the sources of its prompts, which the callback WeightSync asks for: "
-                "add it if it is missing"
+                "the batch does not name the sources of its prompts: add the callback WeightSync, which requests them"
             )
         for number, teacher in enumerate(self._teachers):
             rows = (batch.source == number).nonzero()[:, 0]

@@ -143,14 +143,14 @@ def as_reward(value: Any) -> float:
         number = float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
         raise ValueError(
-            "a number that is too large; a reward may be at most 3.4e38 in size, the largest float32 number"
+            "a number that is too large; a reward may be at most 3.4e38 in magnitude, the largest float32 number"
         ) from None
     except (TypeError, ValueError):
         raise TypeError(f"{shown}, which is not a number") from None
     if not math.isfinite(number):
         raise ValueError(f"{number}; a reward must be finite")
     if abs(number) > MAX_REWARD:
-        raise ValueError(f"{number}; a reward may be at most 3.4e38 in size, the largest float32 number")
+        raise ValueError(f"{number}; a reward may be at most 3.4e38 in magnitude, the largest float32 number")
     return number
 
 

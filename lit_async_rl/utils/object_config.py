@@ -210,7 +210,7 @@ def with_members(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class(path: str, name: str) -> type:
-    problem = f"{name}={path!r} is no class of this package or of torch.optim: give {name} itself"
+    problem = f"{name}={path!r} is not a class of this package or of torch.optim: give {name} itself"
     if not path.startswith(MADE_FROM):
         raise ValueError(problem)
     try:

@@ -183,10 +183,10 @@ def test_without_a_template_messages_are_refused_and_not_texts():
         ([user([{"type": "text"}])], "only text is supported"),
         ([user(["text"])], "only text is supported"),
         ([{"role": "assistant", "tool_calls": "x"}], "must be a list"),
-        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "without a function's name"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "without a function name"),
         ([user("a") | {"name": ["b"]}], r"messages\[0\]\.name must be text"),
         ([{"role": "tool", "content": "3", "tool_call_id": {}}], "tool_call_id must be text"),
-        ([{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f"}}]}], "whose id is no text"),
+        ([{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f"}}]}], "whose id is not text"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}], "more than 100 deep"),
     ],
 )

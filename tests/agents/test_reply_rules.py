@@ -151,7 +151,7 @@ def test_a_reply_that_was_sampled_again_can_be_withdrawn_or_discarded(codec):
             (same,) = await episode.complete(ASK["messages"], check=check, call_id=name)
             assert same is reply
             undo(name)
-        with pytest.raises(AgentCallError, match="the last fault: it is neither"):
+        with pytest.raises(AgentCallError, match="the last error: it is neither"):
             await episode.complete(ASK["messages"], check=check)
         await episode.complete(ASK["messages"])
         return 1.0
@@ -195,7 +195,7 @@ def test_the_official_client_parses_what_it_asked_for(codec):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "thing"}, "is no JSON schema"),
+        ({"type": "thing"}, "is not a JSON schema"),
         ({"$ref": "#/nowhere"}, "refers to '/nowhere', which is not in it"),
         ({"$ref": "http://127.0.0.1:9/schema"}, "which is not in it"),
         ({"$ref": "#"}, "has references that never end"),

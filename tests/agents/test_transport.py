@@ -208,7 +208,7 @@ def reason_of_the_end(said: bytes) -> str:
     ids=lambda said: repr(said[16:40]),
 )
 def test_a_process_that_says_what_is_no_reply_is_killed(said):
-    assert reason_of_the_end(said).startswith("sent what is no reply (")
+    assert reason_of_the_end(said).startswith("sent something that is not a reply (")
 
 
 def test_a_process_that_ends_in_the_middle_has_ended():

@@ -174,7 +174,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path):
         rl.PolicyModule.load_from_checkpoint("no.ckpt")
     for path in ("os.system", "torch.load", "lit_async_rl.no.Such", "torch.optim.nothing"):
         with pytest.raises(
-            ValueError, match=r"loss='.*' is no class of this package or of torch.optim: give loss itself"
+            ValueError, match=r"loss='.*' is not a class of this package or of torch.optim: give loss itself"
         ):
             as_objects({"loss": {"class_path": path, "init_args": {"command": "true"}}})
     held, named = as_config({"x": {"loss": rl.PPOClip(), "model": MODEL}})

@@ -95,7 +95,7 @@ def test_an_address_without_a_head_is_refused_before_ray_waits_for_it(listens, m
         threading.Thread(target=web.serve_forever, daemon=True).start()
         ports = {"nothing": 1, "another server": web.server_port, "what never answers": silent.getsockname()[1]}
         address = f"127.0.0.1:{ports[listens]}"
-        with pytest.raises(SetupError, match=f"no head of a Ray cluster answers at {address}: ") as error:
+        with pytest.raises(SetupError, match=f"no Ray head node answers at {address}: ") as error:
             follow(address)
         web.shutdown()
         web.server_close()

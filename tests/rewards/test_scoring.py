@@ -90,7 +90,9 @@ def test_calls_that_hang_end_the_run_before_they_are_too_many(form, monkeypatch)
     scorer = Scorer(rewards[form], timeout_s=0.2, max_tries=1)
     for prompt, text in prompts(8):
         scorer.submit(prompt, text, done=lambda reward: None)
-    with pytest.raises(RewardError, match=r"\d calls of reward .* within data\.scoring\.timeout_s=0\.2 and still run"):
+    with pytest.raises(
+        RewardError, match=r"\d calls of reward .* within data\.scoring\.timeout_s=0\.2 and are still running"
+    ):
         check_while(scorer, lambda: len(begun) < 8)
     assert 2 <= len(begun) < 8
     release.set()

@@ -397,7 +397,7 @@ def test_partial_credit_is_of_the_asserts_that_are_reached(plain):
 NEVER_RUN = {
     "a class for pytest": (
         "class TestF:\n    def test_a(self):\n        assert f(2) == 5\n",
-        "the class TestF is no unittest.TestCase",
+        "the class TestF is not a unittest.TestCase",
     ),
     "a fixture": ("def test_a(tmp_path):\n    assert f(2) == 5\n", "test_a needs tmp_path"),
     "parameters": (

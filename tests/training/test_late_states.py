@@ -63,7 +63,7 @@ def test_states_that_something_else_changes_meanwhile_are_not_written(tmp_path, 
     io.save_checkpoint(state(1.0), old)
     io.wait()
     io.save_checkpoint(state(2.0) | {"optimizer_states": [{"state": {0: {"exp_avg": moments}}}]}, new)
-    with pytest.raises(RuntimeError, match="optimizer states changed outside of an optimizer's step"):
+    with pytest.raises(RuntimeError, match="optimizer states changed outside an optimizer step"):
         io.wait()
     for end in (lambda: io.remove_checkpoint(old), io.teardown):
         with contextlib.suppress(RuntimeError):

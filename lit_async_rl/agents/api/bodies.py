@@ -139,7 +139,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     needed = sorted({*ANSWERED, *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(
-            f"{setting} must not contain {', '.join(needed)}: an answer that ignores one of these options is wrong"
+            f"{setting} must not contain {', '.join(needed)}: an answer that ignored one of these options would be wrong"
         )
     return tuple(names)
 
@@ -162,7 +162,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
         if "\\u" in text:  # half a surrogate pair is JSON, but no text
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise AgentCallError("the body has half a surrogate pair, which is no text", "invalid_body") from None
+        raise AgentCallError("the body has half a surrogate pair, which is not text", "invalid_body") from None
     except (ValueError, RecursionError) as error:
         raise AgentCallError(f"the body is not JSON: {str(error)[:200]}", "invalid_body") from None
     if not isinstance(body, dict):

@@ -51,7 +51,7 @@ def _schema_check(schema: Mapping[str, Any], param: str) -> ContentCheck:
         kind.check_schema(schema)
     except (jsonschema.SchemaError, RecursionError) as error:
         message = error.message if isinstance(error, jsonschema.SchemaError) else "it is nested too deeply"
-        raise invalid(param, f"{param} is no JSON schema: {message[:200]}") from None
+        raise invalid(param, f"{param} is not a JSON schema: {message[:200]}") from None
     validator = kind(schema, registry=referencing.Registry())  # an empty one: nothing is fetched
 
     def fault(content: str) -> str | None:

@@ -140,5 +140,5 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             messages[-1]["reasoning_content"] = reasoning
             reasoning = ""
     if not messages:
-        raise invalid("input", "input needs an item that is no reasoning")
+        raise invalid("input", "input needs an item other than reasoning")
     return messages

@@ -95,7 +95,7 @@ class CallBook:
         if idempotency_key is not None:
             named = self._by_key.get(idempotency_key)
             if named is not None and named.digest != digest:
-                raise AgentCallError("this Idempotency-Key came with another body before", "idempotency_key_in_use")
+                raise AgentCallError("this Idempotency-Key was used with another body", "idempotency_key_in_use")
             return named
         calls = [call for call in self._calls.get(digest, ()) if call.idempotency_key is None]
         lost = next((call for call in calls if not call.num_waiting and not call.is_delivered), None)

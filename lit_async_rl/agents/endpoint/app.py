@@ -60,7 +60,7 @@ async def _answer(request: Request, service: CallService) -> ApiResponse | None:
     except ClientDisconnect:
         return None
     except asyncio.TimeoutError:
-        raise AgentCallError(f"the body did not come within {BODY_TIMEOUT_S:g} s", "timeout", status=408) from None
+        raise AgentCallError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", "timeout", status=408) from None
     call = replace(call, body=body)
     return await _unless_gone(lambda has_gone: service.respond(call, has_gone), request)
 

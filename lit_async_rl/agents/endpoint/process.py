@@ -253,7 +253,7 @@ class _Worker:
             while message := await receive_from(self._replies, MAX_REPLY_BYTES):
                 self._take(message[0])
         except ValueError as error:
-            self._kill(f"sent what is no reply ({error}), and was killed")
+            self._kill(f"sent something that is not a reply ({error}), and was killed")
         finally:
             self._cancelled.clear()
             ended = f"agent {self._name}: its process {await self._how_it_ended()}"
