@@ -2,15 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from flow import make_data, make_module
-from launch import finish, launch, start
+from launch import consolidate, finish, launch, start
 
 from lit_async_rl.distributed.scatter import pack, unpack
 from lit_async_rl.types import RolloutBatch
@@ -127,8 +125,7 @@ def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_been_interrupted(
     whole = cross(tmp_path, 1, "single")["single"]
     sharded = ["ddp", "fsdp2", "fsdp1", "tp"]
     there = cross(tmp_path, 2, *sharded, *(f"{name}:single/step=5.ckpt" for name in sharded), "tp:fsdp2/step=5.ckpt")
-    consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", f"{folder}/fsdp1/step=5.ckpt"]
-    subprocess.run([sys.executable, *consolidate], check=True, timeout=120)
+    consolidate(f"{folder}/fsdp1/step=5.ckpt")
     names = [f"{name}/step=5.ckpt" for name in ("ddp", "fsdp2", "tp")] + ["fsdp1/step=5.ckpt.consolidated"]
     back = cross(tmp_path, 1, *(f"single:{name}" for name in names))
     check_same(whole, there | back)

@@ -38,7 +38,7 @@ def make_data(**changes: Any) -> RolloutDataModule:
     """Four groups of four a step; settings of its parts may be given flat."""
     settings: dict[str, Any] = dict(
         model=MODEL,
-        prompts=SortDigits(8, size=1000),
+        prompts=SortDigits(8, size=100),
         reward=exact_match,
         groups_per_step=4,
         group_size=4,

@@ -120,6 +120,13 @@ def start(script: Path, arguments: list[str], num_processes: int, anew: bool = F
     return [subprocess.Popen(command, env=os.environ | variables, text=True, **pipes) for variables in own]
 
 
+def consolidate(folder: str) -> None:
+    """Runs `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["consolidate_checkpoint", folder])
+        runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+
+
 def finish(processes: list, timeout_s: float) -> list[str]:
     """Output of the processes; kills all of them and raises when time runs out."""
     deadline = time.monotonic() + timeout_s

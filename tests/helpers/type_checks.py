@@ -19,6 +19,7 @@ from beartype import BeartypeConf, beartype
 
 SHAPED = jaxtyping.jaxtyped
 SHAPES = SHAPED("context")  # in which equal names of dimensions stand for equal sizes
+CALLED_BY_THE_MILLION = ("lit_async_rl.scheduling.admission", "lit_async_rl.simulation.")  # mypy checks their integers
 ONCE = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
@@ -39,7 +40,7 @@ def jaxtyped(fn: Any = None, *, typechecker: Any) -> Any:
         return SHAPED(fn, typechecker=typechecker)
     hints = {name: _resolved(hint, fn) for name, hint in fn.__annotations__.items()}
     if not any(_has_shape(hint) for hint in hints.values()):
-        return _checked(fn, hints)
+        return fn if fn.__module__.startswith(CALLED_BY_THE_MILLION) else _checked(fn, hints)
     if inspect.iscoroutinefunction(fn) or "{" in str(
         [*hints.values()]
     ):  # its body runs later; a size that is an argument's value

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import finish, start
+from launch import consolidate, finish, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_async_rl.cli.app import AsyncRLCLI, evaluate, export, main
@@ -50,20 +50,21 @@ def logs(tmp_path) -> list[str]:
 
 @pytest.mark.parametrize("path", ADDED, ids=lambda p: str(p.relative_to(ROOT / "configs")))
 @pytest.mark.slow
-def test_added_behind_its_base_it_builds(path, tmp_path):
+def test_added_behind_its_base_it_builds(path, tmp_path, monkeypatch):
     base = ["--config", "configs/bench/base.yaml"] if path.parent.name in ("methods", "regimes") else BASE
     base = ["--config", "configs/calculator.yaml"] if path.name == "sampo.yaml" else base
     database = f"--trainer.logger.init_args.tracking_uri=sqlite:///{tmp_path}/mlflow.db"
     cli = AsyncRLCLI([*base, "--config", str(path), *logs(tmp_path), *([database] if path.stem == "mlflow" else [])])
     assert cli.datamodule.model == cli.config["model"]["model"]
+    if path.parent.name in ("stabilizers", "systems"):
+        check_arguments(cli.config, base, path, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [p for p in ADDED if p.parent.name in ("stabilizers", "systems")], ids=lambda p: p.stem
-)
-def test_a_class_of_an_overlay_has_the_overlays_arguments_whatever_the_base_gave_it(path, tmp_path, monkeypatch):
-    """Where base and overlay name the same class, arguments that the overlay leaves out would be those of the base."""
+def check_arguments(over, base, path, tmp_path, monkeypatch):
+    """Each class that an overlay names has the overlay's arguments, whatever the base gave it.
+
+    Where both name the same class, arguments that the overlay leaves out would be those of the base.
+    """
     named = {
         (part, name)
         for file in with_bases(path)
@@ -77,8 +78,6 @@ def test_a_class_of_an_overlay_has_the_overlays_arguments_whatever_the_base_gave
         f"{part}: {{{', '.join(f'{name}: null' for of, name in named if of == part)}}}" for part in ("model", "data")
     ]
     cleared.write_text("\n".join(lines) + "\n")
-    base = ["--config", "configs/calculator.yaml"] if path.name == "sampo.yaml" else BASE
-    over = parsed(monkeypatch, *base, "--config", str(path))
     alone = parsed(monkeypatch, *base, "--config", str(cleared), "--config", str(path))
     assert {key: over[".".join(key)] for key in named} == {key: alone[".".join(key)] for key in named}
 
@@ -214,8 +213,7 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
     assert '"pid":1,' in timelines["rank1.json"]
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     if checkpoint.is_dir():  # FSDP1's
-        consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(checkpoint)]
-        subprocess.run([sys.executable, *consolidate], check=True, timeout=120)
+        consolidate(str(checkpoint))
         checkpoint = Path(f"{checkpoint}.consolidated")
     main([*BASE, *TINY, *logs(tmp_path), "--trainer.max_steps", "3", "--ckpt_path", str(checkpoint)])
     export([*BASE, "--ckpt_path", str(checkpoint), "--out", str(tmp_path / "exported")])

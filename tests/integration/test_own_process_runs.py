@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -114,12 +112,11 @@ FSDP2 = [
         pytest.param(FSDP2, marks=pytest.mark.sweep, id="fsdp2"),
     ],
 )
-def test_the_overlay_trains_from_the_command_line(more, tmp_path):
+def test_the_overlay_trains_from_the_command_line(more, process, tmp_path):
     logs = ["--trainer.logger.init_args.save_dir", str(tmp_path)]
-    command = [sys.executable, "scripts/train.py", *COMMAND, *more, *logs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    done = process.script("scripts/train.py", [*COMMAND, *more, *logs], tmp_path, limit_s=170)
+    said = done.said
+    assert done.status == 0, said
     assert re.search(r"optimizer steps\s*│ 4 ", said)
     assert "Traceback" not in said
     assert "engine/logprob_error" not in said, "the check of the engine has found something"

@@ -197,13 +197,19 @@ def test_random_trees_with_replayed_experts_equal_rows(make, split, monkeypatch)
         assert sizes[0] < sizes[1] < mask.numel()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(20), marks=pytest.mark.slow, id="some"),
+        pytest.param(range(20, 50), marks=pytest.mark.sweep, id="the rest"),
+    ],
+)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_hundred_random_trees_equal_rows(split, checkpointing, monkeypatch, request):
+def test_random_trees_equal_rows(seeds, split, checkpointing, monkeypatch, request):
     request.getfixturevalue("in_float64")
     monkeypatch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape: split)
-    for seed in range(50):
+    for seed in seeds:
         torch.manual_seed(seed)
         lm = list(FAMILIES.values())[seed % len(FAMILIES)]().eval()
         if checkpointing:

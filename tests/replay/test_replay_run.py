@@ -3,13 +3,12 @@
 import csv
 import logging
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import finish, start
 
 from lit_async_rl.cli.app import main
 from lit_async_rl.lab.tape import main as filter_tape
@@ -116,11 +115,9 @@ def test_two_ranks_end_with_their_tape_as_one_does(recorded, tmp_path):
     flags += ["--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "9"]
     flags += ["--data.groups_per_step", "2", "--data.group_size", "2", "--data.validation.prompts.init_args.size", "8"]
     flags += ["--data.micro_batches_per_step", str(micro_batches), "--trainer.logger.init_args.save_dir", str(tmp_path)]
-    environment = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "scripts/train.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=250)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 0, said
+    ranks = start(ROOT / "scripts/train.py", flags, 2)
+    said = " ".join(" ".join(finish(ranks, 250)).split())
+    assert [rank.returncode for rank in ranks] == [0, 0], said
     assert f"the tape has ended after {2 * STEPS} groups" in said
     assert f"optimizer steps │ {STEPS} " in said
     assert "SIGTERM" not in said

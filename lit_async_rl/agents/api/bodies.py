@@ -139,7 +139,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     needed = sorted({*ANSWERED, *UNSERVED}.intersection(names))
     if needed:
         raise ValueError(
-            f"{setting} must not contain {', '.join(needed)}: an answer that ignored one of these options would be wrong"
+            f"{setting} must not contain {', '.join(needed)}: an answer that ignored such an option would be wrong"
         )
     return tuple(names)
 
