@@ -9,14 +9,6 @@ from pathlib import Path
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def speak(place):
-    print("hello from all", flush=True)
-    print(f"number {RANK} of {os.environ['WORLD_SIZE']}", flush=True)
-    print("a line without an end", end="", file=sys.stderr, flush=True)
-    if RANK == 0:
-        place.give({"local": place.num_local, "nodes": place.num_nodes})
-
-
 def fail(place):
     """A mistake of its own on one rank, which the other notices."""
     from lit_async_rl.errors import RankError
