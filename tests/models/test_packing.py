@@ -197,13 +197,17 @@ def test_random_trees_with_replayed_experts_equal_rows(make, split, monkeypatch)
         assert sizes[0] < sizes[1] < mask.numel()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds",  # the first two trees of each family, and two hundred in a sweep
+    [pytest.param(range(12), marks=pytest.mark.slow), pytest.param(range(12, 50), marks=pytest.mark.sweep)],
+    ids=["sampled", "others"],
+)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_hundred_random_trees_equal_rows(split, checkpointing, monkeypatch, request):
+def test_two_hundred_random_trees_equal_rows(split, checkpointing, seeds, monkeypatch, request):
     request.getfixturevalue("in_float64")
     monkeypatch.setattr(packing_module, "split_is_cheaper", lambda lm, spans, shape: split)
-    for seed in range(50):
+    for seed in seeds:
         torch.manual_seed(seed)
         lm = list(FAMILIES.values())[seed % len(FAMILIES)]().eval()
         if checkpointing:
