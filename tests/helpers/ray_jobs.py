@@ -32,11 +32,11 @@ def sleep(folder, place):
 
 
 def set_up_engines(model, end, place):
-    """Two replicas, which it leaves to the next start, or to the command."""
+    """A replica, which it leaves to the next start, or to the command."""
     from lit_async_rl.engines.embedded.engine import EmbeddedEngine
     from lit_async_rl.ray.engine import RayEngine
 
-    engine = RayEngine(EmbeddedEngine(num_slots=4, device="cpu"), replicas=2, num_cpus=0.1)
+    engine = RayEngine(EmbeddedEngine(num_slots=4, device="cpu"), replicas=1, num_cpus=0.1)
     engine.setup(model)
     place.give(engine.pids)
     if end == "raises":
