@@ -45,7 +45,7 @@ test-arithmetic: $(VENV)/installed  ## numerical tests with the instructions of 
 test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray; in one process, so that it starts once
 	$(BIN)/python -m pytest -n 0 -m "ray and not soak"
 
-test-ray-soak: $(VENV)/installed  ## what takes long on Ray: kills, nodes that go, hostile replicas
+test-ray-soak: $(VENV)/installed  ## what takes long on Ray: kills, nodes that go
 	$(BIN)/python -m pytest -n 0 -m soak
 
 test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time

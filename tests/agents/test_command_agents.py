@@ -5,9 +5,9 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,20 +223,20 @@ def test_what_a_process_leaves_behind_is_killed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="the kernel of Linux tells of the trainer's end")
-def test_a_trainer_that_is_killed_takes_its_agents_with_it(tmp_path):
+def test_a_trainer_that_is_killed_takes_its_agents_with_it(process, tmp_path):
     """And what they have started: behind a shell, in a group and a session of its own, without a parent."""
     place = tmp_path / "pids"
     sleeps = f"sh -c 'echo $$ >> {place}; exec sleep 3600'"
     shell = f"{sleeps} & setsid {sleeps} & timeout 3600 {sleeps} & (setsid {sleeps} & ) ; echo $$ >> {place}; wait"
-    trainer = "import asyncio; from types import SimpleNamespace; from lit_async_rl.agents import CommandAgent\n"
-    trainer += "from lit_async_rl.types import Prompt\n"
+    trainer = "import asyncio, os; from types import SimpleNamespace; from lit_async_rl.agents import CommandAgent\n"
+    trainer += "from lit_async_rl.types import Prompt\nopen('trainer', 'w').write(str(os.getpid()))\n"
     trainer += f"agent = CommandAgent(['bash', '-c', {shell!r}])\n"
     trainer += "asyncio.run(agent(Prompt(text='a'), SimpleNamespace(base_url='http://127.0.0.1:9/v1', api_key='k')))"
-    process = subprocess.Popen([sys.executable, "-c", trainer], env=os.environ | {"PYTHONPATH": str(ROOT)})
-    try:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(process.run, [], tmp_path, code=trainer, limit_s=2 * WAIT_S)
         wait_for(lambda: place.exists() and place.read_text().count("\n") == 5, limit_s=2 * WAIT_S)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(WAIT_S)
-    pids = [int(pid) for pid in place.read_text().split()]
+        pids = [int(pid) for pid in place.read_text().split()]
+        trainer_pid = int((tmp_path / "trainer").read_text())
+        assert trainer_pid not in map(os.getpgid, pids), "they would be killed with its group"
+        os.kill(trainer_pid, signal.SIGKILL)
     wait_for(lambda: all(map(is_gone, pids)))

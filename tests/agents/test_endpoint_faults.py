@@ -232,7 +232,7 @@ def calculator_data(**changes):
 
 def test_a_run_goes_on_when_its_server_dies_again_and_again(caplog):
     """Nothing is lost, and nothing is sampled twice."""
-    engine, data = calculator_data()
+    engine, data = calculator_data(groups_per_step=2, group_size=2)
     ends = FailsServers(engine)
     trainer = fit(make_module(model=data.model), data, 200, callbacks=[ends])
     assert len(ends.failed) == 3
@@ -240,7 +240,7 @@ def test_a_run_goes_on_when_its_server_dies_again_and_again(caplog):
     assert "(restarts in a row: 1; limit: data.limits.engine_restarts=" in caplog.text
     stats = engine.stats
     assert stats.num_lost == 0
-    assert stats.num_episodes >= 4 * 4 * trainer.global_step
+    assert stats.num_episodes >= 2 * 2 * trainer.global_step
     assert stats.num_orphans == 0
     assert stats.drift.total == 0
 

@@ -4,8 +4,8 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,43 +44,24 @@ async def asks(prompt, client):
 
 
 async def tells(prompt, client):
-    return float(prompt.metadata["level"] + (client.api_key == "agent-key-of-a-test"))
+    reward = float(prompt.metadata["level"] + (client.api_key == "agent-key-of-a-test"))
+    return AgentResult(reward=reward, parts={"timeout": client.timeout, "torch": float("torch" in sys.modules)})
 
 
 async def says_its_process(prompt, client):
     return os.getpid()
 
 
-async def says_its_timeout(prompt, client):
-    return client.timeout
-
-
-async def has_torch(prompt, client):
-    return float("torch" in sys.modules)
-
-
 async def fails(prompt, client):
-    raise KeyError(f"no {client.api_key}")
-
-
-async def exits(prompt, client):
-    sys.exit(3)
-
-
-async def nan(prompt, client):
-    return float("nan")
-
-
-async def nan_part(prompt, client):
-    return AgentResult(reward=1.0, parts={"a": float("nan")})
-
-
-async def nothing(prompt, client):
-    return None
-
-
-async def dies(prompt, client):
-    os.kill(os.getpid(), 9)
+    await asyncio.sleep(0)
+    if prompt.text == "error":
+        raise KeyError(f"no {client.api_key}")
+    if prompt.text == "exit":
+        sys.exit(3)
+    if prompt.text == "end":
+        os.kill(os.getpid(), 9)
+    wrong = {"nan": float("nan"), "part": AgentResult(reward=1.0, parts={"a": float("nan")}), "nothing": None}
+    return wrong.get(prompt.text, 1.0)
 
 
 async def blocks(prompt, client):
@@ -147,29 +128,36 @@ def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
 
 
 def test_an_agent_gets_prompt_and_key_and_its_settings(module):
-    assert run(ProcessAgent(f"{module}.says_its_timeout"), PROMPT)[0].reward == 7.0
-    assert [one.reward for one in run(ProcessAgent(f"{module}.tells"), PROMPT, PROMPT)] == [4.0, 4.0]
-    assert run(ProcessAgent(f"{module}.has_torch"), PROMPT)[0].reward == 0.0, "a second and 200 MB of each process"
+    found = run(ProcessAgent(f"{module}.tells"), PROMPT, PROMPT)
+    assert [one.reward for one in found] == [4.0, 4.0]
+    assert [one.parts["timeout"] for one in found] == [7.0, 7.0]
+    assert found[0].parts["torch"] == 0.0, "a second and 200 MB of each process"
     made = __import__(module).Made
     assert run(ProcessAgent(made(0.25)), PROMPT)[0].reward == 0.25
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("fails", r"KeyError: .*no \(the episode's key\)[\s\S]*agents_of_.*line \d+, in fails"),
-        ("exits", r"it called sys\.exit\(3\)"),
-        ("nan", "finite"),
-        ("nan_part", "not JSON compliant"),
-        ("nothing", "None"),
-        ("dies", r"agent dies: its process was ended by SIGKILL"),
-    ],
-)
-def test_an_agent_that_fails_is_named_and_harms_no_other(name, said, module):
-    errors = run(ProcessAgent(f"{module}.{name}"), PROMPT, PROMPT, together=True)
-    for error in errors:
+def test_an_agent_that_fails_is_named_and_harms_no_other(module):
+    faults = {
+        "error": r"KeyError: .*no \(the episode's key\)[\s\S]*agents_of_.*line \d+, in fails",
+        "exit": r"it called sys\.exit\(3\)",
+        "nan": "finite",
+        "part": "not JSON compliant",
+        "nothing": "None",
+    }
+    texts = [text for fault in faults for text in (fault, "right", fault)]
+    found = run(ProcessAgent(f"{module}.fails"), *(Prompt(text=text) for text in texts), together=True)
+    for text, one in zip(texts, found, strict=True):
+        if text == "right":
+            assert one.reward == 1.0
+        else:
+            assert isinstance(one, ProcessAgentError)
+            assert re.search(faults[text], str(one)), text
+
+
+def test_of_a_process_that_an_agent_ends_each_episode_says_how(module):
+    for error in run(ProcessAgent(f"{module}.fails"), Prompt(text="end"), Prompt(text="end"), together=True):
         assert isinstance(error, ProcessAgentError)
-        assert re.search(said, str(error))
+        assert "agent fails: its process was ended by SIGKILL" in str(error)
 
 
 def test_a_prompt_that_only_the_trainer_knows_is_refused(module, monkeypatch):
@@ -278,18 +266,17 @@ def test_a_reward_is_the_same_one_wherever_its_agent_works(module):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux kills with the parent")
-def test_a_trainer_that_is_killed_takes_its_processes_with_it(module, tmp_path):
-    trainer = "import asyncio; from types import SimpleNamespace; from lit_async_rl.agents import ProcessAgent\n"
-    trainer += f"from lit_async_rl.types import Prompt\nagent = ProcessAgent({module + '.waits'!r})\n"
+def test_a_trainer_that_is_killed_takes_its_processes_with_it(process, module, tmp_path):
+    trainer = "import asyncio, os; from types import SimpleNamespace; from lit_async_rl.agents import ProcessAgent\n"
+    trainer += "from lit_async_rl.types import Prompt\nopen('trainer', 'w').write(str(os.getpid()))\n"
+    trainer += f"agent = ProcessAgent({module + '.waits'!r})\n"
     trainer += "asyncio.run(agent(Prompt(text='a'), SimpleNamespace(base_url='http://127.0.0.1:9/v1', api_key='k')))"
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    started = subprocess.Popen([sys.executable, "-c", trainer], env=os.environ | {"PYTHONPATH": path})
-    try:
-        # two processes import one after the other
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(process.run, [], tmp_path, code=trainer, limit_s=2 * WAIT_S)
         is_there = lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n")  # noqa: E731
-        wait_for(is_there, limit_s=3 * WAIT_S)
-    finally:
-        started.send_signal(signal.SIGKILL)
-        started.wait(WAIT_S)
-    pid = int((tmp_path / "pid").read_text())
+        wait_for(is_there, limit_s=2 * WAIT_S)
+        pid = int((tmp_path / "pid").read_text())
+        trainer_pid = int((tmp_path / "trainer").read_text())
+        assert os.getpgid(pid) != trainer_pid, "it would be killed with its group"
+        os.kill(trainer_pid, signal.SIGKILL)
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")

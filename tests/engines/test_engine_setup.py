@@ -6,6 +6,7 @@ from tiny_models import save, tiny_gemma2, tiny_llama
 
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
+from lit_async_rl.engines.embedded import own_process
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.vllm.engine import VLLMEngine
@@ -24,7 +25,8 @@ def test_no_weights_are_read_from_disk(make, tmp_path):
     assert_exact(lm, requests, engine.run(requests))
 
 
-def test_a_process_that_does_not_start_in_time_is_an_error_that_names_the_setting(tmp_path):
+def test_a_process_that_does_not_start_in_time_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_process, "PROGRAM", ["sh", "-c", "exec cat >/dev/null"])  # until it is told to end
     engine = EmbeddedEngine(device="cpu", own_process=True)
     engine.engine.startup_timeout_s = 0.01
     with pytest.raises(StalledError, match=r"setup: .*did not answer .*data\.engine\.startup_timeout_s=0\.01"):

@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import wait_for_the_end_of
 from safetensors.torch import save_file
 
 from lit_async_rl.assets import asset
@@ -156,35 +155,47 @@ def test_an_error_of_one_of_two_that_wait_for_each_other_ends_the_wait_for_both(
     run_together(60.0, "a broadcast", lambda: None, lambda: None)
 
 
-KILLED = """
-import sys, time, torch
+TWO_RUNS = """
+import os, pathlib, signal, sys, time, torch
 from lit_async_rl.vllm.file_transfer import FileTransfer
-transfer = FileTransfer(sys.argv[1])
-transfer.stage([("a", torch.ones(4))])
-print(transfer.staged, flush=True)
-time.sleep(600)
+
+def run(name):
+    transfer = FileTransfer(sys.argv[1])
+    transfer.stage([("a", torch.ones(4))])
+    pathlib.Path(name).write_text(f"{os.getpid()} {transfer.staged}")
+    return transfer
+
+if os.fork() == 0:
+    os.setsid()  # outlives the other
+    alive = run("alive")
+    time.sleep(600)
+    os._exit(1)
+while not pathlib.Path("alive").exists() or not pathlib.Path("alive").read_text():
+    time.sleep(0.01)
+killed = run("killed")
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
-def test_what_a_killed_run_leaves_is_deleted_by_the_next_and_that_of_a_live_run_never(tmp_path):
-    others = tmp_path / "lit_async_rl_weights_of_an_old_version"  # nothing says that its owner is dead
-    others.mkdir()
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as killed, subprocess.Popen(command, **pipes) as alive:
-        left, used = Path(killed.stdout.readline().strip()), Path(alive.stdout.readline().strip())
-        killed.send_signal(signal.SIGKILL)
-        killed.wait(30)
+def test_what_a_killed_run_leaves_is_deleted_by_the_next_and_that_of_a_live_run_never(process, tmp_path):
+    others = tmp_path / "weights" / "lit_async_rl_weights_of_an_old_version"  # nothing says that its owner is dead
+    others.mkdir(parents=True)
+    done = process.run([str(others.parent)], tmp_path, code=TWO_RUNS)
+    assert done.status == -signal.SIGKILL, done.said
+    (_, left), (pid, used) = ((tmp_path / name).read_text().split(" ", 1) for name in ("killed", "alive"))
+    left, used = Path(left), Path(used)
+    transfer = FileTransfer(str(others.parent))
+    try:
         assert left.is_dir()
-        transfer = FileTransfer(str(tmp_path))
         transfer.stage(some_weights())
         assert not left.exists()
         assert (used / "00000.safetensors").exists()
         assert others.exists()
-        alive.send_signal(signal.SIGKILL)
-        alive.wait(30)
-    FileTransfer(str(tmp_path)).stage([])  # what it made is left by a run that did not close it, but lives
+    finally:
+        os.kill(int(pid), signal.SIGKILL)
+    wait_for_the_end_of(int(pid))
+    FileTransfer(str(others.parent)).stage([])  # what it made is left by a run that did not close it, but lives
     assert not used.exists()
     assert Path(transfer.staged).exists()
     transfer.close()

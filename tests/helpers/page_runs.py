@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from markdown_blocks import ROOT, blocks_of
+from preloaded import Preloaded
 
 TIMEOUT_S = 240.0
 DIGITS = {"prompts": {"class_path": "SortDigits", "init_args": {"size": 2, "split": "held_out"}}}
@@ -31,9 +32,13 @@ def train(
     *flags: str,
     policy: str = "sort_policy",
     validation: dict[str, Any] | None = DIGITS,
+    process: Preloaded | None = None,
     **variables: str,
 ) -> Path:
-    """Two steps of the quick start with a configuration of the page, by the command; the folder of its runs."""
+    """Two steps of the quick start with a configuration of the page, by the command; the folder of its runs.
+
+    A preloaded process takes the place of a new one.
+    """
     small = folder / "small.yaml"
     data: dict[str, Any] = {"groups_per_step": 2, "group_size": 2, "aggregation": "TokenMean"}
     data["validation"] = validation or {"prompts": None}
@@ -42,15 +47,22 @@ def train(
     trainer = {"max_steps": 2, "val_check_interval": 2 if validation else None, "enable_progress_bar": False}
     small.write_text(yaml.safe_dump({"data": data, "model": model, "trainer": trainer}))
     configs = [ROOT / "configs" / "quickstart.yaml", small, config]
-    command = [sys.executable, str(ROOT / "scripts" / "train.py")]
-    command += [word for path in configs for word in ("--config", str(path))]
-    command += ["--trainer.logger.save_dir", str(folder / "runs"), "--trainer.logger.version", "0", *flags]
+    words = [word for path in configs for word in ("--config", str(path))]
+    words += ["--trainer.logger.save_dir", str(folder / "runs"), "--trainer.logger.version", "0", *flags]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
     paths["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | paths | variables
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    (folder / "said.txt").write_text(done.stdout + done.stderr)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if process is not None:
+        done = process.run(["train", *words], folder, environment=paths | variables, limit_s=TIMEOUT_S)
+        status = done.status
+        said = done.said
+    else:
+        command = [sys.executable, str(ROOT / "scripts" / "train.py"), *words]
+        environment = os.environ | paths | variables
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        status = ended.returncode
+        said = ended.stdout + ended.stderr
+    (folder / "said.txt").write_text(said)
+    assert status == 0, said[-6000:]
     return folder / "runs"
 
 

@@ -9,14 +9,6 @@ from pathlib import Path
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def speak(place):
-    print("hello from all", flush=True)
-    print(f"number {RANK} of {os.environ['WORLD_SIZE']}", flush=True)
-    print("a line without an end", end="", file=sys.stderr, flush=True)
-    if RANK == 0:
-        place.give({"local": place.num_local, "nodes": place.num_nodes})
-
-
 def fail(place):
     """A mistake of its own on one rank, which the other notices."""
     from lit_async_rl.errors import RankError
@@ -40,11 +32,11 @@ def sleep(folder, place):
 
 
 def set_up_engines(model, end, place):
-    """Two replicas, which it leaves to the next start, or to the command."""
+    """A replica, which it leaves to the next start, or to the command."""
     from lit_async_rl.engines.embedded.engine import EmbeddedEngine
     from lit_async_rl.ray.engine import RayEngine
 
-    engine = RayEngine(EmbeddedEngine(num_slots=4, device="cpu"), replicas=2, num_cpus=0.1)
+    engine = RayEngine(EmbeddedEngine(num_slots=4, device="cpu"), replicas=1, num_cpus=0.1)
     engine.setup(model)
     place.give(engine.pids)
     if end == "raises":

@@ -17,7 +17,7 @@ from lit_async_rl.models.policy import CausalPolicy
 CONFIG = LlamaConfig(
     hidden_size=64,
     intermediate_size=160,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=3000,
@@ -105,9 +105,9 @@ def test_sharding_divides_what_stays_between_micro_batches():
 
 @pytest.fixture
 def configuration(tmp_path):
-    """A configuration of a model of 1.5 billion parameters, of which there is no more than a config.json."""
+    """A configuration of a model of 1.2 billion parameters, of which there is no more than a config.json."""
     Qwen2Config(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=4, vocab_size=100_000, tie_word_embeddings=True
+        hidden_size=6144, intermediate_size=14336, num_hidden_layers=2, vocab_size=65_000, tie_word_embeddings=True
     ).save_pretrained(tmp_path / "model")
     text = f"""
 model: {{model: {tmp_path / "model"}}}
@@ -170,7 +170,7 @@ def test_the_frozen_copy_of_a_penalty_counts(configuration, capsys):
     penalty = "kl_coefficient: 0.01, "
     plain = gigabytes(configuration, capsys)
     copied = gigabytes(configuration, capsys, penalty)
-    parameters = 4 * (4 * 4096**2 + 3 * 4096 * 11008) + 100_000 * 4096  # blocks, and the tied embedding
+    parameters = 2 * (4 * 6144**2 + 3 * 6144 * 14336) + 65_000 * 6144  # blocks, and the tied embedding
     assert copied["a reference"] == pytest.approx(4 * parameters / 1e9, abs=0.06)
     assert copied["together"] == pytest.approx(plain["together"] + copied["a reference"], abs=0.2)
     adapters = gigabytes(configuration, capsys, penalty, "lora: {rank: 4}, ")

@@ -199,16 +199,16 @@ def test_a_run_of_a_capped_model_trains_and_validates(precision, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "at_least"),
+    ("names", "least"),
     [
-        pytest.param(SAMPLED, 60, marks=pytest.mark.slow, id="sampled families"),
-        pytest.param(model_types().keys() - UNBUILDABLE, 200, marks=pytest.mark.sweep, id="all families"),
+        pytest.param(SAMPLED, 60, marks=pytest.mark.slow, id="sampled"),
+        pytest.param(model_types().keys() - SAMPLED, 120, marks=pytest.mark.sweep, id="others"),
     ],
 )
-def test_the_default_kernel_honours_what_eager_attention_does(names, at_least, tmp_path):
+def test_of_all_families_the_default_kernel_honours_what_eager_attention_does(names, least, tmp_path):
     """With every number and switch of attention in the configuration exaggerated, one at a time."""
     num_compared = 0
-    for name in sorted(names):
+    for name in sorted(names - UNBUILDABLE.keys()):
         kind = model_types()[name]
         for change in exaggerations(kind):
             config = tiny_config(kind)
@@ -226,7 +226,7 @@ def test_the_default_kernel_honours_what_eager_attention_does(names, at_least, t
                 expected = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)
             assert not (found - expected).abs().max() > 1e-4, f"{name} with {change}: {lm.config._attn_implementation}"
             num_compared += lm.config._attn_implementation != "eager"
-    assert num_compared > at_least
+    assert num_compared > least
 
 
 def exaggerations(kind) -> Iterator[dict[str, float | bool]]:

@@ -1,10 +1,7 @@
 """Settings of `cluster:`, and a package that imports ray only where it is needed."""
 
 import importlib.util
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -162,11 +159,10 @@ rank.main()
 """
 
 
-def test_a_rank_ends_when_the_other_end_of_its_stdin_is_gone():
+def test_a_rank_ends_when_the_other_end_of_its_stdin_is_gone(process, tmp_path):
     variables = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", supervise.RESUME: ""}
-    command = [sys.executable, "-c", ALONE]
-    done = subprocess.run(command, env=os.environ | variables, input=b"", capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+    done = process.run([], tmp_path, environment=variables, code=ALONE)
+    assert (done.status, done.said) == (1, "")
 
 
 @pytest.mark.parametrize(

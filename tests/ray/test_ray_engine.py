@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from hostile_replicas import HostileReplica
 from processes import wait_for_the_end_of
 from replays import assert_replayed, key, own_engine, requests_of
 from tiny_models import save, tiny_llama
@@ -139,47 +138,6 @@ def test_stopped_for_a_while_or_killed_while_it_samples_or_updates_each_sample_c
     wait_for_the_end_of(*pids)
 
 
-FAULTS = {
-    "old version": "older than version",
-    "weight missing": "is not the one that was sent: their checksums differ",
-    "submit fails": "has failed: RuntimeError: the scheduler is broken",
-    "exits": "the driver of the accelerator has gone",
-    "hangs": "gave no token and no answer within data.engine.engine.update_timeout_s=8",
-    "update hangs": "gave no token and no answer within data.engine.engine.update_timeout_s=8",
-    "nonsense": "has failed: AttributeError",
-}
-
-
-@pytest.mark.soak
-def test_what_a_replica_does_wrong_is_named_and_the_others_do_its_work(ray_cluster, tmp_path, caplog, monkeypatch):
-    lms = {0: endless()}
-    faults = tmp_path / "faults"
-    faults.write_text("\n".join([*FAULTS, "nonsense"]))
-    inner = HostileReplica(str(faults), num_slots=4, device="cpu", update_timeout_s=8.0)
-    engine = ray_engine(lms[0], tmp_path, inner, replicas=2)
-    for number, (fault, words) in enumerate(FAULTS.items(), start=1):
-        lms[number] = endless(number % 3)
-        engine.load_weights(number, lms[number].named_parameters())
-        requests = requests_of([4, 6, 3, 8], max_tokens=9, first_id=10 * number)
-        engine.submit(requests)
-        found = gathered(engine, 12)
-        assert sorted(map(key, found)) == [(10 * number + n, k) for n in range(4) for k in range(3)], fault
-        assert_replayed(lms, requests, found, num_tokens=9, cache_cleared=False)
-        until(lambda: [text for text in said(caplog, "replica 1 (pid") if words in text and "node" in text], engine)  # noqa: B023
-        caplog.clear()
-        engine._fleet.entries[1].num_wrong = engine._fleet.entries[1].num_failures = 0
-        if fault != "hangs":  # the next does so while it is started
-            until(lambda: engine.num_ready == 2, engine)
-    monkeypatch.setattr("lit_async_rl.ray.fleet.MAX_FAILURES", 1)
-    engine.submit(requests_of([4, 6, 3, 8], max_tokens=9, first_id=500))
-    assert len(gathered(engine, 12)) == 12
-    until(lambda: said(caplog, "it is not restarted again after 1 failures"), engine)
-    engine.submit(requests_of([4, 6, 3, 8], max_tokens=9, first_id=600))
-    assert len(gathered(engine, 12)) == 12
-    assert engine.num_ready == 1
-    engine.close()
-
-
 def test_weights_models_and_resources_that_do_not_fit_are_refused_at_once(ray_cluster, tmp_path):
     lm = tiny_llama()
     engine = RayEngine(EmbeddedEngine(num_slots=2, device="cpu"), replicas=1, num_cpus=0.1)
@@ -247,30 +205,3 @@ def test_when_a_node_is_gone_the_others_go_on_and_a_node_that_joins_takes_the_re
     for one in nodes:
         ray_cluster.remove_node(one)
     assert ray.is_initialized()
-
-
-@pytest.mark.soak
-def test_more_and_fewer_replicas_while_it_samples_cost_no_sample(ray_cluster, tmp_path):
-    lms = {0: endless(), 1: endless(1)}
-    engine = ray_engine(lms[0], tmp_path, replicas=1)
-    requests = requests_of([20, 9, 4, 3], max_tokens=60, num_samples=10)
-    engine.submit(requests)
-    engine.resize(3)
-    engine.load_weights(1, lms[1].named_parameters())
-    found = []
-    while engine.num_ready < 3:
-        found += engine.poll(0.5)
-    pids = engine.pids
-    requests += requests_of([5] * 6, max_tokens=60, first_id=10, num_samples=5)
-    engine.submit(requests[4:])
-    assert all(entry.held for entry in engine._fleet.entries)
-    engine.resize(1)
-    found += gathered(engine, 70 - len(found))
-    assert sorted(map(key, found)) == sorted((r.id, n) for r in requests for n in range(r.num_samples))
-    assert_replayed(lms, requests, found, num_tokens=60, cache_cleared=False)
-    assert len(engine.pids) == 1
-    assert engine.num_tokens >= 70 * 60
-    wait_for_the_end_of(*(set(pids) - set(engine.pids)))
-    engine.submit(requests_of([5], max_tokens=5, first_id=50))
-    assert len(gathered(engine, 3)) == 3
-    engine.close()

@@ -324,20 +324,44 @@ def test_a_request_that_no_replica_survives_is_named(stand_in, model):
     engine.close()
 
 
-def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog):
+@pytest.mark.parametrize("call", ["poll", "load_weights"])
+def test_one_that_hangs_loses_its_requests_in_time(stand_in, model, caplog, call):
     hangs = threading.Event()
 
     def act(seed, what, given):
-        if seed == 1 and what == "poll" and given.id >= 0 and not hangs.is_set():
+        is_due = given == 1 if what == "load_weights" else what == "poll" and given.id >= 0
+        if seed == 1 and what == call and is_due and not hangs.is_set():
             hangs.wait(60.0)
 
     engine = quick(stand_in, model, act=act, update_timeout_s=1.0)
+    engine.load_weights(1, [("weight", torch.ones(2))])
     requests = requests_of([4] * 6, max_tokens=3)
     engine.submit(requests)
     assert sorted(map(key, collect(engine, 18))) == each_once(requests)
-    assert said(caplog, "gave no token and no answer within data.engine.engine.update_timeout_s=1")
+    found = until(
+        lambda: said(caplog, "gave no token and no answer within data.engine.engine.update_timeout_s=1"), engine
+    )
+    assert found == []
     hangs.set()
     until(lambda: engine.num_ready == 2, engine)
+    engine.close()
+
+
+def test_one_that_fails_too_often_is_given_up_and_the_other_goes_on(stand_in, model, caplog, monkeypatch):
+    monkeypatch.setattr(fleet, "MAX_FAILURES", 1)
+
+    def act(seed, what, given):
+        if seed == 1 and what == "submit" and given.id >= 0:
+            raise RuntimeError("the scheduler is broken")
+
+    engine = quick(stand_in, model, act=act)
+    for first_id in (0, 6):
+        requests = requests_of([4] * 6, max_tokens=3, first_id=first_id)
+        engine.submit(requests)
+        assert sorted(map(key, collect(engine, 18))) == each_once(requests)
+    (line,) = said(caplog, "it is not restarted again after 1 failures")
+    assert "the scheduler is broken" in line
+    assert (engine.num_ready, engine.num_lost) == (1, 1)
     engine.close()
 
 

@@ -1,8 +1,6 @@
 """Settings of RayEngine, names of its replicas, and a package that never needs Ray for anything else."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -51,16 +49,14 @@ def test_the_recipe_of_an_engine_makes_the_same_again_with_other_random_numbers(
 MODEL = {"name": "m", "needs": {"num_cpus": 2.0}}
 
 
-def test_the_digest_of_an_engine_is_the_same_in_another_process_and_another_for_other_settings():
+def test_the_digest_of_an_engine_is_the_same_in_another_process_and_another_for_other_settings(process, tmp_path):
     pytest.importorskip("ray")
     from lit_async_rl.ray.ownership import digest_of
 
     code = "import sys, json; from lit_async_rl.ray.ownership import digest_of; import lit_async_rl as rl; "
     code += "print(digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), json.loads(sys.argv[1])))"
-    there = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(MODEL)], capture_output=True, text=True, timeout=170, check=True
-    )
-    assert there.stdout.strip() == digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), MODEL)
+    there = process.run([json.dumps(MODEL)], tmp_path, code=code)
+    assert there.said.strip() == digest_of(rl.VLLMEngine(transfer=rl.FileTransfer(), sleep_level=1), MODEL)
     engine = EmbeddedEngine(num_slots=3)
     others = [
         (EmbeddedEngine(num_slots=4), MODEL),
@@ -108,10 +104,11 @@ except rl.errors.SetupError as error:
 
 
 @pytest.mark.slow
-def test_ray_is_not_imported_before_it_is_used_and_its_absence_is_explained():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "pip install 'lit-async-rl[ray]'" in done.stdout
+def test_ray_is_not_imported_before_it_is_used_and_its_absence_is_explained(process, tmp_path):
+    """Nor by what every command imports."""
+    done = process.run([], tmp_path, code=ALONE)
+    assert done.status == 0, done.said
+    assert "pip install 'lit-async-rl[ray]'" in done.said
 
 
 def test_a_cluster_that_is_not_there_is_named(monkeypatch):

@@ -98,17 +98,17 @@ def test_an_interrupted_replay_of_a_part_of_a_tape_goes_on_where_it_was(recorded
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["tape", "filter", str(tape), "--out", str(tmp_path / "part"), "--first_step", "1"])
         filter_tape()
-    for size, steps in ((2, 4), (4, 2)):
-        settings = (*replay(tmp_path / "part"), "--data.groups_per_step", str(size))
-        folder = tmp_path / str(size)
-        expected = train(folder / "whole", micro_batches, *settings, steps=steps)
-        train(folder / "first", micro_batches, *settings, steps=1)
-        resume = ("--ckpt_path", str(folder / "first/quickstart/version_0/checkpoints/last.ckpt"))
-        assert torch.equal(train(folder / "rest", micro_batches, *settings, *resume, steps=steps), expected)
+    settings = (*replay(tmp_path / "part"), "--data.groups_per_step", "4")
+    expected = train(tmp_path / "whole", micro_batches, *settings, steps=2)
+    train(tmp_path / "first", micro_batches, *settings, steps=1)
+    resume = ("--ckpt_path", str(tmp_path / "first/quickstart/version_0/checkpoints/last.ckpt"))
+    assert torch.equal(train(tmp_path / "rest", micro_batches, *settings, *resume, steps=2), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "recorded", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.slow)], indirect=True
+)
 def test_two_ranks_end_with_their_tape_as_one_does(recorded, tmp_path):
     micro_batches, tape, _ = recorded
     flags = ["--config", "configs/quickstart.yaml", "--config", "configs/strategies/ddp.yaml", *replay(tape)]
