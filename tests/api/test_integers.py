@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import Preloaded
 
 import lit_async_rl as rl
 from lit_async_rl.cli.app import AsyncRLCLI
@@ -24,11 +22,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, dict[str, str]]:
-    command = [sys.executable, str(ROOT / "tests/helpers/integer_settings.py")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=170, env=environment)
-    found: dict[str, dict[str, str]] = json.loads(done.stdout)
+def answers(process: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("answers")
+    script = str(ROOT / "tests/helpers/integer_settings.py")
+    code = "import contextlib, runpy\nwith open('answers.json', 'w') as file, contextlib.redirect_stdout(file):\n"
+    code += f"    runpy.run_path({script!r}, run_name='__main__')"
+    done = process.run([], folder, code=code, limit_s=170.0)
+    assert done.status == 0, done.said
+    found: dict[str, dict[str, str]] = json.loads((folder / "answers.json").read_text())
     return found
 
 

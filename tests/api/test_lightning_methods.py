@@ -6,8 +6,6 @@ import functools
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -94,8 +92,8 @@ def test_processes_that_are_started_with_pickles_are_refused(strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [rl.Trainer, pl.Trainer])
-def test_a_notebook_gets_the_weights_that_its_processes_have_trained(kind):
-    """In a process of its own, as threads of other tests do not survive a fork."""
+def test_a_notebook_gets_the_weights_that_its_processes_have_trained(kind, process, tmp_path):
+    """In a process that has started no thread, as those of other tests do not survive a fork."""
     program = f"""
 import lightning.pytorch as pl, torch, lit_async_rl as rl
 own = {kind is rl.Trainer}
@@ -109,8 +107,8 @@ two = dict(accelerator="cpu", devices=2, max_steps=2, strategy="ddp_notebook", l
 (rl.Trainer if own else pl.Trainer)(**two, **rest).fit(module, data)
 print("changed", any(not torch.equal(a, b) for a, b in zip(before, module.parameters())))
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
-    assert "changed True" in ended.stdout, ended.stderr[-2000:]
+    ended = process.run([], tmp_path, code=program, limit_s=150.0)
+    assert "changed True" in ended.said, ended.said[-2000:]
 
 
 class Changing(pl.Callback):

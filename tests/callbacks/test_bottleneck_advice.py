@@ -272,16 +272,16 @@ def test_processor_time_of_validations_is_not_that_of_the_steps(monkeypatch):
         if prompt.text not in held_out:
             return 1.0
         began = time.process_time()
-        while time.process_time() < began + 0.5:
+        while time.process_time() < began + 0.2:
             pass
-        seconds.append(0.5)
+        seconds.append(0.2)
         return 1.0
 
     data = make_data(reward=reward, groups_per_step=2, val_prompts=prompts)
     began = time.process_time()
     fit(make_module(), data, 4, [verdict], val_check_interval=2, limit_val_batches=1.0)
     of_all = time.process_time() - began
-    assert sum(seconds) >= 4
+    assert sum(seconds) >= 1.5
     assert 0 < verdict.verdict.intervals.cpu_s < of_all - sum(seconds) + 0.05
 
 

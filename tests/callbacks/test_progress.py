@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -17,6 +16,7 @@ import lightning.pytorch as pl
 import pyte
 import pytest
 from flow import fit, make_data, make_module
+from launch import start
 
 from lit_async_rl.callbacks import LiveView, Progress, RolloutMonitor
 from lit_async_rl.callbacks.monitors import live_view
@@ -110,16 +110,28 @@ def test_a_terminal_gets_what_it_can_draw(kind, term, tmp_path, monkeypatch):
     assert "bottleneck" in terminal.text  # the table comes after it, whole
 
 
+IN_TERMINAL = """
+import os, runpy, sys
+terminal = os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY)
+for number in range(3):
+    os.dup2(terminal, number)
+sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)
+sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)
+runpy.run_path("scripts/train.py", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
-def test_the_live_view_survives_a_resize(tmp_path):
+def test_the_live_view_survives_a_resize(tmp_path, monkeypatch):
     """Through the command line, in a terminal of its own."""
     terminal = Terminal()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-    environment.pop("COLUMNS", None)  # set by pytest-xdist, and stronger than the terminal
+    script = tmp_path / "in_terminal.py"
+    script.write_text(IN_TERMINAL)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("COLUMNS", raising=False)  # set by pytest-xdist, and stronger than the terminal
     flags = [*FLAGS, *logs(tmp_path, 100_000), "--defaults.progress", "LiveView"]
-    command = [sys.executable, "scripts/train.py", *flags, "--defaults.verdict.init_args.every_n_steps", "2"]
-    streams = dict(stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    flags += ["--defaults.verdict.init_args.every_n_steps", "2"]
+    (process,) = start(script, [os.ttyname(terminal.slave), *flags], 1)
     try:
         for text in ("lit-async-rl", "engine is busy", "staleness", "samples in the", "to gain", "tokens/s"):
             terminal.wait_for(text)
@@ -129,11 +141,11 @@ def test_the_live_view_survives_a_resize(tmp_path):
             os.kill(process.pid, 28)  # SIGWINCH
             terminal.wait_for("╰", before) if lines > 30 else time.sleep(0.5)
         terminal.wait_for("─" * 100, before)  # wider than the 78 of before
-        assert process.poll() is None
+        assert process.returncode is None
         assert "Traceback" not in terminal.text
     finally:
         process.kill()
-        process.wait(30)
+        process.communicate(30.0)
 
 
 @pytest.mark.slow

@@ -230,18 +230,28 @@ def length(prompt, completion):
 QUICK = dict(window=4, patience=2)
 
 
-def hacked_run(reward, monitor, steps=40, **settings):
+class Until(pl.Callback):
+    """Ends a run once these signs have begun."""
+
+    def __init__(self, monitor, signs):
+        self.monitor, self.signs = monitor, signs
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = self.signs <= set(self.monitor.begun)
+
+
+def hacked_run(reward, monitor, signs, steps=40, **settings):
     data = make_data(reward=reward, sampling=rl.SamplingParams(max_tokens=24), group_size=8, **settings)
     module = make_module(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3))
     verdict = BottleneckVerdict(every_n_steps=steps)
-    trainer = fit(module, data, steps, [monitor, verdict])
+    trainer = fit(module, data, steps, [monitor, verdict, Until(monitor, signs)])
     return trainer, verdict
 
 
 @pytest.mark.slow
 def test_a_policy_that_is_paid_for_length_is_named(caplog):
     monitor = rl.RewardHackingMonitor(**QUICK)
-    trainer, verdict = hacked_run(length, monitor)
+    trainer, verdict = hacked_run(length, monitor, {"length"})
     assert "length" in monitor.begun
     assert "a sign of reward hacking at step" in caplog.text
     assert set(signs_of(trainer)) == set(monitor.signs)
@@ -249,15 +259,15 @@ def test_a_policy_that_is_paid_for_length_is_named(caplog):
     summary.on_fit_start(trainer, trainer.lightning_module)
     labels = list(summary.table(trainer).columns[0].cells)
     assert "signs of reward hacking" in labels
-    if monitor.signs:
-        assert "signs of reward hacking: " in verdict.words
+    assert "signs of reward hacking: " in verdict.words
 
 
 @pytest.mark.slow
 def test_a_policy_that_is_paid_for_a_character_repeats_it_and_a_second_grader_disagrees():
     monitor = rl.RewardHackingMonitor(check=rl.exact_match, check_success=1.0, **QUICK)
-    hacked_run(sevens, monitor, success_reward=0.2)
-    assert {"repetition", "disagreement"} <= set(monitor.begun)
+    signs = {"repetition", "disagreement"}
+    hacked_run(sevens, monitor, signs, success_reward=0.2)
+    assert signs <= set(monitor.begun)
 
 
 def broken(prompt, completion):

@@ -1,10 +1,6 @@
 """The timeline of a run: its spans, and that they agree with the verdict."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from failing_engines import failing
 from flow import fit, make_data, make_module
+from launch import launch, start
 from quick_engines import Quick
 from trace_intervals import MICRO, intervals
 
@@ -203,21 +200,21 @@ def test_a_timeline_that_cannot_be_written_leaves_no_recorder_behind(tmp_path, m
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
+def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path, monkeypatch):
     """From the command line, where it is a default; no logger, no file."""
+    monkeypatch.chdir(ROOT)
+    script = ROOT / "scripts/train.py"
     flags = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]
     flags += ["--data.validation.prompts", "null", "--trainer.val_check_interval", "null"]
     flags += ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.enable_progress_bar", "false"]
     flags += ["--defaults.checkpoint.init_args.every_n_train_steps", "2", "--trainer.max_steps"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "scripts/train.py", *flags]
-    process = subprocess.Popen([*command, "100000"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    (process,) = start(script, [*flags, "100000"], 1)
     file = tmp_path / "quickstart/version_0/timeline/rank0.json"
     deadline = time.monotonic() + 150
     while not (file.exists() and b"checkpoint" in file.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    process.kill()
+    process.communicate(30.0)
     before = read_trace(file)
     assert before
     json.loads(file.read_text().rstrip().rstrip(",") + "]")
@@ -229,7 +226,7 @@ def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
         torn.write('{"name":"dec')  # as a loss of power leaves it
     last = file.parents[1] / "checkpoints/last.ckpt"
     steps = str(max(e["args"]["step"] for e in saved) + 3)
-    subprocess.run([*command, steps, "--ckpt_path", str(last)], cwd=ROOT, env=environment, check=True, timeout=150)
+    launch(script, [*flags, steps, "--ckpt_path", str(last)], 1, timeout_s=150)
     after = read_trace(file)
     assert after[: len(before)] == before
     assert len(named(after, "forward_backward")) > len(named(before, "forward_backward"))

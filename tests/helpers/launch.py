@@ -43,6 +43,10 @@ class Rank:
         self._process.start()
 
     @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 

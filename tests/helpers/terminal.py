@@ -1,6 +1,6 @@
 """Commands typed into a terminal of some width, and what a person would see of them.
 
-The terminal is emulated (pyte). Commands run as they are, or in forks of this script, which has imported everything.
+The terminal is emulated (pyte). Commands run as they are, or in forks of a process that has imported everything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pty
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -21,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from preloaded import ROOT, Preloaded
+
 LINES = 30
 COMMAND = "import sys; from lit_async_rl.cli.console import main; main(['train', *sys.argv[1:]])"
 TERMINAL = {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -42,27 +42,15 @@ class Seen:
     view: list[str] = field(default_factory=list)
 
 
-class Terminals:
-    """Runs commands in forks of a process that has imported everything, one at a time. Close it when done."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def type(self, words: Sequence[str], columns: int, folder: Path, code: str | None = None) -> Seen:
-        """Runs `python scripts/train.py WORDS`, or code."""
-        asked = dict(words=list(words), columns=columns, folder=str(folder), code=code)
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        status, parts = json.loads(self._process.stdout.readline())
-        return emulated([base64.b64decode(part) for part in parts], columns, status)
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+def type_in_fork(process: Preloaded, words: Sequence[str], columns: int, folder: Path, code: str | None = None) -> Seen:
+    """Runs `python scripts/train.py WORDS`, or code, in a fork of a process that has imported everything."""
+    asked = dict(words=list(words), columns=columns, folder=str(folder), code=code or COMMAND)
+    helpers = str(Path(__file__).parent)
+    typed = f"import sys; sys.path.append({helpers!r}); from terminal import type_here; type_here({asked!r})"
+    done = process.run([], folder, code=typed, limit_s=220.0)
+    assert done.status == 0, done.said
+    status, parts = json.loads(done.said)
+    return emulated([base64.b64decode(part) for part in parts], columns, status)
 
 
 def type_command(argv: Sequence[str], columns: int, folder: Path, limit_s: float = 240.0) -> Seen:
@@ -126,27 +114,19 @@ def _in_terminal(columns: int, folder: str, limit_s: float, run) -> tuple[int, l
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), parts
 
 
-def _serve() -> None:
+def type_here(asked: dict) -> None:
+    """In the fork: prints the status of the command, which a fork of its own runs, and what its terminal got."""
     import preloaded
 
-    preloaded.preload()
-    for line in sys.stdin:
-        asked = json.loads(line)
+    def run() -> None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.argv = ["scripts/train.py", *asked["words"]]
+        status = preloaded.run(asked)
+        preloaded.wind_up()
+        sys.stdout.flush()
+        os._exit(status)
 
-        def run(asked=asked) -> None:
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
-            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-            sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            sys.argv = ["scripts/train.py", *asked["words"]]
-            code = asked["code"] or COMMAND
-            status = preloaded.run(asked | {"code": code})
-            preloaded.wind_up()
-            sys.stdout.flush()
-            os._exit(status)
-
-        status, parts = _in_terminal(asked["columns"], asked["folder"], 200.0, run=run)
-        print(json.dumps([status, [base64.b64encode(part).decode() for part in parts]]), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+    status, parts = _in_terminal(asked["columns"], asked["folder"], 200.0, run=run)
+    print(json.dumps([status, [base64.b64encode(part).decode() for part in parts]]))

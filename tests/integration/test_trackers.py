@@ -158,6 +158,7 @@ def test_wandb_gets_each_step_of_a_resumed_run_once(tmp_path, monkeypatch, capsy
     validation = rl.Validation(prompts=rl.SortDigits(4, size=4, split="held_out"))
     keep = rl.LinkedCheckpoint(every_n_train_steps=2, save_top_k=-1, filename="{step}")
     held_out = dict(validation=validation, val_check_interval=2, callbacks=[keep])
+    held_out["reward"] = {"answer": rl.exact_match, "digits": rl.share_correct}
     wandb_run(tmp_path, monkeypatch, **held_out)
     said = capsys.readouterr().out
     assert re.search(r"upload with: wandb sync wandb/offline-run-\S+\n", said)
@@ -166,7 +167,8 @@ def test_wandb_gets_each_step_of_a_resumed_run_once(tmp_path, monkeypatch, capsy
     said = capsys.readouterr().out
     assert len(re.search(r"upload with: wandb sync (.+)", said)[1].split()) == 2, "both parts of one run"
     values = [(row["trainer/global_step"], name) for row in wandb_history(records_of(tmp_path)) for name in row]
-    for name, steps in (("reward/mean", range(7)), ("val/pass@1", (0, 2, 4, 5, 6, 7)), ("samples/path", range(7))):
+    expected = dict.fromkeys(["reward/mean", "reward/part/answer", "reward/part/digits", "samples/path"], range(7))
+    for name, steps in (expected | {"val/pass@1": (0, 2, 4, 5, 6, 7)}).items():
         assert sorted(step for step, found in values if found == name) == list(steps), name
 
 

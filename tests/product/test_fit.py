@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
+import time
 
 import nbformat
 import pytest
+from launch import start
 from nbclient import NotebookClient
 from preloaded import ROOT
 
@@ -21,10 +20,7 @@ def reward(prompt, completion):
     return float(len(completion) % 2)
 """
 FOR_LONG = """
-def told(prompt, completion):
-    print("scoring", flush=True)
-    return reward(prompt, completion)
-rl.fit(rl.asset("small_sort_policy"), ROWS, told, max_steps=10**6, enable_progress_bar=False, **SMALL)
+rl.fit(rl.asset("small_sort_policy"), ROWS, reward, max_steps=10**6, enable_progress_bar=False, **SMALL)
 """
 IN_THE_SAME_FOLDER = """
 log = rl.CSVLog("runs", name="", version=0)
@@ -38,17 +34,17 @@ rl.fit(rl.asset("small_sort_policy"), ROWS, reward, max_steps=int(sys.argv[1]), 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ctrl_c_saves_says_how_to_resume_and_prints_the_summary(process, tmp_path):
+def test_ctrl_c_saves_says_how_to_resume_and_prints_the_summary(process, tmp_path, monkeypatch):
     (tmp_path / "long.py").write_text(PRELUDE + FOR_LONG)
     folder = tmp_path / "here"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment)
-    running = subprocess.Popen([sys.executable, str(tmp_path / "long.py")], **pipes)
+    monkeypatch.chdir(folder)
+    (running,) = start(tmp_path / "long.py", [], 1)
     try:
         metrics = folder / "runs/version_0/metrics.csv"
         while not (metrics.exists() and metrics.stat().st_size):
-            assert running.stdout.readline(), "it has ended"
+            assert running.returncode is None, running.communicate(1.0)
+            time.sleep(0.05)
         other = process.run([], folder, code=PRELUDE + IN_THE_SAME_FOLDER)
         assert other.status == 1
         assert re.search(rf"OSError: .*runs/version_0' is in use by process {running.pid}", other.said), other.said

@@ -162,7 +162,7 @@ IN_A_PROCESS = [
         for number, one in enumerate(IN_A_PROCESS)
     ],
 )
-def test_a_process_of_its_own_says_the_same(misuse, process, folder):
+def test_a_process_of_its_own_says_the_same_after_what_takes_the_time(misuse, process, folder):
     words = words_of(misuse, folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(ROOT / "scripts/train.py")]
@@ -170,5 +170,5 @@ def test_a_process_of_its_own_says_the_same(misuse, process, folder):
     done = subprocess.run([*command, *words[1:]], cwd=folder, env=environment, text=True, timeout=150, **pipes)
     check(done.stdout, done.returncode, misuse)
     said = process.run(words, folder).said
-    assert done.stdout.removeprefix("loading torch, lightning and transformers ...\n") == said
+    assert done.stdout == "loading torch, lightning and transformers ...\n" + said
     assert not (folder / "runs").exists()

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import ROOT, Terminals, type_command
+from preloaded import ROOT
+from terminal import type_command, type_in_fork
 
 WIDE = pytest.param(160, marks=pytest.mark.sweep)
 SCREENS = Path(__file__).parent / "screens"
@@ -21,13 +22,6 @@ SMALL += ["--defaults.checkpoint.init_args.every_n_train_steps", "5"]
 QUICK_START = ["--config", "configs/quickstart.yaml", *SMALL]
 MISSPELT = ["--config", "configs/quickstart.yaml", "--data.max_stalenes", "2"]
 CHECKPOINT = "runs/quickstart/version_0/checkpoints/last.ckpt"
-
-
-@pytest.fixture(scope="module")
-def terminals():
-    found = Terminals()
-    yield found
-    found.close()
 
 
 @pytest.fixture
@@ -99,15 +93,16 @@ def is_a_box(lines):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.slow), WIDE])
-def test_quick_start_and_resume(columns, folder, terminals):
-    seen = terminals.type([*QUICK_START, "--trainer.max_steps", "10"], columns, folder)
+def test_quick_start_and_resume(columns, folder, process):
+    seen = type_in_fork(process, [*QUICK_START, "--trainer.max_steps", "10"], columns, folder)
     assert seen.status == 0, seen.text
     check(seen, "quick_start")
     assert seen.view, "no drawing of the run was seen"
     assert is_a_box(seen.view)
     assert is_a_box(seen.text)
     assert any(line.startswith("step 10/10  reward") for line in seen.text)
-    resumed = terminals.type([*QUICK_START, "--trainer.max_steps", "14", "--ckpt_path", CHECKPOINT], columns, folder)
+    more = [*QUICK_START, "--trainer.max_steps", "14", "--ckpt_path", CHECKPOINT]
+    resumed = type_in_fork(process, more, columns, folder)
     assert resumed.status == 0, resumed.text
     check(resumed, "resume")
     assert is_a_box(resumed.text)
@@ -118,8 +113,8 @@ def test_quick_start_and_resume(columns, folder, terminals):
 @pytest.mark.parametrize(
     "columns", [pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.sweep), WIDE]
 )
-def test_python_block(columns, folder, terminals):
-    seen = terminals.type([], columns, folder, code=python_block())
+def test_python_block(columns, folder, process):
+    seen = type_in_fork(process, [], columns, folder, code=python_block())
     assert seen.status == 0, seen.text
     check(seen, "python")
     assert is_a_box(seen.text)
@@ -127,8 +122,8 @@ def test_python_block(columns, folder, terminals):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 100, 160])
-def test_misspelt_key(columns, folder, terminals):
-    seen = terminals.type(MISSPELT, columns, folder)
+def test_misspelt_key(columns, folder, process):
+    seen = type_in_fork(process, MISSPELT, columns, folder)
     assert seen.status == 2
     check(seen, "misspelt")
 
@@ -138,11 +133,3 @@ def test_help(columns, folder):
     seen = type_command([sys.executable, "scripts/train.py", "--help"], columns, folder)
     assert seen.status == 0
     check(seen, "help")
-
-
-@pytest.mark.slow
-def test_a_first_command_as_it_is(folder):
-    """Without anything imported before: the first line says what takes the time."""
-    seen = type_command([sys.executable, "scripts/train.py", *MISSPELT], 80, folder)
-    assert seen.text[0] == "loading torch, lightning and transformers ..."
-    assert seen.text[1].startswith("error: there is no setting data.max_stalenes; did you mean data.max_staleness?")

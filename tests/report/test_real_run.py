@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import launch, start
 
 browser = pytest.importorskip("browser", reason="selenium is not installed")
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
@@ -31,24 +28,20 @@ OVERLAYS = {"asynchronous": [], "synchronous": ["--config", "configs/quickstart_
 TABS = ("overview", "curves", "pipeline", "rollouts", "compare")
 
 
-def command(folder: Path, name: str, steps: int) -> list[str]:
+def flags_of(folder: Path, name: str, steps: int) -> list[str]:
     flags = ["--config", "configs/quickstart.yaml", *OVERLAYS[name], "--trainer.max_steps", str(steps)]
     flags += ["--trainer.val_check_interval", "10", "--data.validation.prompts.init_args.size", "64"]
     flags += ["--defaults.samples.init_args.every_n_steps", "5", "--trainer.enable_progress_bar", "false"]
-    flags += ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name", name]
-    return [sys.executable, "scripts/train.py", *flags]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return [*flags, "--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name", name]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     for name in OVERLAYS:
-        call = command(folder, name, STEPS)
-        subprocess.run(call, cwd=ROOT, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            launch(ROOT / "scripts/train.py", flags_of(folder, name, STEPS), 1, timeout_s=600)
     return {name: folder / name / "version_0" for name in OVERLAYS}
 
 
@@ -125,21 +118,20 @@ def test_idle_time_read_from_the_chart_is_that_of_the_verdict(driver, runs, tmp_
     print({name: {key: round(share, 4) for key, share in of.items()} for name, of in shares.items()})
 
 
-def test_a_run_killed_at_any_moment_leaves_a_report_that_opens(driver, tmp_path):
+def test_a_run_killed_at_any_moment_leaves_a_report_that_opens(driver, tmp_path, monkeypatch):
     name = "asynchronous"
     rng = random.Random(int(time.time()))
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command(tmp_path, name, 10_000), cwd=ROOT, env=environment(), stdout=out, stderr=out)
+    monkeypatch.chdir(ROOT)
+    (process,) = start(ROOT / "scripts/train.py", flags_of(tmp_path, name, 10_000), 1)
     folder, deadline = tmp_path / name / "version_0", time.monotonic() + 300
     while not (folder / "timeline/rank0.json").exists() and time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
+        assert process.returncode is None, process.communicate(1.0)
         time.sleep(0.05)
     for moment in range(4):  # a report of the run as it is now, and one of what the kill leaves
         time.sleep(rng.uniform(0.2, 4.0))
         if moment == 3:
-            process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.kill()
+            process.communicate(30.0)
         page = write_report(folder, out=tmp_path / f"{moment}.html")
         look_at_all(driver, page)
     assert on_page(driver, 0)["timeline"]["num_spans"] > 0

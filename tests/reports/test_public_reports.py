@@ -9,8 +9,6 @@ import functools
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -380,10 +378,10 @@ def test_nemo_2368_an_engine_that_fails_ends_the_run_with_its_cause():
 
 
 @pytest.mark.slow
-def test_skyrl_2076_nothing_of_a_trainer_imports_vllm():
+def test_skyrl_2076_nothing_of_a_trainer_imports_vllm(process, tmp_path):
     code = "import sys, lit_async_rl as rl; rl.PolicyModule; rl.RolloutDataModule; rl.VLLMEngine; rl.fit; "
     code += "sys.exit(any(name.split('.')[0] in ('vllm', 'ray') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert process.run([], tmp_path, code=code).status == 0
 
 
 def test_skyrl_1928_cispo_has_the_published_bounds():

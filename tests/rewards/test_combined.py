@@ -20,6 +20,7 @@ from lit_async_rl.cli.config_checks import files_first, write_out_rewards
 from lit_async_rl.errors import RewardError
 from lit_async_rl.problem import Prompt, Score
 from lit_async_rl.replay.tape import Tape
+from lit_async_rl.report import write_report
 from lit_async_rl.rewards.calls import reward_name, score
 from lit_async_rl.rewards.combined import name_answers
 from lit_async_rl.rewards.forms import as_reward_function
@@ -27,6 +28,7 @@ from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty
+from lit_async_rl.training.trackers import CSVLog
 from lit_async_rl.utils.config_files import own_settings
 from lit_async_rl.utils.identity import reward_identity
 
@@ -208,6 +210,8 @@ def test_a_penalty_is_a_part_of_a_reward_that_has_parts():
 
 @pytest.mark.slow
 def test_a_run_with_three_rewards_shows_their_parts_and_goes_on_with_them_to_the_bit(tmp_path):
+    """From a checkpoint with groups that were scored and not yet trained on, as a killed run leaves one."""
+
     def data():
         engine = rl.EmbeddedEngine(in_flight_weight_updates=False)
         return make_data(reward=PARTS, schedule="fixed_lag", max_staleness=2, engine=engine, advantage=rl.GDPO())
@@ -215,29 +219,29 @@ def test_a_run_with_three_rewards_shows_their_parts_and_goes_on_with_them_to_the
     def callbacks(folder):
         return [rl.RolloutMonitor(), rl.SampleLogger(every_n_steps=1), rl.RolloutTape(str(tmp_path / folder))]
 
-    def logger(name):
-        from lit_async_rl.training.trackers import CSVLog
+    def parts_of(folder):
+        steps = Tape(str(tmp_path / folder)).steps()
+        return {step.step: [one.reward_parts for group in step.groups for one in group.rollouts] for step in steps}
 
-        return CSVLog(str(tmp_path), name=name)
+    whole, resumed = make_module(), make_module()
+    keep = rl.LinkedCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    settings = dict(log_every_n_steps=1, logger=CSVLog(str(tmp_path), name="whole"), enable_checkpointing=True)
+    fit(whole, data(), 5, [*callbacks("whole"), keep], **settings)
+    fit(resumed, data(), 5, callbacks("resumed"), str(tmp_path / "kept" / "step=2.ckpt"))
+    assert torch.equal(parameters(whole), parameters(resumed))
+    parts = parts_of("whole")
+    assert parts_of("resumed") == {step: parts[step] for step in (2, 3, 4)}
+    assert all({"answer", "digits"} <= one.keys() <= PARTS.keys() for rows in parts.values() for one in rows)
 
-    whole, first, second = make_module(), make_module(), make_module()
-    settings = dict(log_every_n_steps=1)
-    fit(whole, data(), 4, callbacks("whole"), logger=logger("whole"), **settings)
-    trainer = fit(first, data(), 2, callbacks("first"), logger=logger("first"), **settings)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    fit(second, data(), 4, callbacks("second"), str(tmp_path / "last.ckpt"), logger=logger("second"), **settings)
-    assert torch.equal(parameters(whole), parameters(second))
-
-    tape = {step.step: step.groups for step in Tape(str(tmp_path / "whole")).evenly_spaced_steps(100)}
-    rollouts = [rollout for one in tape[0] for rollout in one.rollouts]
-    assert all({"answer", "digits"} <= rollout.reward_parts.keys() <= PARTS.keys() for rollout in rollouts)
     (file,) = (tmp_path / "whole").rglob("metrics.csv")
     row = next(csv.DictReader(file.open()))
     for name in PARTS:
-        applies = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
+        applies = [one[name] for one in parts[0] if name in one]
         assert float(row[f"reward/part/{name}"]) == pytest.approx(sum(applies) / len(applies), abs=1e-5)
     (samples,) = (tmp_path / "whole").rglob("samples.jsonl")
     assert json.loads(samples.read_text().splitlines()[0])["reward_parts"].keys() <= PARTS.keys()
+    report = write_report(file.parent, out=tmp_path / "report.html").read_text()
+    assert all(f"reward/part/{name}" in report for name in PARTS)
 
 
 # -- in a file --------------------------------------------------------------------------------------------------------

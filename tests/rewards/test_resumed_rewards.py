@@ -78,8 +78,6 @@ def data_of(kind, value, keep):
     rewards = {
         "reward": Scale({"value": value, "others": [1, 2]}),
         "answers": lambda prompt, completion: float(prompt.answer) + 0.01 * len(completion),
-        "closure": closed_over(value),
-        "combined": {"a": closed_over(value - 0.5), "b": closed_over(0.5)},
         "environment": None,
         "filter": closed_over(0.0),
     }
@@ -97,7 +95,7 @@ def data_of(kind, value, keep):
     )
 
 
-KINDS = "reward", "answers", "closure", "combined", "environment", "filter"
+KINDS = "reward", "answers", "environment", "filter"
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])

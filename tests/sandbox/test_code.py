@@ -84,9 +84,7 @@ POLY = prompt(
     entry_point="zero",
 )
 
-RIGHT_ONES = [
-    (POLY, "def zero(xs):\n    return -xs[0] / xs[1] if poly(xs, 0) else 0"),
-    (MBPP, "def double(x):\n    return x * 2"),
+RIGHT_ONES = [  # and those of test_code_records
     (HUMANEVAL, "def total(xs):\n    return sum(xs)"),
     (HUMANEVAL, "    return sum(xs)"),
     (HUMANEVAL, "return sum(xs)"),
@@ -98,14 +96,11 @@ RIGHT_ONES = [
     (UNITTEST, "def task_func(x):\n    if x < 0:\n        raise ValueError('no')\n    return x * x"),
     (PYTEST, "def f(x):\n    return x"),
     (prompt(answer='["assert f() == 1"]'), "f = lambda: 1"),
-    (prompt(answer="assert f() == 1\nassert f() != 2"), "f = lambda: 1"),
     (prompt(answer='{"inputs": ["a"], "outputs": ["a"]}'), "print(input())"),
     (prompt(answer='[{"input": "a", "output": "a"}]'), "print(input())"),
-    (prompt(test_list=["assert sum(10, 15) == 6"]), "def sum(a, b):\n    return 6"),
     (prompt(test_list=["x = [3, 1]\norder(x)\nassert x == [1, 3]"]), "def order(x):\n    x.sort()"),
     (prompt(test_list=["assert list(count(3)) == [0, 1, 2]"]), "def count(n):\n    yield from range(n)"),
     (prompt(test_list=["assert apply(lambda x: x + 1, 2) == 3"]), "def apply(f, x):\n    return f(x)"),
-    (prompt(test_list=["assert math.isclose(third(), 1 / 3)"]), "import math\ndef third():\n    return 1 / 3"),
     (prompt(test_list=["assert f(1) == {1: (2, 'a', None)}"]), "def f(x):\n    return {1: (2, 'a', None)}"),
     (prompt(test_list=["assert Counter(f()) == Counter('aab')"]), "def f():\n    return ['a', 'b', 'a']"),
     (
